@@ -1,0 +1,102 @@
+# `make help` lists the targets; each one works alone on a fresh clone.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+UV_VERSION := 0.13.8
+NPM_CI := npm ci --no-audit --no-fund --prefer-offline
+MEMBERS := common operator trainer analyzer
+SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
+PY_DIRS := $(SOURCES) tests bench scripts
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-py test-cpp test-ui lint format generate verify bench build constraints clean
+
+help: ## List the targets
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(BIN)/.ready frontend/dist/index.html ## Python environment, native extension and page
+
+$(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/CMakeLists.txt $(wildcard csrc/src/*.cpp csrc/bindings/*.cpp csrc/include/megatronapp/*.hpp)
+	scripts/system_packages.sh build
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
+	touch $@
+
+frontend/node_modules/.ready: frontend/package-lock.json
+	cd frontend && $(NPM_CI)
+	touch $@
+
+FRONTEND_SOURCES := $(shell find frontend/src frontend/index.html frontend/vite.config.ts frontend/public -type f 2>/dev/null)
+frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
+	cd frontend && npm run build
+	touch $@
+
+demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
+	$(BIN)/python scripts/demo.py
+
+test: test-py test-cpp test-ui ## All tests
+
+test-py: setup
+	scripts/system_packages.sh test
+	$(BIN)/python -m pytest
+
+test-cpp: $(BIN)/.ready
+	scripts/system_packages.sh native
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh test
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh asan
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh tsan
+
+test-ui: frontend/node_modules/.ready
+	cd frontend && npm test
+
+lint: $(BIN)/.ready frontend/node_modules/.ready ## ruff, mypy, import-linter, size gate, eslint, vue-tsc, clang-format, clang-tidy
+	scripts/system_packages.sh native
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PY_DIRS)
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/size_gate.py
+	cd frontend && npm run lint
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh lint
+
+format: $(BIN)/.ready frontend/node_modules/.ready ## Format Python, C++ and TypeScript
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+	cd frontend && npm run format
+	clang-format -i $$(git ls-files 'csrc/*.cpp' 'csrc/*.hpp')
+
+generate: $(BIN)/.ready frontend/node_modules/.ready ## Write the generated files (CRD, reference, wire vectors, OpenAPI, TypeScript types)
+	$(BIN)/python scripts/generate.py
+	$(BIN)/python scripts/openapi.py
+	cd frontend && npm run generate
+
+verify: $(BIN)/.ready frontend/node_modules/.ready ## Fail if a generated file drifted from its source
+	$(BIN)/python scripts/generate.py --check
+	$(BIN)/python scripts/openapi.py --check
+	cd frontend && npm run verify
+
+bench: setup ## Short forms of the measurements; full counts: docs/benchmarks.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/native_checks.sh bench
+	$(BIN)/python bench/bench_ring.py
+	$(BIN)/python bench/bench_detect.py --runs 2
+	$(BIN)/python bench/bench_hub.py --seconds 10
+	$(BIN)/python bench/bench_layouts.py --steps 10
+
+bench-demo: setup ## Named right and false alarms on warm jobs (about an hour)
+	$(BIN)/python bench/bench_demo.py
+
+build: setup ## Wheels of the five distributions and the page
+	mkdir -p dist
+	for part in $(MEMBERS) csrc; do $(BIN)/uv build --quiet --wheel --out-dir dist $$part; done
+
+constraints: $(BIN)/.ready ## Export the exact versions of this environment
+	{ echo "# Exact versions; written by 'make constraints'."; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | grep -vE '^(uv|pip|setuptools)=='; } > constraints.tmp
+	mv constraints.tmp constraints.txt
+
+clean: ## Remove everything that these targets made
+	rm -rf $(VENV) dist .demo frontend/dist frontend/node_modules csrc/build
+	find . -name '*.egg-info' -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,216 @@
+"""Finds the rings of one worker and reads them."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatronapp_analyzer.agent.buffer import Packet, RingId
+from megatronapp_analyzer.agent.native import Reader
+from megatronapp_common.frames import Frame, FrameType, encode
+from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
+
+LOG = logging.getLogger(__name__)
+FRAME_RECORDS = 4096
+CLOCK_RESEND_NS = 30_000_000_000
+MAX_FRAMES_PER_READ = 16
+"""Frames read from one ring before the others get their turn."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RingLibrary:
+    """How rings are opened, and the error that says that a file is no whole ring (yet, or any more)."""
+
+    open: Callable[[str], Reader]
+    error: type[Exception]
+
+
+def native_library() -> RingLibrary:
+    """The real one."""
+    import megatronapp_native
+
+    return RingLibrary(open=megatronapp_native.RingReader, error=megatronapp_native.RingError)
+
+
+def process_state(pid: int) -> str | None:
+    """State letter of a process from /proc/PID/stat (proc(5)); None if there is no such process."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()[0]
+
+
+class RingSource:
+    """One ring file from its appearance to its end. ValueError for metadata that is not JSON."""
+
+    def __init__(self, path: pathlib.Path, ring: RingId, worker: int, library: RingLibrary) -> None:
+        self.ring = ring
+        self._path = path
+        self._worker = worker
+        self._library = library
+        self._reader = library.open(str(path))
+        self._info = self._reader.info()
+        self._inode = os.stat(path).st_ino
+        self._metadata = json.loads(self._info.metadata or b"{}")
+        self._clock_pairs: list[tuple[int, int]] = []
+        self._clock_due_ns = 0
+        self._state = process_state(self._info.pid)
+        self._was_seen = self._state is not None
+        self._gone = False
+        self._drained = False
+        self.lost = 0
+
+    @property
+    def ended(self) -> bool:
+        """Closed, unlinked or left by a dead process, and read to its end."""
+        return self._drained and (self._gone or self._info.closed or not self._alive())
+
+    def ring_frame(self) -> bytes:
+        """RING frame as of now."""
+        return encode(
+            Frame(
+                FrameType.RING,
+                {
+                    "rank": self.ring,
+                    "worker": self._worker,
+                    "metadata": self._metadata,
+                    "bootId": self._info.boot_id,
+                    "clockPairs": [list(pair) for pair in self._info.clock_pairs],
+                    "capacity": self._info.capacity,
+                },
+            )
+        )
+
+    def has_new_clock(self, now_ns: int) -> bool:
+        """Whether the hub should hear of newer clock pairs; at most every CLOCK_RESEND_NS, as clocks drift slowly."""
+        if now_ns < self._clock_due_ns or self._info.clock_pairs == self._clock_pairs:
+            return False
+        self._clock_pairs, self._clock_due_ns = self._info.clock_pairs, now_ns + CLOCK_RESEND_NS
+        return True
+
+    def read(self) -> list[Packet]:
+        """New records as packets. A file that has shrunk or garbled counts as gone; what was read is kept."""
+        packets: list[Packet] = []
+        if self._gone:
+            return packets
+        self._state = process_state(self._info.pid)
+        self._was_seen |= self._state is not None
+        try:
+            ending = self._info.closed or not self._alive() or not self._is_linked()
+            self._info = self._reader.info()
+            packets = self._read_packets()
+        except self._library.error as error:
+            LOG.warning("%s: no longer a ring: %s", self._path, error)
+            self._gone = self._drained = True
+            return packets
+        # Only what was read after the end was seen is surely the last.
+        self._drained = ending and len(packets) < MAX_FRAMES_PER_READ
+        self._gone = self._drained and not self._is_linked()
+        return packets
+
+    def _read_packets(self) -> list[Packet]:
+        packets = []
+        for _ in range(MAX_FRAMES_PER_READ):
+            position = self._reader.next_index
+            data, lost = self._reader.read(FRAME_RECORDS)
+            self.lost += lost
+            if data:
+                packets.append(self._packet(position + lost, data, lost))
+            if len(data) < FRAME_RECORDS * RECORD_BYTES:
+                break
+        return packets
+
+    def _packet(self, first: int, data: bytes, lost: int) -> Packet:
+        header = {"rank": self.ring, "worker": self._worker, "first": first, "lost": lost}
+        end = first + len(data) // RECORD_BYTES
+        return Packet(ring=self.ring, first=first, end=end, data=encode(Frame(FrameType.RECORDS, header, data)))
+
+    def status(self, now_ns: int) -> dict[str, Any]:
+        """Entry of a STATUS frame."""
+        span = self._info.open_span
+        return {
+            "rank": self.ring,
+            "heartbeatNs": self._info.heartbeat_ns,
+            "nowNs": now_ns,
+            "openSpan": span
+            and {
+                "kind": span.kind,
+                "step": span.step,
+                "microbatch": None if span.microbatch == NO_MICROBATCH else span.microbatch,
+                "startNs": span.start_ns,
+            },
+            "lost": self.lost,
+            "closed": self._info.closed,
+            "alive": self._alive(),
+            "processState": self._state,
+        }
+
+    def close(self) -> None:
+        """Unmap."""
+        self._reader.close()
+
+    def _alive(self) -> bool:
+        """A process that this agent never saw may live in another PID namespace: it counts as alive."""
+        return not self._was_seen or self._state not in (None, "Z", "X")
+
+    def _is_linked(self) -> bool:
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+
+class RingDirectory:
+    """All rings of one worker, found by their names as they appear."""
+
+    def __init__(self, directory: pathlib.Path, prefix: str, worker: int, library: RingLibrary) -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self._worker = worker
+        self._library = library
+        self._pattern = re.compile(re.escape(prefix) + r"\.(?:rank(\d+)|worker)\.ring")
+        self._sources: dict[str, RingSource] = {}
+        self._complained: set[str] = set()
+
+    @property
+    def sources(self) -> list[RingSource]:
+        """Rings found so far, ended ones included."""
+        return list(self._sources.values())
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether there was a ring and all of them have ended."""
+        return bool(self._sources) and all(source.ended for source in self._sources.values())
+
+    def discover(self) -> list[RingSource]:
+        """Open rings that have appeared since the last call."""
+        found = []
+        for name in sorted(os.listdir(self._directory)):
+            match = self._pattern.fullmatch(name)
+            if match is None or name in self._sources:
+                continue
+            ring = int(match[1]) if match[1] is not None else None
+            if (source := self._open(name, ring)) is not None:
+                self._sources[name] = source
+                found.append(source)
+        return found
+
+    def _open(self, name: str, ring: RingId) -> RingSource | None:
+        """None for a file that is not a whole ring, such as one that is still being made."""
+        try:
+            return RingSource(self._directory / name, ring, self._worker, self._library)
+        except (self._library.error, FileNotFoundError, ValueError) as error:
+            if name not in self._complained:
+                LOG.info("%s: not a ring yet: %s", name, error)
+                self._complained.add(name)
+            return None
+
+    def close(self) -> None:
+        """Unmap all."""
+        for source in self._sources.values():
+            source.close()

@@ -1,0 +1,88 @@
+"""Settings of the agent; the only place that reads its environment."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+from megatronapp_analyzer.errors import SettingsError
+from megatronapp_common.names import Env
+from megatronapp_common.tokens import Role, derive, read_secret
+
+DEFAULT_SHM_DIR = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AgentSettings:
+    """Whom the agent serves, where its files lie, and its limits."""
+
+    job: str
+    uid: str
+    attempt: int
+    worker: int
+    node: str
+    address: str
+    shm_dir: pathlib.Path
+    shm_prefix: str
+    hub_url: str
+    """http://host:port; empty: there is no hub, and records are only drained and dropped."""
+    token: str
+    """Proof of the `agent` role."""
+    poll_s: float = 0.05
+    """How often rings are read: the age of the newest span at the hub."""
+    discover_s: float = 0.25
+    """How often new rings are looked for."""
+    status_s: float = 0.5
+    buffer_bytes: int = 32 << 20
+    """Records kept while the hub is away; beyond, the oldest are dropped and counted."""
+    resend_bytes: int = 4 << 20
+    """Records kept after sending, in case the hub lost them by being killed."""
+    backoff_min_s: float = 0.2
+    backoff_max_s: float = 5.0
+    linger_s: float = 1.0
+    """After the last ring ended: how long to look for another one."""
+    deliver_s: float = 10.0
+    """At the end: how long to try to deliver what is buffered."""
+
+    @property
+    def socket_url(self) -> str:
+        """Address of the hub's agent socket."""
+        scheme, _, rest = self.hub_url.partition("://")
+        return f"{'wss' if scheme == 'https' else 'ws'}://{rest.rstrip('/')}/api/v1/agent"
+
+
+def _required(environment: Mapping[str, str], name: Env) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise SettingsError(f"{name.value} is not set; the backend that starts the agent has to set it")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: Env) -> int:
+    text = _required(environment, name)
+    if not text.isdecimal():
+        raise SettingsError(f"{name.value}={text!r} is not a number; give one from 0 on")
+    return int(text)
+
+
+def load_settings(environment: Mapping[str, str]) -> AgentSettings:
+    """Settings from the variables of names.Env. Raises SettingsError that names the variable."""
+    secret_file = pathlib.Path(_required(environment, Env.SECRET_FILE))
+    try:
+        token = derive(read_secret(secret_file), Role.AGENT)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{Env.SECRET_FILE.value}={secret_file}: {error}") from error
+    shm_dir = pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR)
+    if not shm_dir.is_dir():
+        raise SettingsError(f"{Env.SHM_DIR.value}={shm_dir} is not a directory; give the one that holds the rings")
+    return AgentSettings(
+        job=_required(environment, Env.JOB),
+        uid=_required(environment, Env.JOB_UID),
+        attempt=_number(environment, Env.ATTEMPT),
+        worker=_number(environment, Env.WORKER_INDEX),
+        node=environment.get(Env.NODE_NAME, ""),
+        address=environment.get(Env.ADDRESS, ""),
+        shm_dir=shm_dir,
+        shm_prefix=_required(environment, Env.SHM_PREFIX),
+        hub_url=environment.get(Env.HUB_URL, ""),
+        token=token,
+    )

@@ -1,0 +1,128 @@
+"""Clock model of a job: offset and drift of every node's clock against the clock of the first rank."""
+
+import collections
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.align.anchors import anchors_of
+from megatronapp_analyzer.graph.matching import Index
+from megatronapp_analyzer.model import JobLayout, StepView
+from megatronapp_common.trace import Kind
+
+WINDOW = 64
+FIT_POINTS = 8
+"""Anchors from which on a drift is fitted."""
+HUBER = 1.345
+ROUNDS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClockModel:
+    """Offsets to subtract from each rank's times, in ns, and what they may be wrong by."""
+
+    offset_ns: Index
+    uncertainty_ns: NDArray[np.float64]
+    """Against the clock of the first rank; 0 on the same clock, infinite where nothing ties the clocks together."""
+
+    def apply(self, view: StepView) -> StepView:
+        """The step on the clock of the first rank."""
+        if not self.offset_ns.any():
+            return view
+        records = view.records.copy()
+        shifted = records["start_ns"].astype(np.int64) - self.offset_ns[records["rank"]]
+        records["start_ns"] = shifted.astype(np.uint64)
+        return dataclasses.replace(view, records=records)
+
+    def worst_ns(self) -> float:
+        """The largest finite uncertainty."""
+        return float(self.uncertainty_ns[np.isfinite(self.uncertainty_ns)].max(initial=0.0))
+
+    def pair_uncertainty_ns(self, first: int, second: int) -> float:
+        """What a difference of times between two ranks may be wrong by."""
+        if self.offset_ns[first] == self.offset_ns[second]:
+            return 0.0
+        return float(self.uncertainty_ns[first] + self.uncertainty_ns[second])
+
+
+class ClockAligner:
+    """Learns offsets step by step; memory is bounded by WINDOW anchors per pair of clocks that talk to each other."""
+
+    def __init__(self, layout: JobLayout) -> None:
+        self._world = layout.world
+        self._points: dict[tuple[str, str], collections.deque[tuple[float, float, float]]] = {}
+
+    def observe(self, view: StepView) -> ClockModel:
+        """Learn from one step, and give the model that holds for it."""
+        boots = [view.boot_ids.get(rank, "") for rank in range(self._world)]
+        names = list(dict.fromkeys(boots))
+        domain = np.array([names.index(boot) for boot in boots], np.int64)
+        if len(names) == 1:
+            return ClockModel(offset_ns=np.zeros(self._world, np.int64), uncertainty_ns=np.zeros(self._world))
+        time_s = _time_s(view, domain)
+        for anchor in anchors_of(view, domain):
+            key = (names[anchor.first], names[anchor.second])
+            points = self._points.setdefault(key, collections.deque(maxlen=WINDOW))
+            points.append((time_s, anchor.offset_ns, anchor.uncertainty_ns))
+        offset, doubt = self._spread(names, time_s)
+        return ClockModel(offset_ns=np.round(offset[domain]).astype(np.int64), uncertainty_ns=doubt[domain])
+
+    def _spread(self, names: list[str], time_s: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Offsets from the first clock along the paths of least uncertainty (Prim's algorithm)."""
+        edges = [
+            (_estimate(points, time_s), names.index(a), names.index(b))
+            for (a, b), points in self._points.items()
+            if a in names and b in names
+        ]
+        offset, doubt = np.zeros(len(names)), np.full(len(names), np.inf)
+        doubt[0] = 0.0
+        reached = {0}
+        while True:
+            steps = [
+                (error, a, b, value) if a in reached else (error, b, a, -value)
+                for (value, error), a, b in edges
+                if (a in reached) != (b in reached)
+            ]
+            if not steps:
+                return offset, doubt
+            error, known, new, value = min(steps)
+            offset[new], doubt[new] = offset[known] + value, doubt[known] + error
+            reached.add(new)
+
+
+def _time_s(view: StepView, domain: Index) -> float:
+    """When the step ended on the first clock."""
+    records = view.records
+    own = records[(domain[records["rank"]] == 0) & (records["kind"] != Kind.METRIC)]
+    return float((own if len(own) else records)["start_ns"].max()) * 1e-9
+
+
+def _estimate(points: collections.deque[tuple[float, float, float]], time_s: float) -> tuple[float, float]:
+    """Offset at `time_s` and its uncertainty, both in ns: a line through the window, robust against bad anchors."""
+    table = np.array(points)
+    best = table[np.argmin(table[:, 2])]
+    base = table[:, 1] - best[1]
+    age = table[:, 0] - time_s
+    if len(table) < FIT_POINTS or np.ptp(age) < 1.0:
+        return float(best[1]), float(best[2])
+    weight = 1.0 / np.maximum(table[:, 2], 1e3)
+    line, residual = _huber_line(age, base, weight)
+    error = 1.4826 * float(np.median(np.abs(residual)))
+    return float(best[1] + line), float(min(best[2], 3 * error + 1e3))
+
+
+def _huber_line(
+    age: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]
+) -> tuple[float, NDArray[np.float64]]:
+    """Value at age 0 of a weighted Huber fit, and the residuals (iteratively reweighted least squares)."""
+    design = np.stack([np.ones_like(age), age], axis=1)
+    current = weight
+    residual = values
+    for _ in range(ROUNDS):
+        root = np.sqrt(current)[:, None]
+        solution = np.linalg.lstsq(design * root, values * root[:, 0], rcond=None)[0]
+        residual = values - design @ solution
+        scale = 1.4826 * float(np.median(np.abs(residual))) + 1.0
+        current = weight * np.minimum(1.0, HUBER * scale / np.maximum(np.abs(residual), 1e-9))
+    return float(solution[0]), residual

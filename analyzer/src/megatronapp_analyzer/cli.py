@@ -1,0 +1,46 @@
+"""`megatronapp trace ...`: registered under the entry points "megatronapp.commands". Heavy imports wait for the run."""
+
+import argparse
+import pathlib
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `trace` with its subcommands."""
+    trace = subparsers.add_parser("trace", help="export the trace of a job", description="Traces of a job.")
+    commands = trace.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
+    export = commands.add_parser(
+        "export",
+        help="write a trace that Perfetto and chrome://tracing open",
+        description="Write the trace of a job as Chrome JSON, from its hub or, after its end, from its stored traces.",
+    )
+    export.add_argument("job", metavar="JOB", help="name of the job")
+    export.add_argument("-o", "--output", metavar="FILE", type=pathlib.Path, required=True, help="file to write")
+    export.add_argument(
+        "--from", dest="first", metavar="N", type=step_number, help="first step (default: the newest 50)"
+    )
+    export.add_argument("--to", dest="last", metavar="N", type=step_number, help="last step (default: the newest)")
+    export.set_defaults(func=run_export)
+
+
+def step_number(text: str) -> int:
+    """A step, counted from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step; write a whole number from 0 on")
+    return int(text)
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Fetch or rebuild the trace and write it."""
+    from megatronapp_analyzer import fetch
+    from megatronapp_analyzer.errors import ExportError
+
+    if arguments.first is not None and arguments.last is not None and arguments.last < arguments.first:
+        raise ExportError(f"--to is before --from: {arguments.last} comes before {arguments.first}; swap them")
+    folder = fetch.job_folder(arguments.job)
+    document, source = fetch.trace(folder, arguments.first, arguments.last)
+    fetch.write_trace(arguments.output, document)
+    events = document["traceEvents"]
+    spans = sum(event["ph"] == "X" for event in events)
+    arrows = sum(event["ph"] == "s" for event in events)
+    print(f"{arguments.output}: {spans} spans, {arrows} arrows, {source}; open it at https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,1 @@
+"""From finished steps to verdicts. Start at `engine.Detector`."""

@@ -1,0 +1,77 @@
+"""Robust references for columns of numbers (ranks, units, links): own history, and what the others do meanwhile."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.detect.features import Floats, Ints
+
+Mask = NDArray[np.bool_]
+MAD_TO_SIGMA = 1.4826
+"""A normal distribution's standard deviation over its median absolute deviation."""
+
+
+class History:
+    """The last `window` accepted values of each column; columns fill independently."""
+
+    def __init__(self, columns: int, window: int) -> None:
+        self._values = np.full((window, columns), np.nan)
+        self._next = np.zeros(columns, np.int64)
+
+    def add(self, values: Floats, accepted: Mask) -> None:
+        """Remember the accepted finite values."""
+        columns = np.flatnonzero(accepted & np.isfinite(values))
+        self._values[self._next[columns] % len(self._values), columns] = values[columns]
+        self._next[columns] += 1
+
+    @property
+    def count(self) -> Ints:
+        """Values held in each column."""
+        return np.minimum(self._next, len(self._values))
+
+    def median(self) -> Floats:
+        """Median of each column; NaN where it is empty."""
+        return column_medians(self._values, self.count)
+
+    def deviation(self) -> Floats:
+        """Robust standard deviation of each column around its median."""
+        return MAD_TO_SIGMA * column_medians(np.abs(self._values - self.median()), self.count)
+
+    def grow(self, columns: int) -> None:
+        """Add empty columns up to `columns`."""
+        missing = columns - self._values.shape[1]
+        if missing > 0:
+            self._values = np.pad(self._values, ((0, 0), (0, missing)), constant_values=np.nan)
+            self._next = np.pad(self._next, (0, missing))
+
+
+def column_medians(values: Floats, count: Ints) -> Floats:
+    """Lower median of the `count` finite values of each column; NaN where there are none."""
+    if values.shape[1] == 0:
+        return np.empty(0)
+    ordered = np.sort(values, axis=0)
+    middle = np.maximum((count - 1) // 2, 0)
+    out: Floats = np.take_along_axis(ordered, middle[None, :], axis=0)[0]
+    return out
+
+
+def median_of_others(values: Floats) -> Floats:
+    """Lower median of the other finite values, for each finite value; NaN where there is no other. O(n log n)."""
+    out = np.full(len(values), np.nan)
+    finite = np.flatnonzero(np.isfinite(values))
+    others = len(finite) - 1
+    if others < 1:
+        return out
+    order = finite[np.argsort(values[finite], kind="stable")]
+    middle = (others - 1) // 2
+    ordered = values[order]
+    out[order] = np.where(np.arange(len(order)) <= middle, ordered[middle + 1], ordered[middle])
+    return out
+
+
+def median_of_others_by(values: Floats, group: Ints) -> Floats:
+    """As `median_of_others`, within each group."""
+    out = np.full(len(values), np.nan)
+    for number in np.unique(group):
+        inside = np.flatnonzero(group == number)
+        out[inside] = median_of_others(values[inside])
+    return out

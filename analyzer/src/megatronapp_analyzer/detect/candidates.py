@@ -1,0 +1,192 @@
+"""From columns that are over to subjects: nodes, workers, stages, units, ranks and links; culprits before victims."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from megatronapp_analyzer.detect.baseline import Mask
+from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.model import Cause, JobLayout, Subject, SubjectType
+
+EXPLAINS = 0.5
+"""A member's own stall or late input explains its unit's slow compute if it costs at least this part of it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What all channels of one cause say in one step, per column, with the votes of the last steps."""
+
+    cause: Cause
+    over: Mask
+    votes: Ints
+    excess_s: Floats
+    """Seconds per step."""
+    occurrence_s: Floats
+    """The same per microbatch or message."""
+    ratio: Floats
+    strength: Floats
+    by_history: Mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A subject with the columns that speak against it."""
+
+    subject: Subject
+    cause: Cause
+    columns: tuple[int, ...]
+    votes: int
+    excess_s: float
+    occurrence_s: float
+    ratio: float
+    by_history: bool
+
+    @property
+    def key(self) -> tuple[str, tuple[int, ...], str]:
+        """Identity over steps."""
+        return (str(self.subject.type), self.subject.ranks, str(self.cause))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where ranks run, and which subjects several of them can make up."""
+
+    layout: JobLayout
+    units: Units
+
+    def rank(self, rank: int) -> Subject:
+        """One rank."""
+        return self._subject(SubjectType.RANK, (rank,))
+
+    def unit(self, unit: int) -> Subject:
+        """A unit; one of several ranks that cannot be told apart is still of type rank."""
+        return self._subject(SubjectType.RANK, self.units.ranks(unit))
+
+    def link(self, source: int, destination: int) -> Subject:
+        """A directed pair."""
+        return Subject(type=SubjectType.LINK, ranks=(source, destination))
+
+    def stage(self, stage: int) -> Subject:
+        """All ranks of a pipeline stage."""
+        ranks = [rank for rank, at in enumerate(self.layout.coordinates) if at.pp == stage]
+        return Subject(type=SubjectType.STAGE, ranks=tuple(ranks))
+
+    def shared(self) -> Iterable[tuple[Subject, frozenset[int]]]:
+        """Nodes, then workers, that hold several ranks but not all."""
+        layout = self.layout
+        for node in dict.fromkeys(layout.nodes):
+            ranks = tuple(rank for rank in range(layout.world) if layout.nodes[rank] == node)
+            if 1 < len(ranks) < layout.world:
+                yield self._subject(SubjectType.NODE, ranks), frozenset(ranks)
+        for worker in dict.fromkeys(layout.workers):
+            ranks = tuple(rank for rank in range(layout.world) if layout.workers[rank] == worker)
+            if 1 < len(ranks) < layout.world:
+                yield self._subject(SubjectType.WORKER, ranks), frozenset(ranks)
+
+    def crowds(self) -> Iterable[frozenset[int]]:
+        """All sets of ranks that can be slow together for one reason: nodes, workers, stages."""
+        for _, ranks in self.shared():
+            yield ranks
+        for stage in dict.fromkeys(at.pp for at in self.layout.coordinates):
+            ranks = frozenset(self.stage(stage).ranks)
+            if 1 < len(ranks) < self.layout.world:
+                yield ranks
+
+    def _subject(self, kind: SubjectType, ranks: tuple[int, ...]) -> Subject:
+        workers = {self.layout.workers[rank] for rank in ranks}
+        nodes = {self.layout.nodes[rank] for rank in ranks}
+        return Subject(
+            type=kind,
+            ranks=ranks,
+            worker=workers.pop() if len(workers) == 1 else None,
+            node=nodes.pop() if len(nodes) == 1 else None,
+        )
+
+
+def of_compute(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:
+    """Slow units, together where they share a node, a worker, or (all of them) a stage."""
+    left = {int(unit) for unit in active}
+    found = []
+    ranks_of = {unit: frozenset(places.units.ranks(unit)) for unit in left}
+    for subject, ranks in places.shared():
+        inside = tuple(sorted(unit for unit in left if ranks_of[unit] <= ranks))
+        if len(inside) > 1 and sum(len(ranks_of[unit]) for unit in inside) >= settings.group_share * len(ranks):
+            found.append(_candidate(evidence, inside, subject))
+            left -= set(inside)
+    for stage in sorted({int(places.units.stage[unit]) for unit in left}):
+        inside = tuple(int(unit) for unit in np.flatnonzero(places.units.stage == stage))
+        if len(inside) > 1 and set(inside) <= left and len(inside) < len(places.units):
+            found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
+            left -= set(inside)
+    return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
+
+
+def of_host(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:
+    """Stalling ranks, together where they share a node or a worker."""
+    left = {int(rank) for rank in active}
+    found = []
+    for subject, ranks in places.shared():
+        inside = tuple(sorted(left & ranks))
+        if len(inside) > 1 and len(inside) >= settings.group_share * len(ranks):
+            found.append(_candidate(evidence, inside, subject))
+            left -= set(inside)
+    return found + [_candidate(evidence, (rank,), places.rank(rank)) for rank in sorted(left)]
+
+
+def of_links(evidence: Evidence, active: Ints, pairs: Ints, places: Places) -> list[Candidate]:
+    """Late links; where all that a rank receives is late, that rank."""
+    left = {int(pair) for pair in active}
+    found = []
+    for destination in sorted({int(pairs[pair, 1]) for pair in left}):
+        incoming = tuple(int(pair) for pair in np.flatnonzero(pairs[:, 1] == destination))
+        if len(incoming) > 1 and set(incoming) <= left:
+            found.append(_candidate(evidence, incoming, places.rank(destination)))
+            left -= set(incoming)
+    for pair in sorted(left):
+        found.append(_candidate(evidence, (pair,), places.link(int(pairs[pair, 0]), int(pairs[pair, 1]))))
+    return found
+
+
+def of_imbalance(evidence: Evidence, active: Ints, places: Places) -> list[Candidate]:
+    """Stages that take much longer than the others, where neither peers nor a healthy history say more."""
+    stages = sorted({int(places.units.stage[unit]) for unit in active})
+    return [
+        _candidate(
+            evidence, tuple(int(unit) for unit in active if places.units.stage[unit] == stage), places.stage(stage)
+        )
+        for stage in stages
+    ]
+
+
+def without_explained(compute: list[Candidate], others: list[Candidate], places: Places) -> list[Candidate]:
+    """Slow compute of a unit is no finding where a member's stall or late input makes the others wait inside it."""
+    return [candidate for candidate in compute if not any(_explains(other, candidate, places) for other in others)]
+
+
+def without_weaker(candidates: list[Candidate], strongest_s: float, settings: Settings) -> list[Candidate]:
+    """Only what costs a fair part of what the strongest costs."""
+    least = settings.weaker_share * max([strongest_s, *(candidate.excess_s for candidate in candidates)])
+    return [candidate for candidate in candidates if candidate.excess_s >= least]
+
+
+def _explains(other: Candidate, candidate: Candidate, places: Places) -> bool:
+    coupled = any(len(places.units.ranks(unit)) > 1 for unit in candidate.columns)
+    touched = {other.subject.ranks[-1]} if other.subject.type is SubjectType.LINK else set(other.subject.ranks)
+    return coupled and bool(touched & set(candidate.subject.ranks)) and other.excess_s >= EXPLAINS * candidate.excess_s
+
+
+def _candidate(evidence: Evidence, columns: tuple[int, ...], subject: Subject, cause: Cause | None = None) -> Candidate:
+    where = list(columns)
+    return Candidate(
+        subject=subject,
+        cause=cause or evidence.cause,
+        columns=columns,
+        votes=int(evidence.votes[where].min()),
+        excess_s=float(evidence.excess_s[where].max()),
+        occurrence_s=float(evidence.occurrence_s[where].max()),
+        ratio=float(np.median(evidence.ratio[where])),
+        by_history=bool(evidence.by_history[where].all()),
+    )

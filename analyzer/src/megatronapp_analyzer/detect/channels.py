@@ -1,0 +1,134 @@
+"""Channels: one kind of evidence each, judged column by column against history, the others, or peers.
+
+A reading says for every column whether it is over what is healthy, and by how much. It says nothing about who is to
+blame; that, and persistence, come later.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from megatronapp_analyzer.detect.baseline import History, Mask, median_of_others, median_of_others_by
+from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_analyzer.detect.settings import Noise, Settings
+
+SIGMA_CAP = 1.75
+"""Noise never hides a slowdown beyond this factor; persistence has to hold it back."""
+COUPLED_CAP = 2.0
+"""The same for ranks that meet inside spans: nobody sees the run-queue delays of their network threads."""
+SHARE_CAP = 2.0
+"""Noise never hides a delay beyond this multiple of the smallest one that is named."""
+OWN_PART = 0.5
+"""Part of the threshold that must show in the column itself, and not only in the others being faster."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """One step's judgement of every column of a channel."""
+
+    known: Mask
+    """Columns with a value and a reference."""
+    over: Mask
+    excess: Floats
+    """Seconds per microbatch or message beyond what is expected."""
+    ratio: Floats
+    """Value over expected value; 1 for delays, which have no scale of their own."""
+    strength: Floats
+    """Excess over its threshold: above 1 is over."""
+    by_history: Mask
+    """Judged by own history (else by peers)."""
+
+
+class LogChannel:
+    """Compute time of units, in logarithms."""
+
+    def __init__(self, peers: Ints, settings: Settings, *, cap: float = SIGMA_CAP) -> None:
+        columns = len(peers)
+        self._peers = peers
+        self._settings = settings
+        self._cap = cap
+        self._history = History(columns, settings.window)
+        self._residuals = History(columns, settings.window)
+
+    def read(self, values_s: Floats, noise: Noise) -> Reading:
+        """Judge one step, and learn from what is healthy."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(values_s)
+        warm = self._history.count >= self._settings.min_history
+        own = np.where(warm, logs - self._history.median(), np.nan)
+        common = np.nan_to_num(median_of_others(own))
+        shift = np.where(warm, own - common, logs - median_of_others_by(logs, self._peers))
+        threshold = np.where(warm, self._threshold(noise), math.log(noise.peer_ratio))
+        known = np.isfinite(shift)
+        over = known & (shift > threshold) & (~warm | (own > OWN_PART * threshold))
+        self._history.add(logs, ~over)
+        self._residuals.add(shift, ~over & warm)
+        shift = np.where(known, shift, 0.0)
+        return Reading(
+            known=known,
+            over=over,
+            excess=np.nan_to_num(values_s) * (1.0 - np.exp(-shift)),
+            ratio=np.exp(shift),
+            strength=shift / threshold,
+            by_history=warm,
+        )
+
+    def usual_s(self) -> Floats:
+        """Usual seconds per microbatch of each unit; NaN without history."""
+        enough = self._history.count >= self._settings.min_history
+        return np.where(enough, np.exp(self._history.median()), np.nan)
+
+    def _threshold(self, noise: Noise) -> Floats:
+        scale = np.fmax(self._residuals.deviation(), noise.compute_floor)
+        pooled = np.nanmedian(scale) if np.isfinite(scale).any() else noise.compute_floor
+        sigma = np.maximum(np.nan_to_num(scale, nan=pooled), pooled)
+        bound: Floats = np.clip(
+            self._settings.sigmas * sigma,
+            math.log(noise.compute_ratio),
+            math.log(max(self._cap, noise.compute_ratio)),
+        )
+        return bound
+
+
+class DelayChannel:
+    """Seconds that should not be there (stalls, idle time, late delivery): judged by what they cost of a step."""
+
+    def __init__(self, peers: Ints, settings: Settings, *, weight: float = 1.0) -> None:
+        """`peers` numbers the columns that compare without history; -1 for those that never do."""
+        self._peers = peers
+        self._settings = settings
+        self._weight = weight
+        self._history = History(len(peers), settings.window)
+
+    def read(self, values_s: Floats, budget_s: Floats, noise: Noise) -> Reading:
+        """Judge one step. `budget_s` is the usual step time per occurrence of each column."""
+        warm = self._history.count >= self._settings.min_history
+        own = np.where(warm, values_s - self._history.median(), np.nan)
+        common = np.maximum(np.nan_to_num(median_of_others(own)), 0.0)
+        cold = np.where(self._peers >= 0, values_s - median_of_others_by(values_s, self._peers), np.nan)
+        delay = np.where(warm, own - common, cold)
+        threshold = np.where(warm, self._threshold(budget_s, noise), self._weight * noise.cold_share * budget_s)
+        known = np.isfinite(delay) & np.isfinite(threshold)
+        over = known & (delay > threshold)
+        self._history.add(values_s, ~over)
+        delay = np.where(known, delay, 0.0)
+        return Reading(
+            known=known,
+            over=over,
+            excess=np.maximum(delay, 0.0),
+            ratio=np.ones(len(delay)),
+            strength=np.where(known, delay / threshold, 0.0),
+            by_history=warm,
+        )
+
+    def grow(self, peers: Ints) -> None:
+        """Take new columns into account."""
+        self._peers = peers
+        self._history.grow(len(peers))
+
+    def _threshold(self, budget_s: Floats, noise: Noise) -> Floats:
+        least = self._weight * noise.share * budget_s
+        spread = self._settings.sigmas * np.nan_to_num(self._history.deviation())
+        bound: Floats = np.clip(spread, least, SHARE_CAP * least)
+        return bound

@@ -1,0 +1,95 @@
+"""What a slowness costs: the step replayed with the subject's spans at their expected length."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatronapp_analyzer.detect.features import Floats
+from megatronapp_analyzer.graph.build import Edge, StepGraph
+from megatronapp_analyzer.graph.replay import makespan_s, replay
+from megatronapp_analyzer.model import Cause, Subject, SubjectType
+from megatronapp_common.trace import Kind
+
+HIDDEN_SHARE = 0.05
+"""A gap beyond this part of the step is taken for a wait that nobody records, unless gaps are what is judged."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """What to imagine away: a subject's slowness of one cause."""
+
+    subject: Subject
+    cause: Cause
+    ratio: float
+    """Recorded over expected length, for compute."""
+    excess_s: float
+    """Seconds beyond what is expected, per microbatch (host) or message (link)."""
+
+
+def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
+    """Seconds by which the step would be shorter without each of them, one by one."""
+    if not remedies:
+        return np.empty(0)
+    before, after = [], []
+    for remedy in remedies:
+        recorded = graph.edges.weight if remedy.cause is Cause.HOST else _without_hidden_waits(graph)
+        before.append(recorded)
+        after.append(_weights(graph, recorded, remedy))
+    lanes = makespan_s(graph, replay(graph, np.stack(before + after, axis=1))).reshape(2, -1)
+    lost: Floats = np.maximum(lanes[0] - lanes[1], 0.0)
+    return lost
+
+
+def _without_hidden_waits(graph: StepGraph) -> Floats:
+    """Weights with the gaps cut to what may be a rank's own."""
+    limit_s = HIDDEN_SHARE * float(graph.end_s.max() - graph.start_s.min())
+    weight = graph.edges.weight
+    return np.where(graph.edges.kind == Edge.GAP, np.minimum(weight, limit_s), weight)
+
+
+def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
+    """Edge weights with the subject as expected."""
+    edges, spans, subject = graph.edges, graph.spans, remedy.subject
+    kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
+    weight = recorded.copy()
+    if remedy.cause is Cause.LINK:
+        chosen = (kind == Kind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
+        weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
+    elif remedy.cause is Cause.HOST:
+        idle = (edges.kind == Edge.GAP) | ((edges.kind == Edge.SPAN) & (kind == Kind.DATA))
+        for member in subject.ranks:
+            chosen = idle & (rank == member)
+            forwards = int(((spans["kind"] == Kind.FORWARD) & (spans["rank"] == member)).sum())
+            weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
+    else:
+        passes = (kind == Kind.FORWARD) | (kind == Kind.BACKWARD)
+        own = (edges.kind == Edge.SPAN) | (edges.kind == Edge.TRANSFER)
+        chosen = own & passes & np.isin(rank, subject.ranks)
+        weight[chosen] /= max(remedy.ratio, 1.0)
+    return weight
+
+
+def _received_by(graph: StepGraph, subject: Subject) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Mask of the RECV_WAIT spans that the subject delays."""
+    messages = graph.messages
+    destination = subject.ranks[-1]
+    chosen = messages.matched & (messages.destination == destination)
+    if subject.type is SubjectType.LINK:
+        chosen &= messages.source == subject.ranks[0]
+    mask = np.zeros(len(graph.spans), np.bool_)
+    mask[messages.recv_wait[chosen]] = True
+    return mask
+
+
+def level(values: Floats, excess_s: float) -> float:
+    """Height at which cutting `values` takes `excess_s` off their sum, from the longest ones first."""
+    if not len(values):
+        return 0.0
+    ordered = np.sort(values)[::-1]
+    below = np.append(ordered[1:], 0.0)
+    taken = np.cumsum((ordered - below) * np.arange(1, len(ordered) + 1))
+    last = int(np.searchsorted(taken, excess_s))
+    if last >= len(ordered):
+        return 0.0
+    return float(below[last] + (taken[last] - excess_s) / (last + 1))

@@ -1,0 +1,194 @@
+"""The detector: finished steps in, verdicts out."""
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatronapp_analyzer.align.clocks import ClockAligner, ClockModel
+from megatronapp_analyzer.detect import candidates as cand
+from megatronapp_analyzer.detect.baseline import History
+from megatronapp_analyzer.detect.candidates import Candidate, Evidence, Places
+from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
+from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
+from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
+from megatronapp_analyzer.detect.hangs import HangBook
+from megatronapp_analyzer.detect.lifecycle import Track, Tracks
+from megatronapp_analyzer.detect.narrowing import Narrowing
+from megatronapp_analyzer.detect.report import evidence_text, verdict_of
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.errors import GraphError
+from megatronapp_analyzer.graph.build import CLOCK_TOLERANCE_S, build
+from megatronapp_analyzer.graph.waits import attribute
+from megatronapp_analyzer.model import Cause, JobLayout, RankLiveness, StepView, SubjectType, Verdict, When
+
+
+class Detector:
+    """Judges a job of one layout. Not thread-safe. Memory is bounded by layout and settings, however long the run."""
+
+    def __init__(self, layout: JobLayout, settings: Settings | None = None) -> None:
+        self._layout = layout
+        self._settings = settings or Settings()
+        self._units = Units.of(layout)
+        self._places = Places(layout=layout, units=self._units)
+        self._attempt: int | None = None
+        self._hangs = HangBook(layout, self._settings)
+        self._tracks = Tracks(self._settings)
+        self.steps_without_cost = 0
+        """Steps whose graph could not be ordered, so that a finding's cost could not be replayed."""
+        self._reset()
+
+    def observe(self, view: StepView) -> list[Verdict]:
+        """Judge one finished step; returns the verdicts that are new or changed.
+
+        Steps come in order; a lower attempt than the newest is ignored, a higher one starts afresh. A step may lack
+        ranks or records.
+        """
+        if self._attempt is not None and view.attempt < self._attempt:
+            return []
+        ended = self._begin(view) if view.attempt != self._attempt else []
+        if not len(view.records):
+            return ended
+        clocks = self._aligner.observe(view)
+        aligned = clocks.apply(view)
+        features = _without_doubtful_links(extract(aligned, self._layout), clocks)
+        self._steps_seen += 1
+        self._recent.append(view.step)
+        if self._steps_seen <= self._settings.warmup_steps or not np.isfinite(features.step_s).any():
+            return ended
+        return ended + self._judge(aligned, features, clocks)
+
+    def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
+        """Judge who does not get on; `now_ns` is the caller's real time. Returns what is new or changed.
+
+        Ranks of a newer attempt than that of the steps are starting: how long its steps last is not known yet.
+        """
+        attempt = max((rank.attempt for rank in ranks if rank.attempt is not None), default=self._attempt or 0)
+        starting = attempt != self._attempt
+        usual = float("nan") if starting else float(self._step_s.median()[0])
+        step = 0 if starting or not self._recent else self._recent[-1]
+        when = When(attempt=attempt, step=step, time=now_ns * 1e-9)
+        return self._hangs.observe(ranks, usual if np.isfinite(usual) else None, when)
+
+    def _reset(self) -> None:
+        self._channels = Channels(self._layout, self._units, self._settings)
+        self._aligner = ClockAligner(self._layout)
+        self._narrowing = Narrowing(self._units)
+        self._step_s = History(1, self._settings.window)
+        self._steps_seen = 0
+        self._recent: collections.deque[int] = collections.deque(maxlen=self._settings.votes)
+
+    def _begin(self, view: StepView) -> list[Verdict]:
+        """Another life of the gang: other processes, perhaps other machines. Nothing learned is carried over."""
+        now = _when(view)
+        ended = [self._verdict(track) for track in self._tracks.close(now)]
+        self._attempt = view.attempt
+        self._reset()
+        return ended
+
+    def _judge(self, view: StepView, features: StepFeatures, clocks: ClockModel) -> list[Verdict]:
+        step_s = float(np.nanmedian(features.step_s))
+        usual = float(self._step_s.median()[0])
+        budget = min(usual, step_s) if np.isfinite(usual) else step_s
+        evidence = self._channels.read(features, budget, whole=view.lost == 0)
+        if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.link)):
+            self._step_s.add(np.array([step_s]), np.array([True]))
+        found = self._candidates(evidence, view, budget)
+        self._tracks.propose(found, lambda votes: self._since(view, votes), lambda one: self._hold(one, evidence))
+        told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
+        self._cost(view, list(self._tracks.live.values()), clocks.worst_ns() * 1e-9)
+        return [self._verdict(track) for track in told]
+
+    def _candidates(self, evidence: StepEvidence, view: StepView, step_s: float) -> list[Candidate]:
+        """Subjects that the last steps speak against."""
+        host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
+        link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
+        compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
+        compute = cand.without_explained(compute, host + link, self._places)
+        compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
+        found = [one for one in compute + host + link if one.excess_s >= self._settings.impact_share * step_s]
+        found = cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
+        alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
+        return found + [one for one in alone if not self._spoken_for(one, found)]
+
+    def _spoken_for(self, imbalance: Candidate, found: list[Candidate]) -> bool:
+        named = [track.candidate for track in self._tracks.live.values() if track.named]
+        return any(
+            set(one.subject.ranks) & set(imbalance.subject.ranks) for one in found + named if one.key != imbalance.key
+        )
+
+    def _active(self, evidence: Evidence) -> Ints:
+        return np.flatnonzero(evidence.votes >= self._settings.suspect_votes)
+
+    def _hold(self, candidate: Candidate, evidence: StepEvidence) -> bool:
+        """Whether neighbours on the node are about to become suspects too, so that the node may be the subject."""
+        if candidate.subject.type is not SubjectType.RANK or candidate.cause not in (Cause.COMPUTE, Cause.HOST):
+            return False
+        by_rank, own = evidence.host.votes, set(candidate.subject.ranks)
+        if candidate.cause is Cause.COMPUTE:
+            by_rank = evidence.compute.votes[self._units.of_rank]
+            own = {rank for unit in candidate.columns for rank in self._units.ranks(unit)}
+        for ranks in self._places.crowds():
+            if own < ranks:
+                rising = sum(by_rank[rank] >= 2 for rank in ranks)
+                if rising > len(own) and rising >= self._settings.group_share * len(ranks):
+                    return True
+        return False
+
+    def _over(self, track: Track, evidence: StepEvidence) -> tuple[bool, int]:
+        """Whether most of a track's columns are over in this step, and its votes."""
+        part = evidence.part(track.candidate)
+        where = list(track.candidate.columns)
+        hit = bool(part.over[where].mean() >= 0.5)
+        if hit:
+            track.ratios.append(float(np.median(part.ratio[where])))
+            track.occurrences.append(float(part.occurrence_s[where].max()))
+        return hit, int(part.votes[where].min())
+
+    def _cost(self, view: StepView, tracks: list[Track], doubt_s: float) -> None:
+        """Replay the step without each finding."""
+        hit = [track for track in tracks if track.evidence and track.evidence[-1] == view.step]
+        if not hit:
+            return
+        try:
+            graph = build(view, tolerance_s=CLOCK_TOLERANCE_S + doubt_s, unit_of_rank=self._units.of_rank)
+        except GraphError:  # the finding stands; only its cost in this step stays unknown
+            self.steps_without_cost += 1
+            return
+        remedies = [
+            Remedy(
+                subject=one.candidate.subject,
+                cause=one.candidate.cause,
+                ratio=one.ratio,
+                excess_s=one.occurrence_s,
+            )
+            for one in hit
+        ]
+        waits = attribute(graph)
+        for track, lost in zip(hit, seconds_lost(graph, remedies), strict=True):
+            track.lost_s.append(float(lost))
+            track.text = evidence_text(track, waits)
+
+    def _since(self, view: StepView, votes: int) -> When:
+        first = list(self._recent)[-min(votes, len(self._recent))]
+        return When(attempt=view.attempt, step=first, time=view.real_time_s)
+
+    def _verdict(self, track: Track) -> Verdict:
+        return verdict_of(track, self._layout, self._channels.columns)
+
+
+def _when(view: StepView) -> When:
+    return When(attempt=view.attempt, step=view.step, time=view.real_time_s)
+
+
+def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
+    """Deliveries between clocks that are not aligned well enough become unknown."""
+    doubt = np.array([clocks.pair_uncertainty_ns(int(a), int(b)) for a, b in features.pairs]) * 1e-9
+    usual = np.nanmedian(features.compute_s) if np.isfinite(features.compute_s).any() else 0.0
+    delivery: Floats = np.where(doubt > DOUBTFUL_SHARE * usual, np.nan, features.delivery_s)
+    return features.with_delivery(delivery)
+
+
+DOUBTFUL_SHARE = 0.25
+"""Clock uncertainty, as part of a microbatch's compute time, beyond which deliveries are not judged."""

@@ -1,0 +1,182 @@
+"""All channels together: one step's features become evidence per cause, with the votes of the last steps."""
+
+import dataclasses
+
+import numpy as np
+
+from megatronapp_analyzer.detect.baseline import median_of_others
+from megatronapp_analyzer.detect.candidates import Candidate, Evidence
+from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, DelayChannel, LogChannel, Reading
+from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.detect.votes import Votes
+from megatronapp_analyzer.model import Cause, JobLayout
+
+IDLE_WEIGHT = 2.0
+"""Idle time of a whole step is disturbed by more than stalls are: it must cost more to be named."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvidence:
+    """Evidence of one step. Columns: units, ranks, directed pairs."""
+
+    compute: Evidence
+    host: Evidence
+    link: Evidence
+    imbalance: Evidence
+    pairs: Ints
+
+    def part(self, candidate: Candidate) -> Evidence:
+        """The evidence that a candidate's columns belong to."""
+        parts = {Cause.COMPUTE: self.compute, Cause.HOST: self.host, Cause.LINK: self.link}
+        if candidate.cause in parts:
+            return parts[candidate.cause]
+        return self.compute if candidate.by_history else self.imbalance
+
+
+class Channels:
+    """Channels and votes of one attempt."""
+
+    def __init__(self, layout: JobLayout, units: Units, settings: Settings) -> None:
+        self._settings = settings
+        self._units = units
+        self._stage_of = np.array([at.pp for at in layout.coordinates], np.int64)
+        stages = self._stage_of
+        self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
+        self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
+        self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
+        self._data = DelayChannel(stages, settings)
+        self._pairs: dict[tuple[int, int], int] = {}
+        self._link = DelayChannel(np.empty(0, np.int64), settings)
+        self._votes_compute = Votes(len(units), settings.votes)
+        self._votes_imbalance = Votes(len(units), settings.imbalance_steps)
+        self._votes_host = Votes(layout.world, settings.votes)
+        self._votes_link = Votes(0, settings.votes)
+
+    @property
+    def columns(self) -> int:
+        """Columns of all causes."""
+        return len(self._units) + len(self._stage_of) + len(self._pairs)
+
+    @property
+    def pairs(self) -> Ints:
+        """Source and destination of each link column."""
+        return np.array(list(self._pairs), np.int64).reshape(-1, 2)
+
+    def usual_compute_s(self) -> Floats:
+        """Usual seconds per microbatch of each unit."""
+        return self._compute.usual_s()
+
+    def read(self, features: StepFeatures, step_s: float, *, whole: bool) -> StepEvidence:
+        """Judge one step. `step_s` is the usual length of a step; `whole`: no record was lost."""
+        return StepEvidence(
+            compute=self._read_compute(features),
+            host=self._read_host(features, step_s, whole=whole),
+            link=self._read_link(features, step_s),
+            imbalance=self._read_imbalance(features),
+            pairs=self.pairs,
+        )
+
+    def _read_compute(self, features: StepFeatures) -> Evidence:
+        noise = self._settings.device if features.on_device else self._settings.processor
+        reading = self._compute.read(self._units.slowest(features.compute_s), noise)
+        self._votes_compute.add(reading.over, reading.known)
+        count = self._units.slowest(features.forwards.astype(np.float64))
+        return _evidence(Cause.COMPUTE, reading, self._votes_compute, count)
+
+    def _read_host(self, features: StepFeatures, step_s: float, *, whole: bool) -> Evidence:
+        noise = self._settings.device if features.on_device else self._settings.processor
+        count = np.where(features.forwards > 0, features.forwards, np.nan)
+        budget = step_s / count
+        idle = features.idle_s if whole else np.full(len(count), np.nan)
+        readings = [
+            self._stall.read(np.fmin(features.stall_s, idle), budget, noise),
+            self._idle.read(idle, budget, noise),
+            self._data.read(features.data_s if whole else idle, budget, noise),
+        ]
+        reading = _strongest(readings)
+        self._votes_host.add(reading.over, reading.known)
+        evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
+        return _against_compute(evidence, features.compute_s)
+
+    def _read_link(self, features: StepFeatures, step_s: float) -> Evidence:
+        noise = self._settings.device if features.on_device else self._settings.processor
+        columns = self._columns(features.pairs)
+        delivery, count = np.full(len(self._pairs), np.nan), np.zeros(len(self._pairs))
+        delivery[columns], count[columns] = features.delivery_s, features.messages
+        budget = step_s / np.where(count > 0, count, np.nan)
+        reading = self._link.read(delivery, budget, noise)
+        self._votes_link.add(reading.over, reading.known)
+        evidence = _evidence(Cause.LINK, reading, self._votes_link, count)
+        return _against_compute(evidence, features.compute_s[self.pairs[:, 1]])
+
+    def _read_imbalance(self, features: StepFeatures) -> Evidence:
+        """Stages of a single unit against the median of the other stages, over a long window."""
+        compute = self._units.slowest(features.compute_s)
+        others = median_of_others(compute)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = compute / others
+        known = np.isfinite(ratio) & ~self._units.has_peers
+        last = self._units.stage == self._units.stage.max()
+        limit = np.where(last, self._settings.last_stage_ratio, self._settings.imbalance_ratio)
+        over = known & (ratio > limit)
+        self._votes_imbalance.add(over, known)
+        count = self._units.slowest(features.forwards.astype(np.float64))
+        excess = np.nan_to_num(compute - others)
+        return Evidence(
+            cause=Cause.UNDETERMINED,
+            over=over,
+            votes=self._votes_imbalance.count - (self._settings.imbalance_steps - self._settings.votes),
+            excess_s=excess * np.nan_to_num(count),
+            occurrence_s=excess,
+            ratio=np.nan_to_num(ratio, nan=1.0),
+            strength=np.nan_to_num(ratio) / limit,
+            by_history=np.zeros(len(ratio), np.bool_),
+        )
+
+    def _columns(self, pairs: Ints) -> Ints:
+        """Column of each pair; new pairs get new columns. Without history all links compare with all others."""
+        columns = [self._pairs.setdefault((int(a), int(b)), len(self._pairs)) for a, b in pairs]
+        self._link.grow(np.zeros(len(self._pairs), np.int64))
+        self._votes_link.grow(len(self._pairs))
+        return np.array(columns, np.int64)
+
+
+def _evidence(cause: Cause, reading: Reading, votes: Votes, count: Floats) -> Evidence:
+    return Evidence(
+        cause=cause,
+        over=reading.over,
+        votes=votes.count,
+        occurrence_s=reading.excess,
+        excess_s=reading.excess * np.nan_to_num(count),
+        ratio=reading.ratio,
+        strength=reading.strength,
+        by_history=reading.by_history,
+    )
+
+
+def _against_compute(evidence: Evidence, compute_s: Floats) -> Evidence:
+    """Delays as slowdowns: how many times longer a microbatch takes the rank than its compute alone."""
+    ratio = 1.0 + evidence.occurrence_s / np.where(compute_s > 0, compute_s, np.nan)
+    return dataclasses.replace(evidence, ratio=np.nan_to_num(ratio, nan=1.0))
+
+
+def _strongest(readings: list[Reading]) -> Reading:
+    """Of several channels of one cause, column by column, the one that costs most among those that are over."""
+    cost = np.stack([np.where(reading.over, reading.excess, -1.0 + reading.strength * 1e-9) for reading in readings])
+    best = cost.argmax(axis=0)
+
+    def pick(name: str) -> Floats:
+        rows = np.stack([getattr(reading, name) for reading in readings])
+        row: Floats = rows[best, np.arange(len(best))]
+        return row
+
+    return Reading(
+        known=np.logical_or.reduce([reading.known for reading in readings]),
+        over=pick("over").astype(np.bool_),
+        excess=pick("excess"),
+        ratio=pick("ratio"),
+        strength=pick("strength"),
+        by_history=pick("by_history").astype(np.bool_),
+    )

@@ -1,0 +1,177 @@
+"""What one step says about each rank and each directed pair. Pure NumPy; waits never count as a rank's own time.
+
+compute   seconds per microbatch in FORWARD and BACKWARD, without run-queue delay and without the wait for members of
+          the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so that a few
+          disturbed spans do not matter
+stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
+idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
+data      seconds of DATA per microbatch, without run-queue delay
+delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
+          (median over the messages of a directed pair)
+"""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.graph.matching import Messages, meetings_of, messages_of
+from megatronapp_analyzer.model import JobLayout, RankRecords, StepView
+from megatronapp_common.trace import DURATION_UNIT_NS, Flag, Kind
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+POSTS = frozenset({Kind.SEND_POST, Kind.RECV_POST})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepFeatures:
+    """Arrays over ranks, NaN where the rank did not report enough; arrays over directed pairs."""
+
+    compute_s: Floats
+    stall_s: Floats
+    idle_s: Floats
+    data_s: Floats
+    step_s: Floats
+    forwards: Ints
+    """FORWARD spans of each rank, all chunks."""
+    on_device: bool
+    pairs: Ints
+    """[n, 2] source and destination."""
+    delivery_s: Floats
+    messages: Ints
+    """Messages of each pair."""
+
+    def with_delivery(self, delivery_s: Floats) -> "StepFeatures":
+        """The same with other deliveries."""
+        return dataclasses.replace(self, delivery_s=delivery_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Laid:
+    spans: RankRecords
+    start: Floats
+    end: Floats
+    clean: Floats
+
+
+def extract(view: StepView, layout: JobLayout) -> StepFeatures:
+    """Features of one step on aligned clocks."""
+    spans = rec.stream(view.records)
+    spans = spans[spans["rank"] < layout.world]
+    start, end = rec.laid_out_s(spans, view.start_ns if len(view.records) else 0)
+    clean = rec.clean_s(spans)
+    if layout.tp * layout.cp * layout.ep > 1:
+        clean = np.maximum(clean - _shared_waits(spans, start, layout), 0.0)
+    laid = _Laid(spans=spans, start=start, end=end, clean=clean)
+    messages = messages_of(spans, rec.CommIndex(view.comms))
+    forwards = np.bincount(spans["rank"][spans["kind"] == Kind.FORWARD], minlength=layout.world)
+    step_s, step_queue_s = _step_spans(view.records, layout.world)
+    pairs, delivery, count = _deliveries(laid, messages, layout.world)
+    return StepFeatures(
+        compute_s=_compute(laid, layout.world),
+        stall_s=_stalls(laid, layout.world),
+        idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
+        data_s=_data(laid, layout.world, forwards),
+        step_s=step_s,
+        forwards=forwards,
+        on_device=bool((spans["flags"] & Flag.DEVICE_CLOCK).any()),
+        pairs=pairs,
+        delivery_s=delivery,
+        messages=count,
+    )
+
+
+def segment_medians(group: Ints, values: Floats, groups: int) -> Floats:
+    """Median of each group's values, the lower one of two middles; NaN where a group is empty."""
+    order = np.lexsort((values, group))
+    begin = np.searchsorted(group[order], np.arange(groups + 1))
+    size = np.diff(begin)
+    out = np.full(groups, np.nan)
+    filled = np.flatnonzero(size)
+    out[filled] = values[order[begin[filled] + (size[filled] - 1) // 2]]
+    return out
+
+
+def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Floats:
+    """How long a span waits inside for other members of its unit, as far as that can be known.
+
+    Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
+    and what the run queue costs one of them it costs all. Neither is a rank's own time.
+    """
+    unit_of_rank = np.array([at.pp * layout.dp + at.dp // layout.ep for at in layout.coordinates], np.int64)
+    meetings = meetings_of(spans, unit_of_rank)
+    where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
+    last = np.full(len(meetings), -np.inf)
+    np.maximum.at(last, where, start[meetings.record])
+    waits = np.zeros(len(spans))
+    queued = rec.run_queue_s(spans)[meetings.record]
+    longest = np.zeros(len(meetings))
+    np.maximum.at(longest, where, queued)
+    waits[meetings.record] = last[where] - start[meetings.record] + longest[where] - queued
+    return waits
+
+
+def _compute(laid: _Laid, world: int) -> Floats:
+    """Per microbatch; NaN for ranks that lack one of the (kind, chunk) groups that others have."""
+    kind, chunk = laid.spans["kind"], laid.spans["chunk"]
+    chosen = (kind == Kind.FORWARD) | (kind == Kind.BACKWARD)
+    if not chosen.any():
+        return np.full(world, np.nan)
+    chunks = int(chunk[chosen].max()) + 1
+    group = (laid.spans["rank"][chosen].astype(np.int64) * 2 + (kind[chosen] == Kind.BACKWARD)) * chunks
+    medians = segment_medians(group + chunk[chosen], laid.clean[chosen], world * 2 * chunks).reshape(world, -1)
+    used = ~np.isnan(medians).all(axis=0)
+    total: Floats = medians[:, used].sum(axis=1)
+    return np.where(total > 0, total, np.nan)
+
+
+def _stalls(laid: _Laid, world: int) -> Floats:
+    """Gap between each FORWARD and the span before it on its rank."""
+    rank = laid.spans["rank"].astype(np.int64)
+    follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
+    forward = follows[laid.spans["kind"][follows] == Kind.FORWARD]
+    gap = np.maximum(laid.start[forward] - laid.end[forward - 1], 0.0)
+    return segment_medians(rank[forward], gap, world)
+
+
+def _idle(laid: _Laid, world: int, step_s: Floats, step_queue_s: Floats, forwards: Ints) -> Floats:
+    """The run-queue delay that no span carries lies in the gaps and posts, so it is taken off there."""
+    rank = laid.spans["rank"].astype(np.int64)
+    work = ~rec.is_kind(laid.spans["kind"], POSTS)
+    covered = np.bincount(rank[work], weights=(laid.end - laid.start)[work], minlength=world)
+    queued = np.bincount(rank[work], weights=rec.run_queue_s(laid.spans)[work], minlength=world)
+    idle = step_s - covered - np.maximum(step_queue_s - queued, 0.0)
+    return np.maximum(idle, 0.0) / np.where(forwards > 0, forwards, np.nan)
+
+
+def _data(laid: _Laid, world: int, forwards: Ints) -> Floats:
+    chosen = laid.spans["kind"] == Kind.DATA
+    total = np.bincount(laid.spans["rank"][chosen], weights=laid.clean[chosen], minlength=world)
+    out: Floats = total / np.where(forwards > 0, forwards, np.nan)
+    return out
+
+
+def _step_spans(records: RankRecords, world: int) -> tuple[Floats, Floats]:
+    """Length and run-queue delay of each rank's STEP span; NaN where it is missing."""
+    steps = records[(records["kind"] == Kind.STEP) & (records["rank"] < world)]
+    length, queued = np.full(world, np.nan), np.zeros(world)
+    length[steps["rank"]] = steps["duration"].astype(np.float64) * (DURATION_UNIT_NS * rec.NS)
+    queued[steps["rank"]] = rec.run_queue_s(steps)
+    return length, queued
+
+
+def _deliveries(laid: _Laid, messages: Messages, world: int) -> tuple[Ints, Floats, Ints]:
+    """Directed pairs, their median delivery, and how many messages they carried."""
+    matched = messages.matched
+    send, recv = messages.send_post[matched], messages.recv_wait[matched]
+    pair = messages.source[matched] * world + messages.destination[matched]
+    ready = np.maximum(laid.start[recv], laid.end[send])
+    late = np.maximum(laid.end[recv] - ready - rec.run_queue_s(laid.spans)[recv], 0.0)
+    names, where = np.unique(pair, return_inverse=True)
+    return (
+        np.stack([names // world, names % world], axis=1),
+        segment_medians(where, late, len(names)),
+        np.bincount(where, minlength=len(names)),
+    )

@@ -1,0 +1,77 @@
+"""Ranks without progress: who hangs, and who only waits for it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.model import RankLiveness
+from megatronapp_common.trace import COLLECTIVE_KINDS, Kind
+
+WAITING_KINDS = COLLECTIVE_KINDS | {Kind.RECV_WAIT, Kind.SEND_WAIT}
+PAUSING_KINDS = frozenset({Kind.CHECKPOINT, Kind.EVALUATE})
+STOPPED = frozenset({"T", "t"})
+CLEARLY_EARLIER_S = 1.0
+"""Lead by which the first of several silent ranks is taken for the cause."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Hang:
+    """`culprits` do not get on by themselves; `victims` wait for them. `certain`: the evidence is direct."""
+
+    culprits: tuple[int, ...]
+    victims: tuple[int, ...]
+    silent_s: float
+    certain: bool
+    reason: str
+
+
+def find(ranks: Sequence[RankLiveness], usual_step_s: float | None, settings: Settings) -> Hang | None:
+    """The hang that the ranks' heartbeats show, or None. `usual_step_s` is None before the first finished step."""
+    if any(not rank.alive and not rank.closed for rank in ranks):
+        return None  # a rank that died is the launcher's and the backend's to report; the others wait for it
+    patience = {rank.rank: _patience_s(rank, usual_step_s, settings) for rank in ranks}
+    if not any(_silent_s(rank) > patience[rank.rank] for rank in ranks if not rank.closed):
+        return None
+    # Victims may fall silent before their culprit: whoever is on the way to silence is looked at, too.
+    silent = [rank for rank in ranks if not rank.closed and _silent_s(rank) > patience[rank.rank] / 2]
+    culprits, certain, reason = _culprits(silent)
+    names = tuple(sorted(rank.rank for rank in culprits))
+    return Hang(
+        culprits=names,
+        victims=tuple(sorted(rank.rank for rank in silent if rank.rank not in names)),
+        silent_s=max(_silent_s(rank) for rank in culprits),
+        certain=certain,
+        reason=reason,
+    )
+
+
+def waits(rank: RankLiveness) -> bool:
+    """Whether the rank is inside a wait for others."""
+    return rank.open_span is not None and rank.open_span.kind in WAITING_KINDS
+
+
+def _culprits(silent: list[RankLiveness]) -> tuple[list[RankLiveness], bool, str]:
+    stopped = [rank for rank in silent if rank.process_state in STOPPED]
+    if stopped:
+        return stopped, True, "its process is stopped"
+    working = [rank for rank in silent if not waits(rank)]
+    if working:
+        return working, True, "it is not inside a wait, while others wait"
+    order = sorted(silent, key=_silent_s, reverse=True)
+    if len(order) > 1 and _silent_s(order[0]) - _silent_s(order[1]) > CLEARLY_EARLIER_S:
+        return order[:1], False, "all wait, and it was the first to fall silent"
+    return order, False, "all wait for each other"
+
+
+def _silent_s(rank: RankLiveness) -> float:
+    return (rank.now_ns - rank.heartbeat_ns) * 1e-9
+
+
+def _patience_s(rank: RankLiveness, usual_step_s: float | None, settings: Settings) -> float:
+    if rank.process_state in STOPPED:
+        return settings.hang_after_s  # whatever it is in the middle of: a stopped process never ends it
+    if usual_step_s is None:
+        return settings.startup_s
+    if rank.open_span is not None and rank.open_span.kind in PAUSING_KINDS:
+        return settings.pause_s
+    return max(settings.hang_after_s, settings.hang_steps * usual_step_s)

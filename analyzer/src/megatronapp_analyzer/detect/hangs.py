@@ -1,0 +1,82 @@
+"""Verdicts about ranks that hang, over their life."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from megatronapp_analyzer.detect import hang
+from megatronapp_analyzer.detect.sentences import hang_sentence
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.model import (
+    Cause,
+    JobLayout,
+    RankLiveness,
+    State,
+    Subject,
+    SubjectType,
+    Verdict,
+    When,
+)
+
+CERTAIN = 0.98
+LIKELY = 0.7
+OPEN = 0.3
+DOUBT_S = 3.0
+"""How long a hang without direct evidence must last before it is named."""
+
+
+class HangBook:
+    """At most one hang at a time: all that is silent belongs together."""
+
+    def __init__(self, layout: JobLayout, settings: Settings) -> None:
+        self._layout = layout
+        self._settings = settings
+        self._live: dict[int, Verdict] = {}
+        self._doubtful: tuple[int, ...] = ()
+        self._doubtful_since_s = 0.0
+
+    def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: When) -> list[Verdict]:
+        """Judge the newest heartbeats; returns verdicts that are new or over."""
+        found = self._lasting(hang.find(ranks, usual_step_s, self._settings), when)
+        culprits = found.culprits if found else ()
+        told = [self._over(rank, when) for rank in list(self._live) if rank not in culprits]
+        for rank in culprits:
+            if rank not in self._live and found is not None:
+                self._live[rank] = self._verdict(rank, found, when)
+                told.append(self._live[rank])
+        return told
+
+    def _lasting(self, found: hang.Hang | None, when: When) -> hang.Hang | None:
+        """`found` if the evidence is direct or has held for a while.
+
+        When a stopped rank goes on, its victims look for a moment as if they waited for each other: agents report at
+        different times.
+        """
+        doubtful = () if found is None or found.certain else found.culprits
+        if doubtful != self._doubtful:
+            self._doubtful, self._doubtful_since_s = doubtful, when.time
+        return found if not doubtful or when.time - self._doubtful_since_s >= DOUBT_S else None
+
+    def _over(self, rank: int, when: When) -> Verdict:
+        verdict = self._live.pop(rank)
+        return dataclasses.replace(verdict, state=State.CLEARED, until=when)
+
+    def _verdict(self, rank: int, found: hang.Hang, when: When) -> Verdict:
+        alone = len(found.culprits) == 1
+        lines = [f"no progress for {found.silent_s:.0f} s", found.reason]
+        if found.victims:
+            lines.append("waiting for it: " + ", ".join(f"rank {victim}" for victim in found.victims))
+        return Verdict(
+            id=f"a{when.attempt}-s{when.step}-hang-{rank}",
+            subject=Subject(
+                type=SubjectType.RANK, ranks=(rank,), worker=self._layout.workers[rank], node=self._layout.nodes[rank]
+            ),
+            cause=Cause.HANG,
+            state=State.CONFIRMED,
+            seconds_per_step=found.silent_s,
+            slowdown=1.0,
+            confidence=CERTAIN if found.certain else LIKELY if alone else OPEN,
+            evidence_steps=(when.step,),
+            evidence_text=tuple(lines),
+            since=when,
+            sentence=hang_sentence(rank, found.victims, found.silent_s, found.reason, self._layout),
+        )

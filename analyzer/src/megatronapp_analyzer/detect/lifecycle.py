@@ -1,0 +1,160 @@
+"""Life of a finding: suspect (kept to ourselves), confirmed, recovering, cleared."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from megatronapp_analyzer.detect.candidates import Candidate
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.model import State, When
+
+Key = tuple[str, tuple[int, ...], str]
+EVIDENCE_KEPT = 16
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Track:
+    """One finding over its life."""
+
+    candidate: Candidate
+    since: When
+    state: State = State.SUSPECT
+    until: When | None = None
+    held: int = 0
+    """Steps for which confirmation was put off."""
+    clean: int = 0
+    steps_seen: int = 0
+    hits: int = 0
+    evidence: collections.deque[int] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+    )
+    ratios: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+    )
+    occurrences: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+    )
+    lost_s: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+    )
+    text: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """Stable name."""
+        subject = self.candidate.subject
+        ranks = "-".join(str(rank) for rank in subject.ranks[:4])
+        return f"a{self.since.attempt}-s{self.since.step}-{subject.type}-{ranks}-{self.candidate.cause}"
+
+    @property
+    def ratio(self) -> float:
+        """Typical slowdown over the evidence."""
+        return float(np.median(self.ratios)) if self.ratios else self.candidate.ratio
+
+    @property
+    def occurrence_s(self) -> float:
+        """Typical excess per microbatch or message over the evidence."""
+        return float(np.median(self.occurrences)) if self.occurrences else self.candidate.occurrence_s
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Mean cost over the evidence."""
+        return float(np.mean(self.lost_s)) if self.lost_s else 0.0
+
+    @property
+    def named(self) -> bool:
+        """Whether anybody was told."""
+        return self.state is not State.SUSPECT
+
+
+class Tracks:
+    """All live findings."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.live: dict[Key, Track] = {}
+
+    def propose(
+        self, candidates: Iterable[Candidate], when: Callable[[int], When], hold: Callable[[Candidate], bool]
+    ) -> None:
+        """Take this step's candidates: new suspects, and suspects that are now certain enough.
+
+        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence.
+        """
+        for candidate in candidates:
+            if self._covered(candidate):
+                continue
+            track = self.live.get(candidate.key)
+            if track is None:
+                track = self.live[candidate.key] = Track(
+                    candidate=candidate,
+                    since=when(candidate.votes),
+                    hits=candidate.votes - 1,
+                    steps_seen=self._settings.votes - 1,
+                )
+            track.candidate = candidate
+            if track.state is State.SUSPECT and candidate.votes >= self._settings.confirm_votes:
+                if hold(candidate) and track.held < self._settings.votes:
+                    track.held += 1
+                    continue
+                track.state = State.CONFIRMED
+
+    def advance(self, now: When, over: Callable[[Track], tuple[bool, int]]) -> list[Track]:
+        """Age every track by one step; returns those that somebody should hear of. `over` gives (over now, votes)."""
+        told = []
+        for key, track in list(self.live.items()):
+            before = track.state
+            hit, votes = over(track)
+            track.steps_seen += 1
+            self._age(track, hit, votes, now)
+            if track.state is State.SUSPECT and votes < self._settings.suspect_votes:
+                del self.live[key]
+            elif track.state is State.CLEARED:
+                del self.live[key]
+                told.append(track)
+            elif track.named and (hit or track.state is not before):
+                told.append(track)
+        return told
+
+    def close(self, now: When) -> list[Track]:
+        """End all: the job starts another life. Returns those that had been named."""
+        ended = [track for track in self.live.values() if track.named]
+        for track in ended:
+            track.state, track.until = State.CLEARED, now
+        self.live.clear()
+        return ended
+
+    def strongest_s(self) -> float:
+        """What the costliest named finding costs now."""
+        return max(
+            (track.candidate.excess_s for track in self.live.values() if track.state is State.CONFIRMED), default=0.0
+        )
+
+    def _age(self, track: Track, hit: bool, votes: int, now: When) -> None:
+        if hit:
+            track.hits += 1
+            track.clean = 0
+            track.evidence.append(now.step)
+            if track.state is State.RECOVERING and votes >= self._settings.confirm_votes:
+                track.state = State.CONFIRMED
+            return
+        track.clean += 1
+        if track.state is State.CONFIRMED and votes < self._settings.suspect_votes:
+            track.state = State.RECOVERING
+        elif track.state is State.RECOVERING and track.clean >= self._settings.clear_steps:
+            track.state, track.until = State.CLEARED, now
+
+    def _covered(self, candidate: Candidate) -> bool:
+        """Whether a named finding of the same cause already speaks of these columns; a larger subject replaces it."""
+        columns = set(candidate.columns)
+        for key, track in list(self.live.items()):
+            if key == candidate.key or track.candidate.cause is not candidate.cause:
+                continue
+            if columns & set(track.candidate.columns):
+                if len(columns) <= len(track.candidate.columns):
+                    return track.named
+                if candidate.votes >= self._settings.confirm_votes and not track.named:
+                    del self.live[key]
+        return False

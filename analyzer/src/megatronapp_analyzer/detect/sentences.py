@@ -1,0 +1,64 @@
+"""Verdicts in words."""
+
+from megatronapp_analyzer.model import Cause, JobLayout, State, Subject, SubjectType
+
+_DOES = {
+    Cause.COMPUTE: "computes {ratio:.1f} times as long as expected",
+    Cause.HOST: "stalls on its host for {excess_ms:.1f} ms per microbatch",
+    Cause.UNDETERMINED: "takes {ratio:.1f} times as long as the others: stage imbalance or slow rank, undetermined",
+}
+
+
+def name(subject: Subject, layout: JobLayout) -> str:
+    """The subject, with where it is."""
+    if subject.type is SubjectType.LINK:
+        return f"The link from rank {subject.ranks[0]} to rank {subject.ranks[1]}"
+    if subject.type is SubjectType.NODE:
+        return f"Node {subject.node} ({_ranks(subject.ranks)})"
+    if subject.type is SubjectType.WORKER:
+        return f"Worker {subject.worker} on node {subject.node} ({_ranks(subject.ranks)})"
+    at = layout.coordinates[subject.ranks[0]]
+    if subject.type is SubjectType.STAGE:
+        return f"Stage {at.pp} ({_ranks(subject.ranks)})"
+    if len(subject.ranks) == 1:
+        return f"Rank {subject.ranks[0]} (stage {at.pp}, replica {at.dp}, node {subject.node})"
+    return f"One of {_ranks(subject.ranks)} (stage {at.pp}, replica {at.dp})"
+
+
+def sentence(
+    subject: Subject,
+    cause: Cause,
+    state: State,
+    layout: JobLayout,
+    *,
+    ratio: float,
+    excess_s: float,
+    lost_s: float,
+    since: int,
+) -> str:
+    """One sentence for a person."""
+    if cause is Cause.LINK and subject.type is SubjectType.LINK:
+        does = f"delivers {excess_s * 1e3:.1f} ms late"
+    elif cause is Cause.LINK:
+        does = f"receives everything {excess_s * 1e3:.1f} ms late"
+    else:
+        does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
+    if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:
+        does += "; they meet inside every span, so which one cannot be told"
+    when = f"since step {since}" if state is not State.CLEARED else f"from step {since}; it is over"
+    return f"{name(subject, layout)} {does} {when}; it costs {lost_s:.3f} s per step."
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = [str(rank) for rank in ranks[:8]] + (["..."] if len(ranks) > 8 else [])
+    return "ranks " + ", ".join(listed[:-1]) + " and " + listed[-1]
+
+
+def hang_sentence(rank: int, victims: tuple[int, ...], silent_s: float, reason: str, layout: JobLayout) -> str:
+    """One sentence about a rank that hangs."""
+    at = layout.coordinates[rank]
+    place = f"Rank {rank} (stage {at.pp}, replica {at.dp}, node {layout.nodes[rank]})"
+    waiting = f" {_ranks(victims)[0].upper()}{_ranks(victims)[1:]} only wait for it." if victims else ""
+    return f"{place} hangs: no progress for {silent_s:.0f} s; {reason}.{waiting}"

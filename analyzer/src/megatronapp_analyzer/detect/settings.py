@@ -1,0 +1,65 @@
+"""Numbers that decide when the detector speaks, in one place."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """What is still healthy on one kind of clock."""
+
+    compute_floor: float
+    """Smallest scale of healthy log-duration residuals."""
+    compute_ratio: float
+    """Smallest slowdown of compute that is named, against own history."""
+    peer_ratio: float
+    """The same against peers, where there is no healthy history."""
+    share: float
+    """Smallest part of a step that a stall or a late delivery must cost, against own history."""
+    cold_share: float
+    """The same where there is no healthy history."""
+
+
+PROCESSOR = Noise(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10)
+DEVICE = Noise(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Defaults suit a shared laptop as well as a GPU node."""
+
+    warmup_steps: int = 3
+    """First steps of an attempt, which are slow for reasons of their own."""
+    window: int = 64
+    """Healthy steps that make up a history."""
+    min_history: int = 8
+    """Steps from which on a history counts."""
+    sigmas: float = 4.0
+    """How many robust deviations from the healthy residual an observation must lie."""
+    votes: int = 5
+    """Window of the persistence rule, in steps."""
+    suspect_votes: int = 3
+    confirm_votes: int = 4
+    clear_steps: int = 10
+    """Clean steps after which a verdict is cleared."""
+    impact_share: float = 0.03
+    """Smallest part of a step that any verdict must cost."""
+    imbalance_ratio: float = 1.8
+    """How much longer than the median of the other stages a stage must take to be mentioned, without any reference."""
+    last_stage_ratio: float = 3.0
+    """The same for the last stage, which carries the vocabulary and the loss by design."""
+    imbalance_steps: int = 12
+    group_share: float = 0.6
+    """Share of a node's ranks that must be slow together to blame the node."""
+    weaker_share: float = 0.35
+    """A second subject is named beside a first only if it costs at least this part of what the first costs."""
+    processor: Noise = PROCESSOR
+    device: Noise = DEVICE
+    hang_after_s: float = 10.0
+    """Time without progress after which a rank hangs; at least `hang_steps` usual steps."""
+    hang_steps: float = 10.0
+    startup_s: float = 300.0
+    """The same before the first step of an attempt has ended."""
+    pause_s: float = 600.0
+    """The same inside a checkpoint or an evaluation."""
+    cleared_kept: int = 100
+    """Cleared verdicts that are remembered."""

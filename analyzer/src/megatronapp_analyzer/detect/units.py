@@ -1,0 +1,84 @@
+"""Units: ranks that meet inside a compute span (tensor, context, expert parallel), and so are slow together.
+
+Without tensor parallelism every rank is a unit of its own. Units of the same pipeline stage do the same work: peers.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.model import JobLayout, StepView
+from megatronapp_common.trace import Kind
+
+CLEARLY_LATER = 2.0
+"""How many times later than the second the last member must be to be told from the others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """Unit of each rank, stage of each unit."""
+
+    of_rank: Ints
+    stage: Ints
+
+    @classmethod
+    def of(cls, layout: JobLayout) -> "Units":
+        """Units of a layout, numbered in order of their first rank."""
+        keys = [(at.pp, at.dp // layout.ep) for at in layout.coordinates]
+        names = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return cls(
+            of_rank=np.array([names[key] for key in keys], np.int64),
+            stage=np.array([stage for stage, _ in names], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    def ranks(self, unit: int) -> tuple[int, ...]:
+        """Members of a unit."""
+        return tuple(int(rank) for rank in np.flatnonzero(self.of_rank == unit))
+
+    def slowest(self, values: Floats) -> Floats:
+        """Largest value among the members of each unit; NaN where none has a value.
+
+        A slow member holds up the others only where they do not wait anyway, so its own time says most.
+        """
+        out = np.full(len(self), np.nan)
+        np.fmax.at(out, self.of_rank, values)
+        return out
+
+    @property
+    def has_peers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Whether other units do the same work."""
+        mask: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.bincount(self.stage)[self.stage] > 1
+        return mask
+
+
+def lateness_s(view: StepView, ranks: tuple[int, ...]) -> Floats:
+    """How much later than the first of them each of `ranks` leaves its compute spans, median in seconds.
+
+    Members of a unit wait for each other inside a span, so its length does not tell who is slow; who leaves last does.
+    """
+    spans = view.records[np.isin(view.records["rank"], ranks)]
+    spans = spans[(spans["kind"] == Kind.FORWARD) | (spans["kind"] == Kind.BACKWARD)]
+    end = rec.starts_s(spans, view.start_ns) + rec.durations_s(spans)
+    work = (spans["kind"].astype(np.int64) << 32) | (spans["chunk"].astype(np.int64) << 16) | spans["microbatch"]
+    names, row = np.unique(work, return_inverse=True)
+    table = np.full((len(names), len(ranks)), np.nan)
+    table[row, np.searchsorted(ranks, spans["rank"])] = end
+    whole = table[np.isfinite(table).all(axis=1)]
+    if not len(whole):
+        return np.zeros(len(ranks))
+    late: Floats = np.median(whole - whole.min(axis=1, keepdims=True), axis=0)
+    return late
+
+
+def last_member(late_s: Floats, least_s: float) -> int | None:
+    """Index of the member that is clearly the last, or None."""
+    order = np.argsort(late_s)
+    first, second = late_s[order[-1]], late_s[order[-2]]
+    if first < least_s or first < CLEARLY_LATER * second:
+        return None
+    return int(order[-1])

@@ -1,0 +1,50 @@
+"""Errors of megatronapp_analyzer.
+
+AnalyzerError
+├── SettingsError     flags, environment or job file that agent or hub cannot start with
+├── LayoutError       a job layout whose parts do not fit each other
+├── ProtocolError     an agent or a page that does not keep to the wire protocol
+├── SpoolError        stored traces that are missing or cannot be written
+├── GraphError        a step whose operations depend on each other in a circle
+├── ExportError       a trace export that cannot be made
+└── HubError          the hub answered a request with an error, or not at all
+
+A hub answers with `{"code", "message", "hint"}`; `ApiError` in hub.problems carries those over HTTP.
+"""
+
+
+class AnalyzerError(Exception):
+    """Base of every error this package raises. Its text says what is wrong, where, and what to do."""
+
+
+class SettingsError(AnalyzerError):
+    """Flags, environment or a job file that agent or hub cannot start with."""
+
+
+class ProtocolError(AnalyzerError):
+    """A peer that does not keep to the wire protocol. `code` is a stable word for the ERROR frame."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.hint = hint
+
+
+class SpoolError(AnalyzerError):
+    """Stored traces that are missing, or a state directory that cannot be written."""
+
+
+class LayoutError(AnalyzerError):
+    """A job layout whose sizes, coordinates and workers disagree."""
+
+
+class GraphError(AnalyzerError):
+    """A step whose recorded operations depend on each other in a circle."""
+
+
+class ExportError(AnalyzerError):
+    """A trace export that cannot be made, such as one of a job that left no traces."""
+
+
+class HubError(AnalyzerError):
+    """The hub answered a request with an error, or not at all."""

@@ -1,0 +1,104 @@
+"""The trace of a job for the command line: from its hub while that answers, else from what the hub has stored."""
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from megatronapp_analyzer import export
+from megatronapp_analyzer.errors import ExportError, HubError
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.restore import restore
+from megatronapp_analyzer.hub.spool import SpoolReader
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_common.tokens import Role, derive, read_secret
+
+NEWEST_STEPS = 50
+STORED_BYTES = 2 << 30
+CONNECT_TIMEOUT_S = 2.0
+ANSWER_TIMEOUT_S = 120.0
+Document = dict[str, Any]
+
+
+def jobs_folder(environment: Mapping[str, str]) -> pathlib.Path:
+    """Where the jobs of this user keep their state (docs/contracts.md, section 8)."""
+    home = environment.get("XDG_STATE_HOME") or str(pathlib.Path.home() / ".local" / "state")
+    return pathlib.Path(home) / "megatronapp" / "jobs"
+
+
+def job_folder(name: str) -> pathlib.Path:
+    """Folder of a job. Raises ExportError if there is no such job."""
+    root = jobs_folder(os.environ)
+    folder = root / name
+    if pathlib.PurePath(name).name != name or not folder.is_dir():
+        raise ExportError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
+    return folder
+
+
+def trace(folder: pathlib.Path, first: int | None, last: int | None) -> tuple[Document, str]:
+    """The trace and, in words, where it comes from. Raises ExportError or HubError."""
+    document = from_hub(folder, first, last)
+    if document is not None:
+        return document, "from the running hub"
+    return from_disk(folder, first, last), "from the stored traces"
+
+
+def from_hub(folder: pathlib.Path, first: int | None, last: int | None) -> Document | None:
+    """The hub's answer; None if it is gone. Raises HubError if it refuses."""
+    try:
+        url = json.loads((folder / "hub.json").read_text(encoding="utf-8"))["url"]
+        token = derive(read_secret(folder / "secret"), Role.VIEWER)
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise HubError(f"{folder / 'hub.json'}: not the address of a hub: {error!r}; remove the file") from error
+    bounds = {name: step for name, step in (("from", first), ("to", last)) if step is not None}
+    timeout = httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(timeout=timeout, trust_env=False, headers=headers) as client:
+            answer = client.get(f"{url.rstrip('/')}/api/v1/trace", params=bounds)
+    except httpx.TransportError:
+        return None
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        return None  # the running hub holds only the newest steps; the disk may have those asked for
+    if answer.is_error:
+        raise HubError(f"hub {url}: {answer.status_code}: {answer.text[:200]}")
+    document: Document = answer.json()
+    return document
+
+
+def from_disk(folder: pathlib.Path, first: int | None, last: int | None) -> Document:
+    """A trace from the stored records. Raises ExportError if there are none of that range."""
+    ingest = Ingest(StoreLimits(full_steps=1_000_000, full_bytes=STORED_BYTES))
+    restore(SpoolReader(folder / "hub" / "traces"), ingest, newest_segments=None)
+    for attempt in sorted(ingest.attempts):
+        ingest.end_attempt(attempt)
+    chosen = ingest.store.select(first, last, newest=NEWEST_STEPS)
+    if not chosen:
+        raise ExportError(f"job {folder.name}: {_nothing_stored(ingest, first, last)}")
+    return export.chrome_trace(export.source_of(ingest, folder.name, chosen))
+
+
+def _nothing_stored(ingest: Ingest, first: int | None, last: int | None) -> str:
+    """Why there is no trace of this range, and of which there is one."""
+    held = {step.view.step for step in ingest.store.select(0, None, newest=NEWEST_STEPS)}
+    if not held:
+        return "no steps are stored; was it started with analyzer.enabled and trace.enabled?"
+    asked = f"{first or 0} to {'the end' if last is None else last}"
+    return f"no steps {asked} are stored; take --from and --to between {min(held)} and {max(held)}"
+
+
+def write_trace(path: pathlib.Path, document: Document) -> None:
+    """Write as a whole or not at all. Raises ExportError if the file cannot be written."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            json.dump(document, file, separators=(",", ":"))
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ExportError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error

@@ -1,0 +1,220 @@
+"""The event graph of one step.
+
+Events are the starts and ends of spans, and one event per collective ("the last member has arrived"). An edge says
+"not before that event plus this weight", so that the longest path gives every event's time (max-plus algebra). The
+decomposition follows the what-if analysis of OSDI'25 "Understanding Stragglers in Large Model Training": a
+communication keeps only what remains after the last participant was ready; waiting for others is never a weight.
+"""
+
+import dataclasses
+import enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import GraphError
+from megatronapp_analyzer.graph import records as rec
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, meetings_of, messages_of
+from megatronapp_analyzer.model import RankRecords, StepView
+
+Seconds = NDArray[np.float64]
+CLOCK_TOLERANCE_S = 1e-3
+"""A message may seem to arrive this much before it was sent."""
+
+
+class Edge(enum.IntEnum):
+    """What an edge's weight means; `edge_span` is the span that it belongs to."""
+
+    SPAN = 0
+    """Own duration of a span, or of a wait after its partner was ready."""
+    GAP = 1
+    """Time on the rank between the previous span and this one."""
+    DELIVERY = 2
+    """From the post of a send to the end of the matching receive, once both sides were ready."""
+    READY = 3
+    """From the post of a receive to the end of the matching send."""
+    ARRIVE = 4
+    """A member reaches its collective; weight 0."""
+    TRANSFER = 5
+    """From the last arrival at a collective to this member's end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Edges:
+    """Parallel arrays, one entry per edge."""
+
+    source: Index
+    target: Index
+    weight: Seconds
+    kind: NDArray[np.int8]
+    span: Index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepGraph:
+    """Spans of a step and the edges between their events: span i starts at event 2 i and ends at event 2 i + 1."""
+
+    spans: RankRecords
+    start_s: Seconds
+    end_s: Seconds
+    messages: Messages
+    collectives: Collectives
+    meetings: Collectives
+    """Compute spans of units of several ranks."""
+    edges: Edges
+    """Sorted by the target's level, then by target."""
+    level_begin: Index
+    """Edges of level k are `level_begin[k]:level_begin[k + 1]`."""
+    initial_s: Seconds
+    """Time of each event without any predecessor; 0 for all others."""
+    unmatched: int
+    """Receives and collectives taken at their recorded duration, because a partner's record is missing."""
+
+    @property
+    def events(self) -> int:
+        """Number of events."""
+        return len(self.initial_s)
+
+
+def build(view: StepView, *, tolerance_s: float = CLOCK_TOLERANCE_S, unit_of_rank: Index | None = None) -> StepGraph:
+    """Graph of one step on aligned clocks, which may be wrong by `tolerance_s`.
+
+    Ranks of one unit meet inside their compute spans; without `unit_of_rank` no ranks do.
+
+    Raises GraphError where operations depend on each other in a circle.
+    """
+    spans = rec.stream(view.records)
+    index = rec.CommIndex(view.comms)
+    messages, collectives = messages_of(spans, index), collectives_of(spans, index)
+    origin = int(spans["start_ns"].min()) if len(spans) else 0
+    start, end = rec.laid_out_s(spans, origin)
+    parts, roots = _stream_edges(spans, start, end)
+    waits, free, unmatched = _message_edges(messages, start, end, tolerance_s)
+    groups, in_group = _group_edges(collectives, start, end, 2 * len(spans))
+    free[in_group] = False
+    units = np.arange(int(spans["rank"].max(initial=-1)) + 1) if unit_of_rank is None else unit_of_rank
+    meetings = meetings_of(spans, units)
+    inside, in_meeting = _group_edges(meetings, start, end, 2 * len(spans) + len(collectives))
+    free[in_meeting] = False
+    own = np.flatnonzero(free)
+    plain = _edges(2 * own, 2 * own + 1, (end - start)[own], Edge.SPAN, own)
+    edges = _joined([plain, parts, waits, groups, inside])
+    events = 2 * len(spans) + len(collectives) + len(meetings)
+    initial = np.zeros(events)
+    initial[2 * roots] = start[roots]
+    order, begin = _by_level(edges, events)
+    return StepGraph(
+        spans=spans,
+        start_s=start,
+        end_s=end,
+        messages=messages,
+        collectives=collectives,
+        edges=_taken(edges, order),
+        level_begin=begin,
+        initial_s=initial,
+        meetings=meetings,
+        unmatched=unmatched + int((~collectives.complete).sum()),
+    )
+
+
+def _edges(source: Index, target: Index, weight: Seconds, kind: Edge, span: Index) -> Edges:
+    return Edges(
+        source=source,
+        target=target,
+        weight=np.maximum(weight, 0.0),
+        kind=np.full(len(source), int(kind), np.int8),
+        span=span,
+    )
+
+
+def _joined(parts: list[Edges]) -> Edges:
+    return Edges(
+        source=np.concatenate([part.source for part in parts]),
+        target=np.concatenate([part.target for part in parts]),
+        weight=np.concatenate([part.weight for part in parts]),
+        kind=np.concatenate([part.kind for part in parts]),
+        span=np.concatenate([part.span for part in parts]),
+    )
+
+
+def _taken(edges: Edges, order: Index) -> Edges:
+    return Edges(
+        source=edges.source[order],
+        target=edges.target[order],
+        weight=edges.weight[order],
+        kind=edges.kind[order],
+        span=edges.span[order],
+    )
+
+
+def _stream_edges(spans: RankRecords, start: Seconds, end: Seconds) -> tuple[Edges, Index]:
+    """Gaps between consecutive spans of a rank, and the first span of each rank."""
+    rank = spans["rank"]
+    later = np.flatnonzero(rank[1:] == rank[:-1]) + 1
+    first = np.setdiff1d(np.arange(len(spans)), later)
+    return _edges(2 * (later - 1) + 1, 2 * later, start[later] - end[later - 1], Edge.GAP, later), first
+
+
+def _message_edges(
+    messages: Messages, start: Seconds, end: Seconds, tolerance_s: float
+) -> tuple[Edges, NDArray[np.bool_], int]:
+    """Edges of messages; mask of spans that keep their own duration; number of receives without their send."""
+    free = np.ones(len(start), np.bool_)
+    send, recv = messages.send_post[messages.matched], messages.recv_wait[messages.matched]
+    causal = end[recv] >= start[send] - tolerance_s
+    send, recv = send[causal], recv[causal]
+    free[recv] = False
+    left = end[recv] - np.maximum(start[recv], end[send])
+    parts = [
+        _edges(2 * recv, 2 * recv + 1, left, Edge.SPAN, recv),
+        _edges(2 * send + 1, 2 * recv + 1, left, Edge.DELIVERY, recv),
+    ]
+    both = (messages.send_wait >= 0) & (messages.recv_post >= 0)
+    wait, post = messages.send_wait[both], messages.recv_post[both]
+    rendezvous = end[wait] >= end[post]
+    wait, post = wait[rendezvous], post[rendezvous]
+    free[wait] = False
+    left = end[wait] - np.maximum(start[wait], end[post])
+    parts.append(_edges(2 * wait, 2 * wait + 1, left, Edge.SPAN, wait))
+    parts.append(_edges(2 * post + 1, 2 * wait + 1, left, Edge.READY, wait))
+    return _joined(parts), free, int((messages.recv_wait >= 0).sum()) - len(recv)
+
+
+def _group_edges(collectives: Collectives, start: Seconds, end: Seconds, first_event: int) -> tuple[Edges, Index]:
+    """Edges of whole collectives, and the spans in them; instance i is event `first_event` + i."""
+    sizes = np.diff(collectives.begin)
+    instance = np.repeat(np.arange(len(collectives)), sizes)
+    inside = collectives.complete[instance]
+    member, instance = collectives.record[inside], instance[inside]
+    last = np.full(len(collectives), -np.inf)
+    np.maximum.at(last, instance, start[member])
+    event = first_event + instance
+    arrive = _edges(2 * member, event, np.zeros(len(member)), Edge.ARRIVE, member)
+    transfer = _edges(event, 2 * member + 1, end[member] - last[instance], Edge.TRANSFER, member)
+    return _joined([arrive, transfer]), member
+
+
+def _by_level(edges: Edges, events: int) -> tuple[Index, Index]:
+    """Order of the edges by level of their target, and where each level begins (Kahn's algorithm by levels)."""
+    by_source = np.argsort(edges.source, kind="stable")
+    begin = np.searchsorted(edges.source[by_source], np.arange(events + 1))
+    waiting = np.bincount(edges.target, minlength=events)
+    level = np.zeros(events, np.int64)
+    frontier = np.flatnonzero(waiting == 0)
+    seen, depth = 0, 0
+    while len(frontier):
+        seen += len(frontier)
+        level[frontier] = depth
+        depth += 1
+        counts = begin[frontier + 1] - begin[frontier]
+        offsets = np.repeat(begin[frontier] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        targets, arrivals = np.unique(edges.target[by_source[offsets]], return_counts=True)
+        waiting[targets] -= arrivals
+        frontier = targets[waiting[targets] == 0]
+    if seen < events:
+        raise GraphError(
+            f"{events - seen} of {events} events of the step depend on each other in a circle; "
+            "check the clock alignment"
+        )
+    order = np.lexsort((edges.target, level[edges.target]))
+    return order, np.searchsorted(level[edges.target][order], np.arange(1, depth + 1))

@@ -1,0 +1,145 @@
+"""Matching of the records that several ranks write about one event: messages and collectives.
+
+Keys are exact (communicator members and ordinal), so neither clocks nor hashes are needed. A lost record leaves its
+partner unmatched; it never shifts the matching of others.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.graph.records import GROUP_KINDS, CommIndex, is_kind
+from megatronapp_analyzer.model import Comm, RankRecords
+from megatronapp_common.trace import Kind
+
+Index = NDArray[np.int64]
+_ORDINAL_BITS = 32
+_KIND_BITS = 8
+MEETING_KINDS = frozenset({Kind.DATA, Kind.FORWARD, Kind.BACKWARD})
+_PARTS = (Kind.SEND_POST, Kind.SEND_WAIT, Kind.RECV_POST, Kind.RECV_WAIT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """One row per message. The four index arrays point into the records they were matched in; -1 where missing."""
+
+    source: Index
+    destination: Index
+    ordinal: Index
+    send_post: Index
+    send_wait: Index
+    recv_post: Index
+    recv_wait: Index
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def matched(self) -> NDArray[np.bool_]:
+        """Messages of which both the post of the send and the end of the receive are known."""
+        both: NDArray[np.bool_] = (self.send_post >= 0) & (self.recv_wait >= 0)
+        return both
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """Instances of collectives: members of instance i are `record[begin[i]:begin[i + 1]]`, indices into the records."""
+
+    comm: Index
+    kind: Index
+    begin: Index
+    record: Index
+    expected: Index
+    """Number of members each instance should have."""
+
+    def __len__(self) -> int:
+        return len(self.comm)
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """Instances of which every member's record is there."""
+        whole: NDArray[np.bool_] = np.diff(self.begin) == self.expected
+        return whole
+
+
+def match_messages(records: RankRecords, comms: Mapping[int, Mapping[int, Comm]]) -> Messages:
+    """Messages of one step. `records` hold that step only, in any order."""
+    return messages_of(records, CommIndex(comms))
+
+
+def messages_of(records: RankRecords, index: CommIndex) -> Messages:
+    """As `match_messages`, with the communicators already numbered."""
+    numbers = index.numbers(records)
+    where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], frozenset(_PARTS)))
+    pairs = np.array([_pair(comm) for comm in index.members] or [(-1, -1)], np.int64)
+    where = where[pairs[numbers[where], 0] >= 0]
+    key = (numbers[where] << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
+    keys, row = np.unique(key, return_inverse=True)
+    kinds = records["kind"][where]
+    parts = [_column(len(keys), row[kinds == part], where[kinds == part]) for part in _PARTS]
+    pair = pairs[keys >> _ORDINAL_BITS]
+    return Messages(
+        source=pair[:, 0],
+        destination=pair[:, 1],
+        ordinal=keys & ((1 << _ORDINAL_BITS) - 1),
+        send_post=parts[0],
+        send_wait=parts[1],
+        recv_post=parts[2],
+        recv_wait=parts[3],
+    )
+
+
+def collectives_of(records: RankRecords, index: CommIndex) -> Collectives:
+    """Instances of the collectives of one step that stand in the ranks' streams."""
+    numbers = index.numbers(records)
+    where = np.flatnonzero((numbers >= 0) & is_kind(records["kind"], GROUP_KINDS))
+    kinds = records["kind"][where].astype(np.int64)
+    key = (((numbers[where] << _KIND_BITS) | kinds) << _ORDINAL_BITS) | records["ordinal"][where].astype(np.int64)
+    order = np.argsort(key, kind="stable")
+    keys, begin = np.unique(key[order], return_index=True)
+    comm = keys >> (_ORDINAL_BITS + _KIND_BITS)
+    sizes = np.array([len(comm.members) for comm in index.members] or [0], np.int64)
+    return Collectives(
+        comm=comm,
+        kind=(keys >> _ORDINAL_BITS) & ((1 << _KIND_BITS) - 1),
+        begin=np.append(begin, len(where)).astype(np.int64),
+        record=where[order],
+        expected=sizes[comm],
+    )
+
+
+def meetings_of(records: RankRecords, unit_of_rank: Index) -> Collectives:
+    """Spans inside which the ranks of a unit meet (tensor parallelism), as if each were one collective.
+
+    They meet in passes, and in DATA, where one of them hands the batch to the others. `comm` is the unit. Units of one
+    rank have no meetings.
+    """
+    size = np.bincount(unit_of_rank)
+    passes = is_kind(records["kind"], MEETING_KINDS)
+    unit = unit_of_rank[records["rank"]]
+    where = np.flatnonzero(passes & (size[unit] > 1))
+    work = (records["kind"][where].astype(np.int64) << 32) | (records["chunk"][where].astype(np.int64) << 16)
+    key = (unit[where] << 40) | work | records["microbatch"][where]
+    order = np.argsort(key, kind="stable")
+    keys, begin = np.unique(key[order], return_index=True)
+    return Collectives(
+        comm=keys >> 40,
+        kind=(keys >> 32) & 0xFF,
+        begin=np.append(begin, len(where)).astype(np.int64),
+        record=where[order],
+        expected=size[keys >> 40],
+    )
+
+
+def _pair(comm: Comm) -> tuple[int, int]:
+    if comm.kind != "p2p" or len(comm.members) != 2:
+        return (-1, -1)
+    return (comm.members[0], comm.members[1])
+
+
+def _column(length: int, rows: Index, values: Index) -> Index:
+    column = np.full(length, -1, np.int64)
+    column[rows] = values
+    return column

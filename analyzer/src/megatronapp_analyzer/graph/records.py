@@ -1,0 +1,112 @@
+"""Which records of a step take part in its graph, and their times as arrays."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.model import Comm, RankRecords
+from megatronapp_common.trace import COLLECTIVE_KINDS, DURATION_UNIT_NS, NO_COMM, Flag, Kind
+
+NESTED_KINDS = frozenset({Kind.TP_REDUCE, Kind.TP_GATHER, Kind.LAYER_FORWARD, Kind.LAYER_BACKWARD, Kind.GC})
+"""Spans that lie inside a compute span."""
+NOT_WORK_KINDS = frozenset({Kind.STEP, Kind.FAULT, Kind.METRIC, Kind.COUNTER})
+"""Frames around work, notes for people, samples. FAULT is truth for demonstrations: analysis must never look at it."""
+GROUP_KINDS = COLLECTIVE_KINDS - NESTED_KINDS
+"""Collectives that stand on their own in a rank's stream."""
+
+NS = 1e-9
+
+
+def is_kind(kinds: NDArray[np.uint8], wanted: frozenset[Kind]) -> NDArray[np.bool_]:
+    """Mask of records whose kind is among `wanted`."""
+    table = np.zeros(256, np.bool_)
+    table[[int(kind) for kind in wanted]] = True
+    mask: NDArray[np.bool_] = table[kinds]
+    return mask
+
+
+def stream(records: RankRecords) -> RankRecords:
+    """Spans that follow each other on a rank, sorted by rank, then start.
+
+    What begins after a rank's STEP span has ended (evaluation, checkpoint) belongs to no step.
+    """
+    kept = records[~is_kind(records["kind"], NESTED_KINDS | NOT_WORK_KINDS)]
+    kept = kept[kept["start_ns"] <= _step_ends_ns(records)[kept["rank"]]]
+    order = np.lexsort((kept["start_ns"], kept["rank"]))
+    ordered: RankRecords = kept[order]
+    return ordered
+
+
+def _step_ends_ns(records: RankRecords) -> NDArray[np.uint64]:
+    """End of each rank's step; the end of time where its STEP record is missing or saturated."""
+    ends = np.full(int(records["rank"].max(initial=-1)) + 1, np.iinfo(np.uint64).max)
+    steps = records[(records["kind"] == Kind.STEP) & ((records["flags"] & Flag.SATURATED) == 0)]
+    ends[steps["rank"]] = steps["start_ns"] + steps["duration"].astype(np.uint64) * np.uint64(DURATION_UNIT_NS)
+    return ends
+
+
+def durations_s(records: RankRecords) -> NDArray[np.float64]:
+    """Wall time of each span in seconds."""
+    out: NDArray[np.float64] = records["duration"].astype(np.float64) * (DURATION_UNIT_NS * NS)
+    return out
+
+
+def run_queue_s(records: RankRecords) -> NDArray[np.float64]:
+    """Run-queue delay inside each span in seconds; 0 where the span does not carry it."""
+    carries = (records["flags"] & Flag.AUX_RUN_QUEUE) != 0
+    return np.where(carries, records["aux"].astype(np.float64) * (DURATION_UNIT_NS * NS), 0.0)
+
+
+def clean_s(records: RankRecords) -> NDArray[np.float64]:
+    """Time of each span without its run-queue delay, in seconds, never negative."""
+    return np.maximum(durations_s(records) - run_queue_s(records), 0.0)
+
+
+def starts_s(records: RankRecords, origin_ns: int) -> NDArray[np.float64]:
+    """Start of each span in seconds after `origin_ns`."""
+    return (records["start_ns"].astype(np.int64) - origin_ns).astype(np.float64) * NS
+
+
+def laid_out_s(spans: RankRecords, origin_ns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Start and end of each span of `stream`, cut so that no two spans of a rank overlap.
+
+    Transfers that are posted together share their start; the later one then begins where the earlier ended.
+    """
+    start = starts_s(spans, origin_ns)
+    end = start + durations_s(spans)
+    if not len(spans):
+        return start, end
+    far = (end.max() - start.min() + 1.0) * spans["rank"].astype(np.float64)
+    reached = np.maximum.accumulate(end + far) - far
+    same = np.flatnonzero(spans["rank"][1:] == spans["rank"][:-1]) + 1
+    begin = start.copy()
+    begin[same] = np.maximum(start[same], reached[same - 1])
+    return begin, np.maximum(end, begin)
+
+
+class CommIndex:
+    """Dense numbers for the communicators of all ranks: the same members and kind get the same number everywhere."""
+
+    def __init__(self, comms: Mapping[int, Mapping[int, Comm]]) -> None:
+        self.members: list[Comm] = []
+        number: dict[Comm, int] = {}
+        slots = 1 + max((slot for table in comms.values() for slot in table), default=0)
+        ranks = 1 + max(comms, default=0)
+        self._lookup = np.full((ranks, slots), -1, np.int64)
+        for rank, table in comms.items():
+            for slot, comm in table.items():
+                if comm not in number:
+                    number[comm] = len(self.members)
+                    self.members.append(comm)
+                self._lookup[rank, slot] = number[comm]
+
+    def numbers(self, records: RankRecords) -> NDArray[np.int64]:
+        """Communicator number of each record; -1 where it has none or its slot is unknown."""
+        ranks, slots = self._lookup.shape
+        rank = records["rank"].astype(np.int64)
+        slot = records["comm"].astype(np.int64)
+        known = (slot != NO_COMM) & (slot < slots) & (rank >= 0) & (rank < ranks)
+        out = np.full(len(records), -1, np.int64)
+        out[known] = self._lookup[rank[known], slot[known]]
+        return out

@@ -1,0 +1,34 @@
+"""Replay of a step's graph with other weights: what would the step have cost without this slowness?"""
+
+import itertools
+
+import numpy as np
+
+from megatronapp_analyzer.graph.build import Seconds, StepGraph
+
+
+def replay(graph: StepGraph, weights: Seconds) -> Seconds:
+    """Time of every event in seconds. `weights` is [edges] or [edges, scenarios]; so is the answer's trailing shape."""
+    lanes = weights.shape[1:]
+    times = np.empty((graph.events, *lanes))
+    times[:] = graph.initial_s.reshape(-1, *([1] * len(lanes)))
+    begin = graph.level_begin
+    for first, last in itertools.pairwise(begin):
+        if last > first:
+            _advance(times, graph, weights, slice(first, last))
+    return times
+
+
+def makespan_s(graph: StepGraph, times: Seconds) -> Seconds:
+    """Length of the step for each scenario: last event less the first start that was recorded."""
+    if graph.events == 0:
+        return np.zeros(times.shape[1:])
+    span: Seconds = times.max(axis=0) - float(graph.start_s.min())
+    return span
+
+
+def _advance(times: Seconds, graph: StepGraph, weights: Seconds, part: slice) -> None:
+    target = graph.edges.target[part]
+    reached = times[graph.edges.source[part]] + weights[part]
+    begin = np.flatnonzero(np.diff(target, prepend=-1))
+    times[target[begin]] = np.maximum.reduceat(reached, begin, axis=0)

@@ -1,0 +1,113 @@
+"""`python -m megatronapp_analyzer.hub`: serves one job."""
+
+import argparse
+import logging
+import os
+import pathlib
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+import uvicorn
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.errors import AnalyzerError, SettingsError
+from megatronapp_analyzer.hub.app import create_app
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_job_file
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.process import die_with_parent
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.tokens import read_secret
+
+LOG = logging.getLogger("megatronapp_analyzer.hub")
+MAX_MESSAGE_BYTES = 4 << 20
+SHUTDOWN_S = 3
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of the hub; the rest comes from the environment (names.Env)."""
+    parser = argparse.ArgumentParser(prog="python -m megatronapp_analyzer.hub", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--job-file", type=pathlib.Path, required=True, help="the MegatronJob, YAML or JSON")
+    parser.add_argument("--state-dir", type=pathlib.Path, required=True, help="where traces and verdicts are kept")
+    parser.add_argument("--frontend", type=pathlib.Path, help="folder of the built page; none is served if absent")
+    parser.add_argument("--allow-remote", action="store_true", help="listen on an address that other machines reach")
+    parser.add_argument(
+        "--hold-steps",
+        type=int,
+        default=StoreLimits().full_steps,
+        help="newest steps kept with all their spans, memory permitting (default: %(default)s)",
+    )
+    parser.add_argument("--die-with-parent", action=argparse.BooleanOptionalAction, default=True)
+    return parser
+
+
+def load_secret(environment: Mapping[str, str]) -> str:
+    """The job's secret. Raises SettingsError if it is not named or not there."""
+    path = environment.get(Env.SECRET_FILE)
+    if not path:
+        raise SettingsError(f"{Env.SECRET_FILE.value} is not set; name the file with the job's secret in it")
+    try:
+        return read_secret(pathlib.Path(path))
+    except OSError as error:
+        raise SettingsError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises SettingsError if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return sock
+
+
+def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ExitCode:
+    """Serve until a signal comes, or a task of the hub fails, which the exit code tells."""
+    check_bind(arguments.host, allow_remote=arguments.allow_remote)
+    secret = load_secret(environment)
+    job = load_job_file(arguments.job_file, name=environment.get(Env.JOB), uid=environment.get(Env.JOB_UID))
+    store = StoreLimits(full_steps=arguments.hold_steps)
+    hub = Hub(HubSettings(job=job, state_dir=arguments.state_dir, store=store), Detector)
+    app = create_app(hub, secret=secret, frontend=arguments.frontend)
+    with bind(arguments.host, arguments.port) as sock:
+        LOG.info("listening on http://%s:%d", *sock.getsockname()[:2])
+        config = uvicorn.Config(
+            app,
+            ws="websockets-sansio",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        server = uvicorn.Server(config)
+        hub.on_failure = lambda: setattr(server, "should_exit", True)
+        server.run(sockets=[sock])
+    return ExitCode.OWN_FAILURE if hub.failed else ExitCode.OK
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parent = os.getppid()
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s hub %(levelname)s %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        if arguments.die_with_parent:
+            die_with_parent(parent)
+        return int(serve(arguments, os.environ))
+    except AnalyzerError as error:
+        print(f"hub: {error}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

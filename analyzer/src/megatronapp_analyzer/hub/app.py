@@ -1,0 +1,85 @@
+"""The web application of the hub: routes, guard and error answers put together."""
+
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatronapp_analyzer.hub import (
+    access,
+    pages,
+    problems,
+    routes_faults,
+    routes_probe,
+    routes_read,
+    routes_sockets,
+)
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+
+TITLE = "MegatronApp hub"
+API_VERSION = "1"
+SAFE_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class SafeHeaders:
+    """ASGI layer that adds SAFE_HEADERS to all, and keeps answers of the API out of caches."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in SAFE_HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
+    """All routes of the interface without a hub behind them; enough to write the OpenAPI document."""
+    app = FastAPI(
+        title=TITLE,
+        version=API_VERSION,
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    problems.install(app)
+    for module in (routes_probe, routes_read, routes_faults, routes_sockets):
+        app.include_router(module.router)
+    return app
+
+
+def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None) -> FastAPI:
+    """The application that serves `hub`; it starts and stops the hub's own tasks."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with hub.running():
+            yield
+
+    app = build_api(lifespan)
+    app.state.hub = hub
+    if frontend is not None:
+        app.include_router(pages.build_router(frontend))
+    app.add_middleware(access.TokenGuard, secret=secret)
+    app.add_middleware(SafeHeaders)
+    return app

@@ -1,0 +1,132 @@
+"""Puts the records of all ranks of one attempt together into steps. Pure: no clock, no files.
+
+A step is whole once every rank has delivered its STEP record. A rank that is two steps on has lost it and is not
+waited for; nor is anybody once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when a ring is
+missing.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.model import RANK_RECORD, RankRecords
+from megatronapp_common.trace import RECORD, Kind
+
+MOVED_ON_STEPS = 2
+PATIENCE_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Assembled:
+    """One step. `complete`: every rank has delivered its STEP record and no ring lost any meanwhile."""
+
+    attempt: int
+    step: int
+    records: RankRecords
+    complete: bool
+    lost: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    parts: list[tuple[int, NDArray[np.void]]] = dataclasses.field(default_factory=list)
+    ended: set[int] = dataclasses.field(default_factory=set)
+    lost: int = 0
+
+
+def split_by_step(records: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
+    """Each step's records, in the order in which they came."""
+    steps = records["step"]
+    if len(steps) and (steps == steps[0]).all():
+        yield int(steps[0]), records
+        return
+    for step in np.unique(steps):
+        yield int(step), records[steps == step]
+
+
+def with_ranks(parts: Sequence[tuple[int, NDArray[np.void]]]) -> RankRecords:
+    """RECORD rows of several ranks as RANK_RECORD rows, sorted by rank and start."""
+    # Joined as bytes: np.concatenate compares all fields of the types for every single part.
+    records = np.frombuffer(b"".join(part.tobytes() for _, part in parts), RECORD)
+    out = np.empty(len(records), RANK_RECORD)
+    for name in RECORD.names or ():
+        out[name] = records[name]
+    out["rank"] = np.repeat([rank for rank, _ in parts], [len(part) for _, part in parts])
+    return in_order(out)
+
+
+def in_order(rows: RankRecords) -> RankRecords:
+    """Rows sorted by rank, then start."""
+    ordered: RankRecords = rows[np.lexsort((rows["start_ns"], rows["rank"]))]
+    return ordered
+
+
+class StepAssembler:
+    """Collects records of one attempt until steps are whole; hands them out in order of their numbers."""
+
+    def __init__(self, attempt: int, world: int) -> None:
+        self._attempt = attempt
+        self._world = world
+        self._pending: dict[int, _Pending] = {}
+        self._newest: dict[int, int] = {}
+        self._closed_below = 0
+
+    @property
+    def newest(self) -> dict[int, int]:
+        """Newest finished step of each rank."""
+        return dict(self._newest)
+
+    def add(
+        self, rank: int, records: NDArray[np.void], *, lost: int = 0
+    ) -> tuple[list[Assembled], list[tuple[int, RankRecords]]]:
+        """Take span records of one rank.
+
+        Returns the steps that became whole, and the late rows (step, rows) of steps that were handed out before.
+        `lost` counts records that the ring lost just before these.
+        """
+        late = []
+        for step, part in split_by_step(records):
+            if step < self._closed_below:
+                late.append((step, with_ranks([(rank, part)])))
+                continue
+            pending = self._pending.setdefault(step, _Pending())
+            pending.parts.append((rank, part))
+            if (part["kind"] == Kind.STEP).any():
+                pending.ended.add(rank)
+                self._newest[rank] = max(step, self._newest.get(rank, step))
+        if lost:
+            self._note_loss(lost)
+        return list(self._whole()), late
+
+    def flush(self) -> list[Assembled]:
+        """What is left, as incomplete steps; for the end of an attempt."""
+        return [self._hand_out(step) for step in sorted(self._pending)]
+
+    def _note_loss(self, lost: int) -> None:
+        for pending in self._pending.values():
+            pending.lost += lost
+
+    def _whole(self) -> Iterator[Assembled]:
+        for step in sorted(self._pending):
+            if not self._is_due(step):
+                return
+            yield self._hand_out(step)
+
+    def _is_due(self, step: int) -> bool:
+        if max(self._newest.values(), default=0) >= step + PATIENCE_STEPS:
+            return True
+        ended = self._pending[step].ended
+        return all(rank in ended or self._newest.get(rank, -1) >= step + MOVED_ON_STEPS for rank in range(self._world))
+
+    def _hand_out(self, step: int) -> Assembled:
+        pending = self._pending.pop(step)
+        self._closed_below = max(self._closed_below, step + 1)
+        return Assembled(
+            attempt=self._attempt,
+            step=step,
+            records=with_ranks(pending.parts),
+            complete=len(pending.ended) == self._world and not pending.lost,
+            lost=pending.lost,
+        )

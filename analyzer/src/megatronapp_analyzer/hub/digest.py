@@ -1,0 +1,130 @@
+"""One step boiled down to four numbers per rank, for the heat map, the live page and Prometheus. Pure NumPy.
+
+compute   seconds in FORWARD, BACKWARD and OPTIMIZER spans, less the wait for a processor
+wait      seconds in waits for peers: SEND_WAIT, RECV_WAIT and collectives
+step      seconds of the STEP span
+slowdown  forward and backward against the median of the other ranks of the same stage; where there are none, against
+          the median of the rank's own last HISTORY_STEPS steps
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.model import JobLayout, RankRecords
+from megatronapp_common.trace import COLLECTIVE_KINDS, COMPUTE_KINDS, DURATION_UNIT_NS, Flag, Kind
+
+METRICS = ("compute", "wait", "step", "slowdown")
+HISTORY_STEPS = 64
+MIN_HISTORY = 4
+WAIT_KINDS = frozenset({Kind.SEND_WAIT, Kind.RECV_WAIT}) | COLLECTIVE_KINDS
+PASS_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+Floats = NDArray[np.float64]
+
+
+def durations_ns(records: RankRecords) -> NDArray[np.int64]:
+    """Length of every span in nanoseconds."""
+    return records["duration"].astype(np.int64) * DURATION_UNIT_NS
+
+
+def run_queue_ns(records: RankRecords) -> NDArray[np.int64]:
+    """Wait for a processor within every span in nanoseconds; 0 where unknown."""
+    known = (records["flags"] & Flag.AUX_RUN_QUEUE) != 0
+    return np.where(known, records["aux"].astype(np.int64) * DURATION_UNIT_NS, 0)
+
+
+def is_kind(records: RankRecords, kinds: frozenset[Kind] | tuple[Kind, ...]) -> NDArray[np.bool_]:
+    """Which rows are of one of `kinds`."""
+    table = np.zeros(256, np.bool_)
+    table[[int(kind) for kind in kinds]] = True
+    mask: NDArray[np.bool_] = table[records["kind"]]
+    return mask
+
+
+def _sums(records: RankRecords, chosen: NDArray[np.bool_], seconds: NDArray[Any], world: int) -> Floats:
+    sums: Floats = np.bincount(records["rank"][chosen], weights=seconds[chosen], minlength=world)[:world].astype(
+        np.float64
+    )
+    return sums
+
+
+def stage_groups(layout: JobLayout) -> list[NDArray[np.int64]]:
+    """Ranks of each pipeline stage: they do the same work."""
+    stages: dict[int, list[int]] = {}
+    for rank, place in enumerate(layout.coordinates):
+        stages.setdefault(place.pp, []).append(rank)
+    return [np.array(ranks) for _, ranks in sorted(stages.items())]
+
+
+def against_others(values: Floats) -> Floats:
+    """Each value over the median of the others; NaN without others. Order n² log n, for groups of up to thousands."""
+    if len(values) < 2:
+        return np.full(len(values), np.nan)
+    others = np.broadcast_to(values, (len(values), len(values)))[~np.eye(len(values), dtype=bool)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio: Floats = values / np.median(others.reshape(len(values), -1), axis=1)
+    return ratio
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepDigest:
+    """`values` is float32 [metric][rank], NaN where the rank has not reported."""
+
+    attempt: int
+    step: int
+    start_real_ns: int
+    duration_ns: int
+    complete: bool
+    values: NDArray[np.float32]
+
+
+class Digester:
+    """Boils down the steps of one attempt in order; remembers HISTORY_STEPS of each rank's pass times."""
+
+    def __init__(self, world: int, layout: JobLayout | None) -> None:
+        self._world = world
+        self._groups = stage_groups(layout) if layout else []
+        self._history: deque[Floats] = deque(maxlen=HISTORY_STEPS)
+
+    def values(self, records: RankRecords) -> NDArray[np.float32]:
+        """The [metric][rank] table of one step."""
+        seconds = durations_ns(records) * 1e-9
+        busy = np.maximum(seconds - run_queue_ns(records) * 1e-9, 0)
+        out = np.full((len(METRICS), self._world), np.nan, np.float32)
+        out[0] = _sums(records, is_kind(records, COMPUTE_KINDS), busy, self._world)
+        out[1] = _sums(records, is_kind(records, WAIT_KINDS), seconds, self._world)
+        out[2] = _sums(records, is_kind(records, (Kind.STEP,)), seconds, self._world)
+        out[3] = self._slowdown(_sums(records, is_kind(records, PASS_KINDS), busy, self._world))
+        out[:, out[2] == 0] = np.nan
+        return out
+
+    def _slowdown(self, passes: Floats) -> Floats:
+        ratio = np.full(self._world, np.nan)
+        for group in self._groups:
+            ratio[group] = against_others(passes[group])
+        alone = np.isnan(ratio)
+        if alone.any() and len(self._history) >= MIN_HISTORY:
+            usual = np.median(np.array(self._history), axis=0)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio[alone] = (passes / usual)[alone]
+        self._history.append(passes)
+        ratio[~np.isfinite(ratio)] = np.nan
+        return ratio
+
+
+def phase_seconds(records: RankRecords, workers: Mapping[int, int]) -> dict[tuple[int, int], tuple[float, int]]:
+    """Seconds and number of the spans of each (worker, kind)."""
+    worker_of = np.array([workers.get(rank, -1) for rank in range(int(records["rank"].max(initial=-1)) + 1)])
+    keys = worker_of[records["rank"]] * 256 + records["kind"]
+    names, where = np.unique(keys, return_inverse=True)
+    sums = np.bincount(where, weights=durations_ns(records) * 1e-9)
+    counts = np.bincount(where)
+    return {
+        (int(key) // 256, int(key) % 256): (float(total), int(n))
+        for key, total, n in zip(names, sums, counts, strict=True)
+        if key >= 0
+    }

@@ -1,0 +1,231 @@
+"""Prometheus metrics of the hub, made at scrape time from what it holds.
+
+Labels never hold steps, microbatches or times. Per-rank series exist only for suspects, at most TOP_RANKS of them, and
+go when they are cleared; the rest is per job or per worker.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from megatronapp_analyzer.hub.digest import phase_seconds, stage_groups
+from megatronapp_analyzer.hub.ranks import kind_name
+from megatronapp_analyzer.hub.store import StoredStep
+from megatronapp_analyzer.model import SubjectType, Verdict
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+
+TOP_RANKS = 32
+BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
+RECENT_STEPS = 16
+
+
+@dataclasses.dataclass(slots=True)
+class Totals:
+    """Counts since the hub began."""
+
+    protocol_errors: int = 0
+    records: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    buckets: list[int] = dataclasses.field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    phases: dict[tuple[int, int], tuple[float, int]] = dataclasses.field(default_factory=dict)
+    """(worker, kind) to seconds and spans."""
+
+    def add_step(self, step: StoredStep, workers: dict[int, int]) -> None:
+        """Count one finished step."""
+        seconds = step.digest.duration_ns * 1e-9
+        self.steps += 1
+        self.step_seconds += seconds
+        self.buckets[bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        for key, (total, count) in phase_seconds(step.view.records, workers).items():
+            before = self.phases.get(key, (0.0, 0))
+            self.phases[key] = (before[0] + total, before[1] + count)
+
+
+def histogram(totals: Totals) -> list[tuple[str, float]]:
+    """Cumulative buckets as Prometheus wants them."""
+    cumulative = np.cumsum(totals.buckets)
+    bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+    return [(bound, float(count)) for bound, count in zip(bounds, cumulative, strict=True)]
+
+
+class HubCollector(Collector):
+    """Reads one hub."""
+
+    def __init__(self, hub: "Hub") -> None:
+        self._hub = hub
+        self._job = hub.identity.name
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing up front, so that registering does not scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._steps()
+        yield from self._suspects()
+        yield from self._links()
+        yield self._phases()
+        yield from self._tracer()
+
+    def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, text, labels=["job_id"])
+        if value is not None:
+            family.add_metric([self._job], value)
+        return family
+
+    def _steps(self) -> Iterator[Metric]:
+        totals = self._hub.totals
+        steps = HistogramMetricFamily("megascan_step_duration_seconds", "Length of finished steps.", labels=["job_id"])
+        steps.add_metric([self._job], histogram(totals), totals.step_seconds)
+        yield steps
+        yield self._gauge(
+            "megascan_step_slowdown_ratio",
+            "Step time over the step time without the confirmed causes.",
+            self._slowdown(self._hub.verdicts.slowing()),
+        )
+        yield self._gauge(
+            "megascan_stage_imbalance_ratio", "Slowest pipeline stage over the mean stage.", self._imbalance()
+        )
+        wasted = CounterMetricFamily(
+            "megascan_wasted_gpu_seconds", "Rank-seconds lost to confirmed causes.", labels=["job_id", "cause"]
+        )
+        for cause, seconds in sorted(self._hub.analysis.wasted_s.items()):
+            wasted.add_metric([self._job, cause], seconds)
+        yield wasted
+
+    def _slowdown(self, slowing: list[Verdict]) -> float | None:
+        recent = self._hub.store.recent(RECENT_STEPS)
+        if not recent:
+            return None
+        step_s = float(np.median([digest.duration_ns for digest in recent])) * 1e-9
+        lost_s = max((verdict.seconds_per_step for verdict in slowing), default=0.0)
+        return step_s / max(step_s - lost_s, step_s * 0.01) if step_s else None
+
+    def _imbalance(self) -> float | None:
+        state = self._hub.ingest.newest
+        recent = [d for d in self._hub.store.recent(RECENT_STEPS) if state and d.values.shape[1] == state.world]
+        if state is None or state.layout is None or not recent:
+            return None
+        compute = np.nanmedian(np.stack([digest.values[0] for digest in recent]), axis=0)
+        stages = np.array([np.nanmean(compute[group]) for group in stage_groups(state.layout)])
+        return float(stages.max() / stages.mean()) if stages.mean() > 0 else None
+
+    def _suspects(self) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "megascan_suspect_info",
+            "1 while a verdict names this rank.",
+            labels=["job_id", "rank", "node", "gpu", "cause", "state"],
+        )
+        confidence = GaugeMetricFamily(
+            "megascan_suspect_confidence_ratio", "Confidence of the verdict.", labels=["job_id", "rank", "cause"]
+        )
+        slowdown = GaugeMetricFamily(
+            "megascan_rank_slowdown_ratio", "Time of the rank over the time expected.", labels=["job_id", "rank"]
+        )
+        for rank, verdict in self._top_ranks():
+            node, gpu = self._place(rank)
+            label = str(rank)
+            info.add_metric([self._job, label, node, gpu, str(verdict.cause), str(verdict.state)], 1)
+            confidence.add_metric([self._job, label, str(verdict.cause)], verdict.confidence)
+            slowdown.add_metric([self._job, label], verdict.slowdown)
+        yield from (info, confidence, slowdown)
+
+    def _top_ranks(self) -> list[tuple[int, Verdict]]:
+        """The costliest verdict of each named rank, costliest first."""
+        named: dict[int, Verdict] = {}
+        for verdict in sorted(self._hub.verdicts.active(), key=lambda verdict: verdict.seconds_per_step):
+            if verdict.subject.type != SubjectType.LINK:
+                named.update(dict.fromkeys(verdict.subject.ranks, verdict))
+        return sorted(named.items(), key=lambda item: -item[1].seconds_per_step)[:TOP_RANKS]
+
+    def _place(self, rank: int) -> tuple[str, str]:
+        state = self._hub.ingest.newest
+        ring = state.rings.get(rank) if state else None
+        return (ring.node, str(ring.local_rank)) if ring else ("", "")
+
+    def _links(self) -> Iterator[Metric]:
+        links = GaugeMetricFamily(
+            "megascan_link_slowdown_ratio",
+            "Time of a named link over the time expected.",
+            labels=["job_id", "src_node", "dst_node"],
+        )
+        worst: dict[tuple[str, str], float] = {}
+        for verdict in self._hub.verdicts.active():
+            if verdict.subject.type == SubjectType.LINK and len(verdict.subject.ranks) == 2:
+                source, destination = (self._place(rank)[0] for rank in verdict.subject.ranks)
+                worst[source, destination] = max(verdict.slowdown, worst.get((source, destination), 0.0))
+        for (source, destination), ratio in sorted(worst.items())[:TOP_RANKS]:
+            links.add_metric([self._job, source, destination], ratio)
+        yield links
+
+    def _pod(self, worker: int) -> str:
+        return f"{self._job}-worker-{worker}"
+
+    def _phases(self) -> Metric:
+        phases = SummaryMetricFamily(
+            "megascan_phase_duration_seconds", "Time in spans of each kind.", labels=["job_id", "pod", "phase"]
+        )
+        for (worker, kind), (seconds, count) in sorted(self._hub.totals.phases.items()):
+            phases.add_metric([self._job, self._pod(worker), kind_name(kind)], count, seconds)
+        return phases
+
+    def _clock_residual(self) -> Metric:
+        """Absent for workers whose clock nothing ties to the first one's."""
+        family = GaugeMetricFamily(
+            "megascan_clock_residual_seconds",
+            "What times of this worker may be wrong by against the first worker's.",
+            labels=["job_id", "pod"],
+        )
+        worst: dict[int, float] = {}
+        if (state := self._hub.ingest.newest) is None:
+            return family
+        for rank, ring in state.rings.items():
+            worst[ring.worker] = max(worst.get(ring.worker, 0.0), state.clock_uncertainty_s.get(rank, 0.0))
+        for worker, seconds in sorted(worst.items()):
+            if np.isfinite(seconds):
+                family.add_metric([self._job, self._pod(worker)], seconds)
+        return family
+
+    def _tracer(self) -> Iterator[Metric]:
+        analysis = self._hub.analysis
+        dropped = CounterMetricFamily(
+            "megascan_tracer_dropped_records",
+            "Records overwritten in a ring or dropped by an agent.",
+            labels=["job_id", "pod"],
+        )
+        for worker, lost in sorted(self._hub.lost_by_worker().items()):
+            dropped.add_metric([self._job, self._pod(worker)], lost)
+        yield dropped
+        yield self._gauge(
+            "megascan_analyzer_lag_seconds", "End of the newest whole step to its analysis.", analysis.lag_s
+        )
+        for name, text, count in (
+            ("megascan_analyzer_skipped_steps", "Steps that the detector was too slow to judge.", analysis.skipped),
+            ("megascan_analyzer_failures", "Steps at which the detector failed.", analysis.failures),
+            ("megascan_protocol_errors", "Agents refused or cut off.", self._hub.totals.protocol_errors),
+            ("megascan_records", "Records taken in.", self._hub.totals.records),
+        ):
+            family = CounterMetricFamily(name, text, labels=["job_id"])
+            family.add_metric([self._job], count)
+            yield family
+        yield self._gauge("megascan_agents", "Agents connected now.", len(self._hub.links))
+        yield self._clock_residual()
+        attempt = InfoMetricFamily("megascan_attempt", "Newest attempt of the job.", labels=["job_id"])
+        if (newest := self._hub.ingest.newest) is not None:
+            attempt.add_metric([self._job], {"attempt": str(newest.attempt)})
+        yield attempt

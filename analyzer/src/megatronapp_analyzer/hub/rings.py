@@ -1,0 +1,97 @@
+"""What agents told about the rings: who writes each one, which communicators it names, and how its clock runs."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.model import Comm, JobLayout
+from megatronapp_common.topology import Coordinates
+
+COORDINATES = ("tp", "cp", "ep", "dp", "pp")
+MAX_WORLD = 65536
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankRing:
+    """Metadata of the ring of one rank in one attempt."""
+
+    attempt: int
+    rank: int
+    local_rank: int
+    worker: int
+    node: str
+    world: int
+    layout: Mapping[str, int]
+    coordinates: Coordinates
+    comms: Mapping[int, Comm]
+    device: str
+    boot_id: str
+    real_offset_ns: int
+    """Real time minus the monotonic clock of the rank's node."""
+    total_iterations: int | None = None
+
+
+def real_offset_ns(pairs: Sequence[Sequence[int]]) -> int:
+    """Real time minus monotonic time from (monotonic, real) pairs; the newest counts, 0 without any."""
+    return int(pairs[-1][1]) - int(pairs[-1][0]) if pairs else 0
+
+
+def _comms(table: Iterable[Mapping[str, Any]]) -> dict[int, Comm]:
+    return {
+        int(entry["slot"]): Comm(str(entry["kind"]), tuple(int(member) for member in entry["members"]))
+        for entry in table
+    }
+
+
+def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
+    """The ring that a RING frame describes. Raises ProtocolError if the header lacks or garbles a field."""
+    try:
+        metadata = header["metadata"]
+        ring = RankRing(
+            attempt=attempt,
+            rank=int(header["rank"]),
+            local_rank=int(metadata["localRank"]),
+            worker=int(header["worker"]),
+            node=str(metadata["node"]),
+            world=int(metadata["world"]),
+            layout={str(name): int(size or 1) for name, size in metadata["layout"].items()},
+            coordinates=Coordinates(**{name: int(metadata["coordinates"][name]) for name in COORDINATES}),
+            comms=_comms(metadata["comms"]),
+            device=str(metadata.get("device", "cpu")),
+            boot_id=str(header["bootId"]),
+            real_offset_ns=real_offset_ns(header["clockPairs"]),
+            total_iterations=metadata.get("totalIterations"),
+        )
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ProtocolError("bad-ring", f"RING frame: {type(error).__name__}: {error}") from error
+    if not 0 <= ring.rank < ring.world <= MAX_WORLD:
+        raise ProtocolError("bad-ring", f"RING frame: rank {ring.rank} of a world of {ring.world}")
+    return ring
+
+
+def build_layout(rings: Mapping[int, RankRing]) -> JobLayout | None:
+    """Layout of the job once every rank's ring is known; None before that. Raises LayoutError if they disagree."""
+    if not rings or set(rings) != set(range(next(iter(rings.values())).world)):
+        return None
+    ordered = [rings[rank] for rank in sorted(rings)]
+    sizes = ordered[0].layout
+    return JobLayout(
+        tp=sizes.get("tensor", 1),
+        pp=sizes.get("pipeline", 1),
+        vpp=sizes.get("virtualPipeline", 1),
+        dp=sizes.get("data", 1),
+        cp=sizes.get("context", 1),
+        ep=sizes.get("expert", 1),
+        coordinates=tuple(ring.coordinates for ring in ordered),
+        workers=tuple(ring.worker for ring in ordered),
+        nodes=tuple(ring.node for ring in ordered),
+    )
+
+
+def p2p_peer(comm: Comm | None, rank: int) -> int | None:
+    """The other end of a directed pair, seen from `rank`; None for anything else."""
+    if comm is None or comm.kind != "p2p" or len(comm.members) != 2:
+        return None
+    source, destination = comm.members
+    return destination if rank == source else source

@@ -1,0 +1,277 @@
+"""What the hub's HTTP interface takes and gives. The OpenAPI document is made from these models."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+RankStateName = Literal["training", "silent", "hung", "ended"]
+FaultKind = Literal["compute", "host", "link"]
+HeatmapMetric = Literal["compute", "wait", "step", "slowdown"]
+SeriesName = Literal[
+    "loss", "learningRate", "gradNorm", "tokensPerSecond", "tflopsPerGpu", "validationLoss", "consumedSamples"
+]
+
+
+class ApiModel(BaseModel):
+    """Names are camelCase outside and snake_case inside; unknown fields are refused."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", serialize_by_alias=True)
+
+
+class Problem(ApiModel):
+    """Body of every answer that is not a success."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class JobEntry(ApiModel):
+    """One line of the list of jobs."""
+
+    name: str
+    namespace: str
+    phase: str
+    uid: str
+
+
+class Layout(ApiModel):
+    """Sizes of the parallel groups."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+class OpenSpan(ApiModel):
+    """What a rank is inside of right now; its record is written when it ends."""
+
+    kind: str
+    step: int
+    microbatch: int | None
+    age_seconds: Annotated[float, Field(description="Seconds since the span began.")]
+
+
+class RankView(ApiModel):
+    """One rank of the newest attempt."""
+
+    rank: int
+    worker: int
+    node: str
+    local_rank: int
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    pp: int
+    device: str
+    state: RankStateName
+    step: Annotated[int | None, Field(description="Newest finished step.")]
+    open_span: OpenSpan | None
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""JSON has no NaN and no Inf, which a loss may well become: they are null."""
+
+
+class FaultRequest(ApiModel):
+    """A fault to inject; see the control page."""
+
+    rank: Annotated[int, Field(ge=0)]
+    kind: FaultKind
+    factor: Annotated[float, Field(gt=1, le=100)]
+    from_step: Annotated[int, Field(ge=0)]
+    steps: Annotated[int, Field(ge=1)]
+    peer: Annotated[int | None, Field(ge=0)] = None
+
+    @property
+    def last_step(self) -> int:
+        """The last step in which it acts."""
+        return self.from_step + self.steps - 1
+
+
+class Fault(FaultRequest):
+    """A fault that was given to the ranks."""
+
+    id: str
+
+
+class TracerHealth(ApiModel):
+    """Whether the trace is whole."""
+
+    state: Literal["ok", "lossy", "off"]
+    lost: Annotated[int, Field(description="Records overwritten in a ring or dropped by an agent.")]
+    rings: int
+    agents: Annotated[int, Field(description="Agents connected now.")]
+    lag_seconds: Annotated[float | None, Field(description="End of the newest whole step to its analysis.")]
+
+
+class Progress(ApiModel):
+    """The progress page of the reporting rank."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    attempt: int | None = None
+    iteration: int | None = None
+    total_iterations: int | None = None
+    loss: FiniteOrNone = None
+    learning_rate: FiniteOrNone = None
+    grad_norm: FiniteOrNone = None
+    tokens_per_second: FiniteOrNone = None
+    tflops_per_gpu: FiniteOrNone = None
+    seconds_left: FiniteOrNone = None
+    consumed_samples: int | None = None
+    validation_loss: FiniteOrNone = None
+    state: str | None = None
+    updated_at: Annotated[str | None, Field(description="Real time of the report, RFC 3339.")] = None
+
+
+class JobView(ApiModel):
+    """State of the job."""
+
+    name: str
+    namespace: str
+    uid: str
+    attempt: int
+    phase: str
+    spec_digest: str
+    world_size: int
+    layout: Layout
+    ranks: list[RankView]
+    faults: list[Fault]
+    tracer: TracerHealth
+    progress: Progress | None
+    server_time: Annotated[float, Field(description="Seconds of real time.")]
+
+
+class Subject(ApiModel):
+    """Whom a verdict names. A link has ranks [source, destination]."""
+
+    type: Literal["rank", "link", "worker", "node", "stage"]
+    ranks: list[int]
+    worker: int | None
+    node: str | None
+
+
+class Effect(ApiModel):
+    """What it costs."""
+
+    seconds_per_step: float
+    slowdown: Annotated[float | None, Field(description="Step time over the step time without this cause.")]
+
+
+class Evidence(ApiModel):
+    """Why the detector says so."""
+
+    steps: list[int]
+    text: list[str]
+
+
+class Moment(ApiModel):
+    """A point in the life of the job."""
+
+    attempt: int
+    step: int
+    time: Annotated[float, Field(description="Seconds of real time.")]
+
+
+class VerdictView(ApiModel):
+    """A named cause of lost time."""
+
+    id: str
+    subject: Subject
+    cause: Literal["compute", "host", "link", "hang", "undetermined"]
+    state: Literal["suspect", "confirmed", "recovering", "cleared"]
+    effect: Effect
+    confidence: float
+    evidence: Evidence
+    since: Moment
+    until: Moment | None
+    sentence: str
+
+
+class Summary(ApiModel):
+    """What the operator polls."""
+
+    attempt: int
+    progress: Progress | None
+    slow_ranks: list[VerdictView]
+    hung_ranks: list[int]
+    ranks: int
+    tracer: TracerHealth
+
+
+class Series(ApiModel):
+    """Points of one curve, in order of arrival."""
+
+    name: str
+    attempts: list[int]
+    steps: list[int]
+    values: list[float | None]
+
+
+class StepView(ApiModel):
+    """One finished step."""
+
+    attempt: int
+    step: int
+    start_ns: Annotated[int, Field(description="Real time of the earliest start, nanoseconds since 1970.")]
+    duration_ns: int
+    complete: Annotated[bool, Field(description="All ranks have delivered it.")]
+
+
+class Heatmap(ApiModel):
+    """Ranks by steps; seconds, or a ratio for `slowdown`; null where missing."""
+
+    metric: HeatmapMetric
+    attempts: list[int]
+    steps: list[int]
+    ranks: list[int]
+    values: Annotated[list[list[float | None]], Field(description="values[rank][step]")]
+
+
+class Timeline(ApiModel):
+    """All spans of one step as columns of equal length, sorted by rank and start."""
+
+    attempt: int
+    step: int
+    origin_ns: Annotated[int, Field(description="Real time that start_ns counts from, nanoseconds since 1970.")]
+    complete: bool
+    ranks: Annotated[list[int], Field(description="Ranks that have spans here.")]
+    kind_names: Annotated[dict[int, str], Field(description="Names of the numbers in kind.")]
+    rank: list[int]
+    kind: list[int]
+    chunk: list[int]
+    microbatch: Annotated[list[int | None], Field(description="null where the span belongs to none.")]
+    start_ns: Annotated[list[int], Field(description="Nanoseconds after origin_ns.")]
+    duration_ns: list[int]
+    flags: list[int]
+    run_queue_ns: Annotated[list[int | None], Field(description="Wait for a processor; null where unknown.")]
+    bytes: Annotated[list[int | None], Field(description="Size of a transfer; null where there is none.")]
+    peer: Annotated[list[int | None], Field(description="Other end of a transfer; null where there is none.")]
+    flows: Annotated[
+        list[tuple[int, int]], Field(description="Pairs [index of the send, index of the matched receive].")
+    ]
+
+
+class TraceDocument(ApiModel):
+    """Chrome trace, opened by Perfetto and chrome://tracing."""
+
+    trace_events: list[dict[str, Any]]
+    display_time_unit: Literal["ms", "ns"]
+    metadata: dict[str, Any]
+
+
+class Health(ApiModel):
+    """Answer of the probes."""
+
+    status: Literal["ok", "starting"]

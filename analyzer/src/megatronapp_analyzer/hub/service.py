@@ -1,0 +1,305 @@
+"""The hub itself: takes what agents send, lets the detector judge finished steps, and tells whoever listens.
+
+Everything here runs on one event loop; only the detector works in a thread, on values that nobody changes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import pathlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import groupby
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from megatronapp_analyzer.hub import ranks, restore, schemas, views
+from megatronapp_analyzer.hub.analysis import Analysis, DetectorFactory, Liveness
+from megatronapp_analyzer.hub.faults import FaultBook
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.live import Broadcaster, metrics_frame, steps_frame
+from megatronapp_analyzer.hub.metrics import HubCollector, Totals
+from megatronapp_analyzer.hub.session import AgentLink
+from megatronapp_analyzer.hub.settings import HubSettings
+from megatronapp_analyzer.hub.spool import SpoolReader, SpoolWriter
+from megatronapp_analyzer.hub.store import StepStore, StoredStep
+from megatronapp_analyzer.hub.verdicts import VerdictBook
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+LOG = logging.getLogger(__name__)
+SNAPSHOT_MIN_S = 1.0
+SNAPSHOT_MAX_S = 5.0
+USUAL_STEPS = 16
+
+
+class Hub:
+    """State of one job as its agents tell it."""
+
+    def __init__(self, settings: HubSettings, detector: DetectorFactory) -> None:
+        self.settings = settings
+        self.identity = settings.job
+        self.ingest = Ingest(settings.store)
+        self.verdicts = VerdictBook(self._path("verdicts.json"))
+        self.faults = FaultBook(self._path("faults.json"), settings.job.faults)
+        self.faults.on_change = self._send_faults
+        self.live = Broadcaster()
+        self.analysis = Analysis(detector, self.verdicts, liveness=self._liveness)
+        self.totals = Totals()
+        self.links: dict[tuple[int, int], AgentLink] = {}
+        self.statuses: dict[int, ranks.RankStatus] = {}
+        self.progress: schemas.Progress | None = None
+        self.ready = False
+        self.failed = False
+        """Whether a task of the hub ended by itself, which none should."""
+        self.on_failure: Callable[[], None] = lambda: None
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(HubCollector(self))
+        self._spool: SpoolWriter | None = None
+        self._spooled_rings: dict[tuple[int, int, int | None], Any] = {}
+        self._said_bye: set[tuple[int, int]] = set()
+        self._fresh_steps: list[StoredStep] = []
+        self._fresh_points: list[Any] = []
+        self._sent_verdicts = 0
+        self._sent_snapshot: tuple[float, dict[str, Any]] = (0.0, {})
+
+    # ---- life
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Restore, then analyse and serve pages until left."""
+        self._restore()
+        tasks = [
+            asyncio.create_task(self.analysis.run(self.settings.tick_s)),
+            asyncio.create_task(self._serve_pages()),
+        ]
+        for task in tasks:
+            task.add_done_callback(self._note_end)
+        self.ready = True
+        try:
+            yield
+        finally:
+            self.ready = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._spool:
+                self._spool.close()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """A hub that only answers and does not analyse any more is worse than one that its backend starts again."""
+        if task.cancelled():
+            return
+        LOG.critical("%s ended; the hub ends, too", task.get_coro(), exc_info=task.exception())
+        self.ready, self.failed = False, True
+        self.on_failure()
+
+    def _path(self, name: str) -> pathlib.Path | None:
+        if self.settings.state_dir is None:
+            return None
+        self.settings.state_dir.mkdir(parents=True, exist_ok=True)
+        return self.settings.state_dir / name
+
+    def _restore(self) -> None:
+        if (directory := self._path("traces")) is None:
+            return
+        found = restore.restore(SpoolReader(directory), self.ingest, newest_segments=self.settings.restore_segments)
+        self._spool = SpoolWriter(directory, self.settings.spool)
+        for step in found:
+            self._analyse(step)
+
+    # ---- agents
+
+    def connect(self, link: AgentLink) -> dict[str, Any]:
+        """A new agent; returns the header of its WELCOME. An older connection of the same worker ends."""
+        key = (link.attempt, link.worker)
+        if (older := self.links.get(key)) is not None:
+            older.replace()
+        self.links[key] = link
+        link.command(self.faults.control_page())
+        state = self.ingest.attempts.get(link.attempt)
+        have = (
+            {rank: index for (worker, rank), index in state.next_index.items() if worker == link.worker}
+            if state
+            else {}
+        )
+        return {"server": "megatronapp-hub", "rings": [{"rank": rank, "next": index} for rank, index in have.items()]}
+
+    def disconnect(self, link: AgentLink) -> None:
+        """An agent is gone."""
+        key = (link.attempt, link.worker)
+        if self.links.get(key) is link:
+            del self.links[key]
+
+    def take(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
+        """One frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
+        if frame.type == FrameType.RECORDS:
+            self._take_records(link, frame, raw)
+        elif frame.type == FrameType.STATUS:
+            self._take_status(link, frame.header)
+        elif frame.type == FrameType.RING:
+            self._take_ring(link, frame.header, raw)
+        elif frame.type == FrameType.BYE:
+            self._take_bye(link, str(frame.header.get("reason")))
+
+    def _take_bye(self, link: AgentLink, reason: str) -> None:
+        """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
+        LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
+        self._said_bye.add((link.attempt, link.worker))
+        state = self.ingest.attempts.get(link.attempt)
+        if state is None or len(state.rings) < state.world:
+            return
+        if all((link.attempt, ring.worker) in self._said_bye for ring in state.rings.values()):
+            self._finish(self.ingest.end_attempt(link.attempt))
+
+    def _take_ring(self, link: AgentLink, header: Mapping[str, Any], raw: bytes) -> None:
+        before = self.ingest.newest
+        self._finish(self.ingest.add_ring(link.attempt, header))
+        newest = self.ingest.newest
+        if newest is not before and newest is not None and newest.attempt == link.attempt:
+            self.statuses, self.progress = {}, None
+        key = (link.attempt, link.worker, header.get("rank"))
+        if self._spool and self._spooled_rings.get(key) != header.get("metadata"):
+            self._spool.append_ring(link.attempt, raw)
+            self._spooled_rings[key] = header.get("metadata")
+
+    def _take_records(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
+        taken = self.ingest.add_records(link.attempt, frame.header, frame.body)
+        if not taken.records:
+            return
+        self.totals.records += taken.records
+        if self._spool:
+            self._spool.append_records(link.attempt, raw)
+            if taken.points:
+                self._spool.append_curve(link.attempt, restore.curve_frame(taken.points))
+        self._fresh_points += taken.points
+        self._finish(taken.finished)
+
+    def _take_status(self, link: AgentLink, header: Mapping[str, Any]) -> None:
+        status = ranks.parse_agent_status(header, time.monotonic_ns(), link.attempt)
+        newest = self.ingest.newest
+        if newest is not None and link.attempt != newest.attempt:
+            return
+        self.statuses |= {entry.liveness.rank: entry for entry in status.ranks}
+        if status.progress is not None:
+            self._take_progress(status.progress)
+
+    def _take_progress(self, page: Mapping[str, Any]) -> None:
+        """A page that makes no sense is the reporting rank's mistake; its agent has more to say than that."""
+        try:
+            self.progress = schemas.Progress.model_validate(page)
+        except ValidationError as error:
+            self.totals.protocol_errors += 1
+            LOG.warning("progress page is left out: %s", error)
+
+    def _finish(self, steps: list[StoredStep]) -> None:
+        for step in steps:
+            state = self.ingest.attempts[step.view.attempt]
+            self.totals.add_step(step, {rank: ring.worker for rank, ring in state.rings.items()})
+            if self._spool:
+                self._spool.append_digest(step.view.attempt, restore.digest_frame(step.digest))
+            self._fresh_steps.append(step)
+            self._analyse(step)
+
+    def _analyse(self, step: StoredStep) -> None:
+        layout = self.ingest.attempts[step.view.attempt].layout
+        if layout is not None:
+            self.analysis.add(layout, [step])
+
+    def _send_faults(self) -> None:
+        for link in self.links.values():
+            link.command(self.faults.control_page())
+
+    # ---- what others ask
+
+    @property
+    def store(self) -> StepStore:
+        """Finished steps."""
+        return self.ingest.store
+
+    def newest_step(self) -> int | None:
+        """The newest finished step of the newest attempt; None before its first."""
+        attempt, recent = self.ingest.newest, self.store.recent(1)
+        return recent[0].step if attempt is not None and recent and recent[0].attempt == attempt.attempt else None
+
+    def usual_step_s(self) -> float | None:
+        """Median length of the newest steps."""
+        recent = self.store.recent(USUAL_STEPS)
+        return statistics.median(digest.duration_ns for digest in recent) * 1e-9 if recent else None
+
+    def rank_states(self) -> dict[int, ranks.RankState]:
+        """State of every rank of the newest attempt."""
+        newest = self.ingest.newest
+        hung, now_ns = self.verdicts.hung_ranks(), time.monotonic_ns()
+        quiet = self._progress_state() in ranks.PAUSES or self.newest_step() is None
+        usual = None if quiet else self.usual_step_s()
+        return {
+            rank: ranks.rank_state(self.statuses.get(rank), now_ns=now_ns, usual_step_s=usual, hung=hung)
+            for rank in sorted(newest.rings if newest else ())
+        }
+
+    def live_ranks(self) -> set[int]:
+        """Ranks that have not ended."""
+        return {rank for rank, state in self.rank_states().items() if state != ranks.RankState.ENDED}
+
+    def lost_by_worker(self) -> dict[int, int]:
+        """Records that rings or agents lost, over all attempts."""
+        lost: dict[int, int] = {}
+        for state in self.ingest.attempts.values():
+            for (worker, _), count in state.lost.items():
+                lost[worker] = lost.get(worker, 0) + count
+        return lost
+
+    def _progress_state(self) -> str | None:
+        return self.progress.state if self.progress else None
+
+    def _liveness(self) -> Liveness | None:
+        newest = self.ingest.newest
+        if newest is None or newest.layout is None:
+            return None
+        heard = ranks.in_pause(ranks.fresh(self.statuses, time.monotonic_ns()), self._progress_state())
+        return Liveness(layout=newest.layout, now_ns=time.time_ns(), ranks=heard)
+
+    # ---- pages
+
+    def greeting(self) -> list[bytes]:
+        """Frames that a page gets first."""
+        return [self._snapshot_frame(views.snapshot(self)), self._verdicts_frame()]
+
+    def _snapshot_frame(self, snapshot: dict[str, Any]) -> bytes:
+        return frames.encode(Frame(FrameType.SNAPSHOT, snapshot | {"serverTime": time.time()}))
+
+    def _verdicts_frame(self) -> bytes:
+        return frames.encode(Frame(FrameType.VERDICTS, {"verdicts": self.verdicts.all()}))
+
+    async def _serve_pages(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.tick_s)
+            self.publish(time.monotonic())
+
+    def publish(self, now_s: float) -> None:
+        """Send pages what is new since the last call."""
+        steps, self._fresh_steps = self._fresh_steps, []
+        points, self._fresh_points = self._fresh_points, []
+        if not len(self.live):
+            return
+        for (attempt, _), group in groupby(steps, key=lambda step: (step.view.attempt, step.digest.values.shape)):
+            self.live.publish(steps_frame(attempt, (step.digest for step in group)))
+        if points:
+            self.live.publish(metrics_frame(points))
+        if self.verdicts.version != self._sent_verdicts:
+            self.live.publish(self._verdicts_frame())
+            self._sent_verdicts = self.verdicts.version
+        self._publish_snapshot(now_s)
+
+    def _publish_snapshot(self, now_s: float) -> None:
+        sent_s, sent = self._sent_snapshot
+        if now_s - sent_s < SNAPSHOT_MIN_S:
+            return
+        snapshot = views.snapshot(self)
+        if snapshot != sent or now_s - sent_s >= SNAPSHOT_MAX_S:
+            self.live.publish(self._snapshot_frame(snapshot))
+            self._sent_snapshot = (now_s, snapshot)

@@ -1,0 +1,247 @@
+"""Values that pass between ingest, alignment, graph and detection: the job's layout, one finished step, a verdict.
+
+Everything here is pure data. Times are nanoseconds of the recording node's monotonic clock.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import LayoutError
+from megatronapp_common.topology import Coordinates, Topology
+from megatronapp_common.trace import RECORD
+
+RANK_RECORD = np.dtype([*RECORD.descr, ("rank", "<i4")])
+"""A trace record with the global rank that wrote it."""
+
+RankRecords = NDArray[np.void]
+"""Array of RANK_RECORD."""
+
+
+def with_rank(records: NDArray[np.void], rank: int) -> RankRecords:
+    """Copy of RECORD rows as RANK_RECORD rows of `rank`."""
+    out = np.empty(records.shape, RANK_RECORD)
+    for name in RECORD.names or ():
+        out[name] = records[name]
+    out["rank"] = rank
+    return out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class JobLayout:
+    """Which rank does what, and where it runs. Tuples are indexed by global rank."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    coordinates: tuple[Coordinates, ...]
+    workers: tuple[int, ...]
+    """Worker index of each rank."""
+    nodes: tuple[str, ...]
+    """Node name of each rank."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.coordinates), len(self.workers), len(self.nodes), self.tp * self.cp * self.dp * self.pp}
+        if len(sizes) != 1 or not self.coordinates:
+            raise LayoutError(
+                f"layout tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp} does not match "
+                f"{len(self.coordinates)} coordinates, {len(self.workers)} workers and {len(self.nodes)} nodes; "
+                "give one of each per rank"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.coordinates)
+
+    @classmethod
+    def grid(
+        cls,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        ranks_per_worker: int | None = None,
+        ranks_per_node: int | None = None,
+    ) -> "JobLayout":
+        """Layout in Megatron's default order (TP fastest, then CP, DP, PP), workers and nodes filled in rank order."""
+        world = tp * cp * dp * pp
+        per_worker = ranks_per_worker or world
+        per_node = ranks_per_node or per_worker
+        topology = Topology(tensor=tp, context=cp, data=dp, pipeline=pp)
+        coordinates = tuple(topology.coordinates(rank) for rank in range(world))
+        return cls(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            dp=dp,
+            cp=cp,
+            coordinates=coordinates,
+            workers=tuple(r // per_worker for r in range(world)),
+            nodes=tuple(f"node-{r // per_node}" for r in range(world)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comm:
+    """A communicator as a ring's table gives it. A `p2p` one is directed: members = (source, destination)."""
+
+    kind: str
+    members: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepView:
+    """All records of one step of one attempt.
+
+    `records` (RANK_RECORD) holds the spans of every rank that reported, sorted by rank, then start; METRIC and COUNTER
+    samples may be among them and are ignored by the analysis. `comms[rank][slot]` is that rank's communicator table.
+    `boot_ids[rank]` names the clock of a rank (ranks of one boot id share CLOCK_MONOTONIC); an absent rank counts as
+    sharing the clock of all other absent ones. `lost` counts records that the ring overwrote around this step.
+    """
+
+    attempt: int
+    step: int
+    records: RankRecords
+    comms: Mapping[int, Mapping[int, Comm]]
+    boot_ids: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    real_time_s: float = 0.0
+    """Seconds since the epoch at which the step ended, for `since` and `until` of a verdict."""
+    lost: int = 0
+
+    @property
+    def start_ns(self) -> int:
+        """Earliest start of a record."""
+        return int(self.records["start_ns"].min())
+
+    @property
+    def end_ns(self) -> int:
+        """Latest end of a record."""
+        return int((self.records["start_ns"] + self.records["duration"].astype(np.uint64) * np.uint64(8)).max())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpenSpan:
+    """The span a rank is inside of, from its ring's header. `kind` is a `trace.Kind`."""
+
+    kind: int
+    step: int
+    microbatch: int
+    start_ns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RankLiveness:
+    """What an agent's STATUS says of one rank; both times are of that rank's node."""
+
+    rank: int
+    alive: bool
+    closed: bool
+    heartbeat_ns: int
+    now_ns: int
+    open_span: OpenSpan | None
+    process_state: str | None = None
+    """Letter of /proc/PID/stat where the agent can see it: `T` means stopped, `D` waiting for a device."""
+    attempt: int | None = None
+    """Attempt that the rank belongs to, where it is known."""
+
+
+class SubjectType(enum.StrEnum):
+    """What a verdict names."""
+
+    RANK = "rank"
+    LINK = "link"
+    WORKER = "worker"
+    NODE = "node"
+    STAGE = "stage"
+
+
+class Cause(enum.StrEnum):
+    """Class of a slowness."""
+
+    COMPUTE = "compute"
+    HOST = "host"
+    LINK = "link"
+    HANG = "hang"
+    UNDETERMINED = "undetermined"
+
+
+class State(enum.StrEnum):
+    """Life of a verdict."""
+
+    SUSPECT = "suspect"
+    CONFIRMED = "confirmed"
+    RECOVERING = "recovering"
+    CLEARED = "cleared"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """Who is slow. A link has ranks (source, destination)."""
+
+    type: SubjectType
+    ranks: tuple[int, ...]
+    worker: int | None = None
+    node: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Contract form."""
+        return {"type": str(self.type), "ranks": list(self.ranks), "worker": self.worker, "node": self.node}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class When:
+    """A moment of the job: attempt, step and real time in seconds since the epoch."""
+
+    attempt: int
+    step: int
+    time: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Contract form."""
+        return {"attempt": self.attempt, "step": self.step, "time": self.time}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One finding, with a stable `id` over its whole life."""
+
+    id: str
+    subject: Subject
+    cause: Cause
+    state: State
+    seconds_per_step: float
+    """Seconds that each step would be shorter without it (what-if replay)."""
+    slowdown: float
+    """How many times longer the subject takes than expected; 1 is healthy."""
+    confidence: float
+    """Between 0 and 1."""
+    evidence_steps: tuple[int, ...]
+    evidence_text: tuple[str, ...]
+    since: When
+    until: When | None = None
+    sentence: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Contract form (docs/contracts.md, section 7)."""
+        return {
+            "id": self.id,
+            "subject": self.subject.to_json(),
+            "cause": str(self.cause),
+            "state": str(self.state),
+            "effect": {"secondsPerStep": round(self.seconds_per_step, 6), "slowdown": round(self.slowdown, 4)},
+            "confidence": round(self.confidence, 4),
+            "evidence": {"steps": list(self.evidence_steps), "text": list(self.evidence_text)},
+            "since": self.since.to_json(),
+            "until": self.until.to_json() if self.until else None,
+            "sentence": self.sentence,
+        }

@@ -1,0 +1,37 @@
+"""Exact bounds of a share (Clopper and Pearson 1934), without a statistics library."""
+
+import math
+from collections.abc import Callable
+
+
+def binomial_at_least(successes: int, trials: int, share: float) -> float:
+    """Probability of `successes` or more in `trials` with probability `share` each."""
+    return math.fsum(
+        math.comb(trials, k) * share**k * (1 - share) ** (trials - k) for k in range(successes, trials + 1)
+    )
+
+
+def clopper_pearson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    """Lower and upper bound of a share of which `successes` of `trials` were seen. (0, 1) without trials."""
+    tail = (1 - level) / 2
+    lower, upper = 0.0, 1.0
+    if trials and successes:
+        lower = _solve(lambda share: binomial_at_least(successes, trials, share) - tail)
+    if trials and successes < trials:
+        upper = _solve(lambda share: binomial_at_least(successes + 1, trials, share) - (1 - tail))
+    return lower, upper
+
+
+def told(successes: int, trials: int) -> str:
+    """`58/60 (95 %: 0.885 to 0.996)`."""
+    lower, upper = clopper_pearson(successes, trials)
+    return f"{successes}/{trials} (95 %: {lower:.3f} to {upper:.3f})"
+
+
+def _solve(rises: Callable[[float], float]) -> float:
+    """Root of a function that rises from below 0 to above 0 between 0 and 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rises(middle) < 0 else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,473 @@
+"""A pipeline training job in simulation, written as the detector's opponent.
+
+It knows nothing of the analyzer's graph or detector: every rank is a coroutine that computes, posts and waits, and time
+comes out of what it waits for. Durations, run-queue delays, delivery delays, clocks and lost records are drawn from the
+models below. Output is what a hub would assemble: StepViews of real trace records.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Generator, Iterator
+
+import numpy as np
+
+from megatronapp_analyzer.model import RANK_RECORD, Comm, JobLayout, StepView
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind
+
+Key = tuple[object, ...]
+Program = Generator[Key, float, None]
+EPOCH_S = 1000.0
+UPTIME_NS = 10**15
+"""Every clock has run for long, so that no offset makes it negative."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Noise:
+    """How a machine disturbs a rank. Times in seconds, sigmas of log-normal factors."""
+
+    body: float = 0.0
+    """Of each span."""
+    rank_step: float = 0.0
+    """Of all spans of a rank in one step (cache and hyperthread neighbours)."""
+    machine_step: float = 0.0
+    """Of all spans of all ranks in one step."""
+    tail_share: float = 0.0
+    tail_factor: float = 0.0
+    """Mean of the exponential by which a share of the spans is longer."""
+    queue_share: float = 0.0
+    queue_s: float = 0.0
+    """Run-queue delay: share of spans, mean of the exponential."""
+    queue_seen: float = 1.0
+    """Lowest share of a run-queue delay that the record attributes."""
+    delivery_s: float = 20e-6
+    delivery_share: float = 0.0
+    delivery_tail_s: float = 0.0
+    """Delays of delivery that no record explains (network threads waiting for a processor)."""
+    gap_s: float = 50e-6
+    gap_share: float = 0.0
+    gap_tail_s: float = 0.0
+    device: bool = False
+
+
+QUIET = Noise()
+# Where four ranks share two busy cores, compute per microbatch varies by 4 % from step to step; this is twice that.
+SHARED_CPU = Noise(
+    body=0.15, rank_step=0.05, machine_step=0.10, tail_share=0.08, tail_factor=0.8, queue_share=0.5, queue_s=8e-3,
+    queue_seen=0.8, delivery_s=2e-4, delivery_share=0.3, delivery_tail_s=4e-3, gap_s=3e-4, gap_share=0.05,
+    gap_tail_s=5e-3,
+)  # fmt: skip
+GPU = Noise(body=0.01, rank_step=0.004, delivery_share=0.05, delivery_tail_s=2e-4, device=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """An injected slowness, as the contracts define the kinds."""
+
+    rank: int
+    kind: str
+    factor: float
+    from_step: int = 0
+    steps: int = 1 << 30
+    peer: int | None = None
+
+    def active(self, step: int) -> bool:
+        return self.from_step <= step < self.from_step + self.steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is trained where."""
+
+    layout: JobLayout
+    microbatches: int = 4
+    forward_s: float = 20e-3
+    backward_ratio: float = 2.0
+    stage_weight: tuple[float, ...] = ()
+    """Relative work of each stage; empty: equal."""
+    noise: Noise = QUIET
+    faults: tuple[Fault, ...] = ()
+    rendezvous: bool = True
+    tp_sleep_at_end: bool = True
+    warmup_factor: float = 3.0
+    """The first step is this many times slower."""
+    lost_share: float = 0.0
+    clock_offset_s: float = 0.0
+    clock_drift_ppm: float = 0.0
+    boot_per_node: bool = False
+    global_slowdown: Callable[[int], float] = lambda step: 1.0
+
+
+def schedule(stage: int, stages: int, chunks: int, microbatches: int) -> list[tuple[bool, int, int]]:
+    """(is forward, microbatch, chunk) in the order of 1F1B, interleaved where there are several chunks."""
+    total = microbatches * chunks
+    if chunks == 1:
+        warmup = min(total, stages - stage - 1)
+    else:
+        warmup = min(total, (stages - stage - 1) * 2 + (chunks - 1) * stages)
+
+    def unit(k: int, forward: bool) -> tuple[bool, int, int]:
+        if chunks == 1:
+            return forward, k, 0
+        chunk = k % (stages * chunks) // stages
+        return forward, k // (stages * chunks) * stages + k % stages, chunk if forward else chunks - 1 - chunk
+
+    order = [unit(k, True) for k in range(warmup)]
+    for k in range(total - warmup):
+        order += [unit(warmup + k, True), unit(k, False)]
+    return order + [unit(k, False) for k in range(total - warmup, total)]
+
+
+class Simulator:
+    """Steps of one job, in order. The same seed gives the same records."""
+
+    def __init__(self, job: Job, seed: int) -> None:
+        self.job = job
+        self.rng = np.random.default_rng(seed)
+        self.now = np.full(job.layout.world, EPOCH_S)
+        self.comms, self._slots = _tables(job.layout)
+        nodes = sorted(set(job.layout.nodes))
+        self._boot = {node: f"boot-{i}" if job.boot_per_node else "boot" for i, node in enumerate(nodes)}
+        boots = sorted(set(self._boot.values()))
+        offsets = self.rng.uniform(-1, 1, len(boots)) * job.clock_offset_s
+        drifts = self.rng.uniform(-1, 1, len(boots)) * job.clock_drift_ppm * 1e-6
+        self.offset = dict(zip(boots, offsets, strict=True))
+        self.drift = dict(zip(boots, drifts, strict=True))
+
+    def boot_ids(self) -> dict[int, str]:
+        return {rank: self._boot[node] for rank, node in enumerate(self.job.layout.nodes)}
+
+    def steps(self, first: int, count: int) -> Iterator[StepView]:
+        for step in range(first, first + count):
+            yield self.step(step)
+
+    def step(self, step: int) -> StepView:
+        """Run all ranks through one step."""
+        world = self.job.layout.world
+        board = _Board()
+        runs = [_Rank(self, board, rank, step) for rank in range(world)]
+        _drive([run.program() for run in runs], board)
+        rows = [row for run in runs for row in run.rows]
+        records = np.array(rows, RANK_RECORD)
+        keep = self.rng.random(len(records)) >= self.job.lost_share
+        records = records[keep]
+        self.now = np.array([run.time for run in runs])
+        return StepView(
+            attempt=0,
+            step=step,
+            records=records[np.lexsort((records["start_ns"], records["rank"]))],
+            comms=self.comms,
+            boot_ids=self.boot_ids(),
+            real_time_s=1.7e9 + float(self.now.max()),
+            lost=int((~keep).sum()),
+        )
+
+    def local_ns(self, rank: int, time: float) -> int:
+        boot = self._boot[self.job.layout.nodes[rank]]
+        return int((time + self.offset[boot] + self.drift[boot] * (time - EPOCH_S)) * 1e9) + UPTIME_NS
+
+    def slot(self, rank: int, comm: Comm) -> int:
+        return self._slots[rank][comm]
+
+
+class _Board:
+    """What ranks have published; whoever waits for a key is resumed with its time."""
+
+    def __init__(self) -> None:
+        self.times: dict[Key, float] = {}
+        self.arrived: dict[Key, list[float]] = collections.defaultdict(list)
+
+
+def _drive(programs: list[Program], board: _Board) -> None:
+    ready: collections.deque[tuple[Program, float | None]] = collections.deque((p, None) for p in programs)
+    parked: dict[Key, list[Program]] = collections.defaultdict(list)
+    running = len(programs)
+    while running:
+        if not ready:
+            woken = [key for key in parked if key in board.times]
+            if not woken:
+                raise RuntimeError("the simulated job is in a deadlock")
+            for key in woken:
+                ready.extend((program, board.times[key]) for program in parked.pop(key))
+        program, value = ready.popleft()
+        try:
+            key = program.send(value)  # type: ignore[arg-type]
+        except StopIteration:
+            running -= 1
+            continue
+        parked[key].append(program)
+
+
+class _Rank:
+    """One rank in one step."""
+
+    def __init__(self, simulator: Simulator, board: _Board, rank: int, step: int) -> None:
+        self.sim, self.board, self.rank, self.step = simulator, board, rank, step
+        self.job, self.noise, self.rng = simulator.job, simulator.job.noise, simulator.rng
+        self.at = self.job.layout.coordinates[rank]
+        self.time = float(simulator.now[rank])
+        self.rows: list[tuple[int, ...]] = []
+        self.faults = [f for f in self.job.faults if f.rank == rank and f.active(step)]
+        machine = (
+            np.random.default_rng((step, 77)).normal(0, self.noise.machine_step) if self.noise.machine_step else 0.0
+        )
+        self.pace = float(np.exp(self.rng.normal(0, self.noise.rank_step) + machine)) if self.noise.rank_step else 1.0
+        self.pace *= self.job.global_slowdown(step) * (self.job.warmup_factor if step == 0 else 1.0)
+        self.ordinals: dict[Comm, int] = collections.defaultdict(int)
+        self.queued = 0.0
+
+    def program(self) -> Program:
+        """The whole step of this rank."""
+        layout, begin = self.job.layout, self.time
+        order = schedule(self.at.pp, layout.pp, layout.vpp, self.job.microbatches)
+        sent: list[tuple[Comm, int, int]] = []
+        for position, (forward, microbatch, chunk) in enumerate(order):
+            incoming = self.source(forward, chunk)
+            if incoming is not None:
+                self.post(Kind.RECV_POST, incoming, (microbatch, chunk, forward), microbatch)
+            yield from self.wait_sent(sent)
+            if incoming is not None:
+                yield from self.receive(incoming, (microbatch, chunk, forward), microbatch)
+            elif forward:
+                self.span(Kind.DATA, 1e-4, microbatch=microbatch)
+            if forward:
+                self.stall("host", 1.0)
+            yield from self.compute(forward, microbatch, chunk, position)
+            target = self.target(forward, chunk)
+            if target is not None:
+                comm, other_chunk = target
+                key = (microbatch, other_chunk, forward)
+                sent.append((comm, self.post(Kind.SEND_POST, comm, key, microbatch), microbatch))
+        yield from self.wait_sent(sent)
+        yield from self.finish()
+        self.rows.append(self.row(Kind.STEP, begin, self.time, aux=self.units(self.queued), flags=Flag.AUX_RUN_QUEUE))
+
+    def finish(self) -> Program:
+        """Gradients, norm, optimizer, parameters."""
+        layout, work = self.job.layout, self.job.forward_s
+        data = _group(layout, self.rank, lambda c: (c.tp, c.pp), "dp")
+        if len(data.members) > 1:
+            yield from self.collective(Kind.GRAD_REDUCE, data, 0.2 * work)
+        yield from self.collective(Kind.GRAD_NORM, Comm("world", tuple(range(layout.world))), 0.02 * work)
+        self.span(Kind.OPTIMIZER, 0.3 * work * self.pace)
+        if len(data.members) > 1:
+            yield from self.collective(Kind.PARAM_GATHER, data, 0.2 * work)
+
+    def source(self, forward: bool, chunk: int) -> Comm | None:
+        """Communicator that this unit's input comes over."""
+        layout, stage = self.job.layout, self.at.pp
+        if forward:
+            if stage == 0 and chunk == 0:
+                return None
+            return self.pair((stage - 1) % layout.pp, to_me=True)
+        if stage == layout.pp - 1 and chunk == layout.vpp - 1:
+            return None
+        return self.pair((stage + 1) % layout.pp, to_me=True)
+
+    def target(self, forward: bool, chunk: int) -> tuple[Comm, int] | None:
+        """Communicator that this unit's output leaves over, and the chunk at the other end."""
+        layout, stage = self.job.layout, self.at.pp
+        last = layout.pp - 1
+        if forward:
+            if stage == last and chunk == layout.vpp - 1:
+                return None
+            return self.pair((stage + 1) % layout.pp, to_me=False), chunk + (stage == last)
+        if stage == 0 and chunk == 0:
+            return None
+        return self.pair((stage - 1) % layout.pp, to_me=False), chunk - (stage == 0)
+
+    def pair(self, stage: int, *, to_me: bool) -> Comm:
+        other = dataclasses.replace(self.at, pp=stage)
+        peer = self.job.layout.coordinates.index(other)
+        return Comm("p2p", (peer, self.rank) if to_me else (self.rank, peer))
+
+    def stall(self, kind: str, scale: float) -> None:
+        """The time an active fault of this kind adds, as a FAULT span."""
+        for fault in self.faults:
+            if fault.kind == kind:
+                self.extra((fault.factor - 1) * self.job.forward_s * self.weight() * scale)
+
+    def extra(self, seconds: float) -> None:
+        self.rows.append(self.row(Kind.FAULT, self.time, self.time + seconds, flags=Flag.INJECTED))
+        self.time += seconds
+
+    def weight(self) -> float:
+        return self.job.stage_weight[self.at.pp] if self.job.stage_weight else 1.0
+
+    def work_s(self, forward: bool) -> float:
+        """Clean time of one forward or backward of one chunk."""
+        base = self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
+        factor = float(np.exp(self.rng.normal(0, self.noise.body))) * self.pace
+        if self.rng.random() < self.noise.tail_share:
+            factor *= 1 + self.rng.exponential(self.noise.tail_factor)
+        return base * factor
+
+    def slow(self) -> float:
+        return max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
+
+    def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
+        """One compute span; with TP its members meet inside it after each quarter."""
+        kind = Kind.FORWARD if forward else Kind.BACKWARD
+        begin, work, factor = self.time, self.work_s(forward), self.slow()
+        if self.job.layout.tp > 1:
+            at_end = self.job.tp_sleep_at_end
+            for part in range(4):
+                self.time += work / 4 * (1.0 if at_end else factor)
+                if part < 3:
+                    yield from self.meet(("tp", position, part))
+            self.time += (self.time - begin) * (factor - 1) if at_end else 0.0
+        else:
+            self.time += work * factor
+        queue = self.queue()
+        self.rows.append(self.compute_row(kind, begin, queue, microbatch, chunk))
+
+    def compute_row(self, kind: Kind, begin: float, queue: float, microbatch: int, chunk: int) -> tuple[int, ...]:
+        if self.noise.device:
+            return self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, flags=Flag.DEVICE_CLOCK)
+        return self.row(
+            kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE
+        )
+
+    def meet(self, what: Key) -> Program:
+        """Wait for the tensor-parallel mates, without a record."""
+        mates = tuple(r for r, c in enumerate(self.job.layout.coordinates) if (c.dp, c.pp) == (self.at.dp, self.at.pp))
+        self.time = yield from self.gather((*what, mates), len(mates))
+
+    def gather(self, key: Key, members: int) -> Generator[Key, float, float]:
+        self.board.arrived[key].append(self.time)
+        if len(self.board.arrived[key]) == members:
+            self.board.times[key] = max(self.board.arrived[key])
+        return (yield key)
+
+    def queue(self) -> float:
+        """A run-queue delay passes; returns what the record will attribute."""
+        if self.rng.random() >= self.noise.queue_share:
+            return 0.0
+        delay = float(self.rng.exponential(self.noise.queue_s))
+        self.time += delay
+        seen = delay * float(self.rng.uniform(self.noise.queue_seen, 1.0))
+        self.queued += seen
+        return seen
+
+    def gap(self) -> None:
+        self.time += self.noise.gap_s * float(self.rng.uniform(0.5, 1.5))
+        if self.rng.random() < self.noise.gap_share:
+            self.time += float(self.rng.exponential(self.noise.gap_tail_s))
+
+    def span(self, kind: Kind, seconds: float, microbatch: int = NO_MICROBATCH) -> None:
+        self.gap()
+        begin = self.time
+        self.time += seconds
+        queue = self.queue()
+        self.rows.append(
+            self.row(kind, begin, self.time, microbatch=microbatch, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE)
+        )
+
+    def post(self, kind: Kind, comm: Comm, what: Key, microbatch: int) -> int:
+        """Post a send or a receive; a send chooses the ordinal, its receiver looks it up when the data is there."""
+        self.gap()
+        begin = self.time
+        self.time += 2e-5
+        ordinal = self.ordinals[comm]
+        self.ordinals[comm] += 1
+        side = "send" if kind == Kind.SEND_POST else "recv"
+        self.board.times[(side, comm, what)] = self.time
+        self.board.times[(side + "-number", comm, ordinal)] = self.time
+        self.board.arrived[("ordinal", comm, what)].append(ordinal)
+        self.rows.append(
+            self.row(
+                kind,
+                begin,
+                self.time,
+                comm=comm,
+                ordinal=ordinal,
+                microbatch=microbatch,
+                aux=4096,
+                flags=Flag.AUX_BYTES,
+            )
+        )
+        return ordinal
+
+    def wait_sent(self, sent: list[tuple[Comm, int, int]]) -> Program:
+        for comm, ordinal, microbatch in sent:
+            begin = self.time
+            if self.job.rendezvous and self.job.layout.vpp == 1:
+                self.time = max(self.time, (yield ("recv-number", comm, ordinal)))
+            self.time += 3e-5
+            queue = self.queue()
+            self.rows.append(
+                self.row(
+                    Kind.SEND_WAIT,
+                    begin,
+                    self.time,
+                    comm=comm,
+                    ordinal=ordinal,
+                    microbatch=microbatch,
+                    aux=self.units(queue),
+                    flags=Flag.AUX_RUN_QUEUE,
+                )
+            )
+        sent.clear()
+
+    def receive(self, comm: Comm, what: Key, microbatch: int) -> Program:
+        begin = self.time
+        ready = yield ("send", comm, what)
+        ordinal = int(self.board.arrived[("ordinal", comm, what)][0])
+        self.time = max(self.time, ready + self.noise.delivery_s * float(self.rng.uniform(0.7, 1.3)))
+        if self.rng.random() < self.noise.delivery_share:
+            self.time += float(self.rng.exponential(self.noise.delivery_tail_s))
+        for fault in self.faults:
+            if fault.kind == "link" and fault.peer in (None, comm.members[0]):
+                self.extra((fault.factor - 1) * self.job.forward_s * self.weight())
+        queue = self.queue()
+        self.rows.append(
+            self.row(
+                Kind.RECV_WAIT,
+                begin,
+                self.time,
+                comm=comm,
+                ordinal=ordinal,
+                microbatch=microbatch,
+                aux=self.units(queue),
+                flags=Flag.AUX_RUN_QUEUE,
+            )
+        )
+
+    def collective(self, kind: Kind, comm: Comm, seconds: float) -> Program:
+        self.gap()
+        begin = self.time
+        last = yield from self.gather((kind, comm), len(comm.members))
+        self.time = last + seconds * float(self.rng.uniform(0.9, 1.3))
+        queue = self.queue()
+        self.rows.append(self.row(kind, begin, self.time, comm=comm, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE))
+
+    @staticmethod
+    def units(seconds: float) -> int:
+        return int(seconds * 1e9) // 8
+
+    def row(
+        self, kind: Kind, begin: float, end: float, *, comm: Comm | None = None, ordinal: int = 0, aux: int = 0,
+        microbatch: int = NO_MICROBATCH, chunk: int = 0, flags: int = 0,
+    ) -> tuple[int, ...]:  # fmt: skip
+        slot = NO_COMM if comm is None else self.sim.slot(self.rank, comm)
+        start = self.sim.local_ns(self.rank, begin)
+        return (start, int((end - begin) * 1e9) // 8, self.step, ordinal, aux, slot, microbatch, int(kind), chunk, 0,
+                int(flags), self.rank)  # fmt: skip
+
+
+def _group(layout: JobLayout, rank: int, same: Callable[..., object], kind: str) -> Comm:
+    mine = same(layout.coordinates[rank])
+    return Comm(kind, tuple(r for r, c in enumerate(layout.coordinates) if same(c) == mine))
+
+
+def _tables(layout: JobLayout) -> tuple[dict[int, dict[int, Comm]], dict[int, dict[Comm, int]]]:
+    """Communicator tables of all ranks: slots differ between ranks on purpose."""
+    tables: dict[int, dict[int, Comm]] = {}
+    world = Comm("world", tuple(range(layout.world)))
+    for rank, at in enumerate(layout.coordinates):
+        comms = [world, _group(layout, rank, lambda c: (c.tp, c.pp), "dp")]
+        neighbours = {(at.pp + 1) % layout.pp, (at.pp - 1) % layout.pp} if layout.pp > 1 else set()
+        for stage in sorted(neighbours):
+            peer = layout.coordinates.index(dataclasses.replace(at, pp=stage))
+            comms += [Comm("p2p", (rank, peer)), Comm("p2p", (peer, rank))]
+        tables[rank] = {slot + rank % 3: comm for slot, comm in enumerate(comms)}
+    return tables, {rank: {comm: slot for slot, comm in table.items()} for rank, table in tables.items()}

@@ -1,0 +1,136 @@
+"""The one command, `megatronapp`. Its subcommands come from the installed parts.
+
+A part registers under the entry-point group "megatronapp.commands" a function
+``register(subparsers: argparse._SubParsersAction) -> None``. It adds its subcommands and gives each (or each of their
+own subcommands) a default ``func(args: argparse.Namespace) -> int``, whose result is the exit code. Registering must
+stay light: heavy modules are imported when the function runs.
+
+Exit codes: 0 done; 1 refused or failed, said in one `error:` line per problem; 2 a wrong command line; 130 Ctrl-C.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import shtab
+
+from megatronapp_common.command_parser import CommandParser, RootParser
+
+GROUP = "megatronapp.commands"
+PROG = "megatronapp"
+FAILURE_EXIT_CODE = 1
+INTERRUPTED_EXIT_CODE = 130
+BROKEN_PIPE_EXIT_CODE = 141
+SHELLS = ("bash", "zsh", "tcsh")
+_DESCRIPTION = "Train GPT models with Megatron-core on this machine or a cluster, and see which rank is slow."
+_EXAMPLES = """\
+examples:
+  megatronapp data prepare --input 'src/**/*.py' --output corpus --train-tokenizer --vocab-size 4096
+  megatronapp run job.yaml --follow
+  megatronapp inject demo --rank 2 --kind compute --factor 3 --from-step 100 --steps 50
+  megatronapp completion bash > ~/.local/share/bash-completion/completions/megatronapp
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A distribution that brings subcommands. Its names stand here to answer for it where it is not installed."""
+
+    title: str
+    distribution: str
+    commands: tuple[str, ...]
+
+
+PARTS = {
+    "jobs": Part(
+        "jobs",
+        "megatronapp-operator",
+        ("run", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
+    ),
+    "data": Part("data", "megatronapp-trainer", ("data",)),
+    "trace": Part("traces", "megatronapp-analyzer", ("trace",)),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. ``arguments`` default to those of the process."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = build_parser(importlib.metadata.entry_points(group=GROUP))
+    try:
+        values = parser.parse_args(words)
+        func = getattr(values, "func", None)
+        if func is None:
+            parser.print_help()
+            return 0
+        return int(func(values))
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else FAILURE_EXIT_CODE
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit is quiet
+        return BROKEN_PIPE_EXIT_CODE
+    except Exception as error:
+        if not is_ours(error):
+            raise
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return FAILURE_EXIT_CODE
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether one of our packages made this error; then its text is written for people. Others are bugs."""
+    return type(error).__module__.startswith("megatronapp_")
+
+
+def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootParser:
+    """The parser with the subcommands of every part among these entry points that can be loaded."""
+    parser = RootParser(prog=PROG, description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"{PROG} {_version()}")
+    found = {point.name: point for point in entry_points}
+    for name in [*PARTS, *(name for name in found if name not in PARTS)]:
+        _add_part(parser, name, found.get(name))
+    before = set(parser.commands.choices)
+    _add_completion(parser)
+    parser.add_section("shell", set(parser.commands.choices) - before)
+    return parser
+
+
+def _version() -> str:
+    return importlib.metadata.version("megatronapp-common")
+
+
+def _add_part(parser: RootParser, name: str, point: importlib.metadata.EntryPoint | None) -> None:
+    """Add a part's subcommands, or the reason why they are missing."""
+    part = PARTS.get(name, Part(name, name, ()))
+    if point is None:
+        parser.add_absent(part.commands, f"{part.distribution} is not installed; pip install {part.distribution}")
+        return
+    try:
+        register: Callable[[object], None] = point.load()
+    except (ImportError, AttributeError) as error:
+        parser.add_absent(part.commands, f"{part.distribution} is installed but cannot be loaded: {error}")
+        return
+    before = set(parser.commands.choices)
+    register(parser.commands)
+    parser.add_section(part.title, (command for command in parser.commands.choices if command not in before))
+
+
+def _add_completion(parser: RootParser) -> None:
+    command: CommandParser = parser.commands.add_parser(
+        "completion", help="print a completion script", description="Print a script that completes this command."
+    )
+    command.add_argument("shell", choices=SHELLS, help="shell that it is for")
+
+    def show(values: argparse.Namespace) -> int:
+        print(shtab.complete(parser, shell=values.shell))
+        return 0
+
+    command.set_defaults(func=show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

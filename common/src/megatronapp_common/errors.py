@@ -1,0 +1,32 @@
+"""Errors of megatronapp_common.
+
+CommonError
+├── JobError          a MegatronJob that cannot be accepted
+├── TopologyError     a layout that does not exist
+├── FrameError        bytes that are not a frame
+└── PageError         a shared page that cannot be read or written
+"""
+
+
+class CommonError(Exception):
+    """Base of every error this package raises. Its text says what is wrong, where, and what to write instead."""
+
+
+class JobError(CommonError):
+    """A MegatronJob that cannot be accepted. Its text has one line per problem: path, what is wrong, what to write."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class TopologyError(CommonError):
+    """A parallel layout that does not exist, such as a world that the groups do not divide."""
+
+
+class FrameError(CommonError):
+    """Bytes that are not a frame of the wire protocol."""
+
+
+class PageError(CommonError):
+    """A shared-memory page that cannot be created, read or written."""

@@ -1,0 +1,135 @@
+"""The CustomResourceDefinition of MegatronJob, made from its types.
+
+The API server takes structural schemas only (OpenAPI v3.0): no references, no `null` alternatives, no
+`additionalProperties: false` (it prunes, and refuses unknown fields under strict field validation).
+"""
+
+from typing import Any
+
+from megatronapp_common.job.spec import Spec
+from megatronapp_common.job.status import Status
+from megatronapp_common.job.types import MegatronJob
+from megatronapp_common.names import GROUP, KIND, VERSION
+
+PLURAL = "megatronjobs"
+Schema = dict[str, Any]
+_COLUMNS = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Nodes", "integer", ".status.replicaStatuses.desired", 0),
+    ("Ready", "integer", ".status.replicaStatuses.ready", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Iteration", "integer", ".status.progress.iteration", 0),
+    ("Loss", "number", ".status.progress.loss", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Ranks", "integer", ".status.worldSize", 1),
+    ("Attempt", "integer", ".status.attempt", 1),
+    ("Started", "date", ".status.startTime", 1),
+    ("Completed", "date", ".status.completionTime", 1),
+)
+_DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
+
+
+def custom_resource_definition() -> Schema:
+    """The whole object, as `kubectl apply` takes it."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["mgj"],
+                "categories": ["all"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def _version() -> Schema:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": {"status": {}},
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+            for name, kind, path, priority in _COLUMNS
+        ],
+        "schema": {"openAPIV3Schema": _root()},
+    }
+
+
+def _root() -> Schema:
+    """The schema of the object. `metadata` is the API server's own; nothing but its type may stand here."""
+    return {
+        "type": "object",
+        "description": (MegatronJob.__doc__ or "").strip(),
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Always megatronapp.io/v1alpha1."},
+            "kind": {"type": "string", "description": "Always MegatronJob."},
+            "metadata": {"type": "object"},
+            "spec": structural(Spec.model_json_schema(by_alias=True)),
+            "status": structural(Status.model_json_schema(by_alias=True), with_defaults=False),
+        },
+    }
+
+
+def structural(schema: Schema, *, with_defaults: bool = True) -> Schema:
+    """A JSON Schema of pydantic as a structural schema. A status has no defaults: the backend writes it whole."""
+    return _convert(schema, schema.get("$defs", {}), with_defaults)
+
+
+def _convert(node: Schema, definitions: dict[str, Schema], with_defaults: bool) -> Schema:
+    node = _resolved(node, definitions)
+    out: Schema = {}
+    for key, value in node.items():
+        if key == "properties":
+            out[key] = {name: _convert(child, definitions, with_defaults) for name, child in value.items()}
+        elif key == "items":
+            out[key] = _convert(value, definitions, with_defaults)
+        elif key in {"exclusiveMinimum", "exclusiveMaximum"}:
+            out |= {key.replace("exclusiveM", "m"): value, key: True}
+        elif key == "const":
+            out["enum"] = [value]
+        elif key != "$defs" and key not in _DROPPED:
+            out[key] = value
+    return _finished(out, node, with_defaults)
+
+
+def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    """The node without references and without the alternative `null`; what stands beside them wins."""
+    if "anyOf" in node:
+        choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
+        assert len(choices) == 1, f"no structural schema says {choices}"
+        outer = {key: value for key, value in node.items() if key != "anyOf" and (key, value) != ("default", None)}
+        return _resolved({**choices[0], **outer}, definitions)
+    if "$ref" in node:
+        outer = {key: value for key, value in node.items() if key != "$ref"}
+        return {**_resolved(definitions[node["$ref"].rsplit("/", 1)[-1]], definitions), **outer}
+    return node
+
+
+def _finished(out: Schema, node: Schema, with_defaults: bool) -> Schema:
+    """What depends on the whole node: formats, free maps, defaults of blocks (their fields' defaults fill them)."""
+    if not with_defaults:
+        out.pop("default", None)
+    if out.get("type") == "integer":
+        out["format"] = "int64"
+    if out.get("type") == "array" and "items" not in out:
+        out["items"] = {"type": "integer", "format": "int64"}
+    if out.get("type") == "object" and "properties" not in out:
+        values = node.get("additionalProperties")
+        if isinstance(values, dict):
+            out["additionalProperties"] = values
+        else:
+            out["x-kubernetes-preserve-unknown-fields"] = True
+    if out.get("type") == "object" and "default" in out:
+        out["default"] = {}
+    return out

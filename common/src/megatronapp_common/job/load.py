@@ -1,0 +1,84 @@
+"""A manifest in, a MegatronJob out, or every problem at once."""
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job.checks import find_problems
+from megatronapp_common.job.problems import describe_errors
+from megatronapp_common.job.types import MegatronJob
+
+MAX_MANIFEST_BYTES = 1 << 20
+
+
+def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
+    """The job in a YAML or JSON text, or in an already parsed object.
+
+    Raises JobError whose ``problems`` are all that is wrong, one line each: path, what is wrong, what to write.
+    Rules between fields are only checked once every field by itself is right.
+    """
+    document = parse_manifest(source) if isinstance(source, str) else source
+    try:
+        job = MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise JobError(*describe_errors(error, MegatronJob)) from error
+    except (TypeError, ValueError) as error:
+        raise JobError(f"the document: is not plain data ({error}); use text, numbers, lists and maps") from error
+    problems = find_problems(job.spec)
+    if problems:
+        raise JobError(*problems)
+    return job
+
+
+def parse_manifest(text: str) -> Any:  # noqa: ANN401
+    """The one document of a YAML text, read as the API server reads it. Raises JobError."""
+    if len(text.encode()) > MAX_MANIFEST_BYTES:
+        raise JobError(f"the document: passes {MAX_MANIFEST_BYTES} bytes; this is not a manifest")
+    try:
+        documents = [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+    except yaml.YAMLError as error:
+        raise JobError(f"the document: is not YAML: {_yaml_problem(error)}") from error
+    except RecursionError as error:
+        raise JobError("the document: is nested too deeply; this is not a manifest") from error
+    if len(documents) != 1:
+        raise JobError(f"the document: holds {len(documents)} objects; write one MegatronJob per file")
+    return documents[0]
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return place + str(getattr(error, "problem", None) or error)
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values only; a key that stands twice is refused; no aliases, which grow without bound."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.get_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported; write the value out", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 as PyYAML reads it takes 1e-4 for text; the API server takes it for a number, and so do we.
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

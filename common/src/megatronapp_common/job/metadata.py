@@ -1,0 +1,44 @@
+"""Metadata of the object, in the API server's shape."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from megatronapp_common.job.base import ManifestModel
+
+MAX_NAME_LENGTH = 50
+"""A pod's name is its host name (63 characters) and adds `-worker-<index>` to the job's."""
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
+JobName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=NAME_PATTERN)]
+
+
+class Metadata(ManifestModel):
+    """Name and labels of a job; the rest is written by the API server or the backend."""
+
+    name: JobName
+    """Lower-case letters, digits and '-', at most 50 characters."""
+    namespace: DnsLabel = "default"
+    """Namespace."""
+    labels: dict[str, str] = Field(default={})
+    """Labels."""
+    annotations: dict[str, str] = Field(default={})
+    """Annotations."""
+    uid: str | None = None
+    """Unique id; changes when a job of the same name is created again."""
+    generation: int | None = None
+    """Counts changes of the spec."""
+    resource_version: str | None = None
+    """Version of the object for optimistic locking."""
+    creation_timestamp: str | None = None
+    """When the object was created, RFC 3339."""
+    deletion_timestamp: str | None = None
+    """When deletion was asked for, RFC 3339."""
+    deletion_grace_period_seconds: int | None = None
+    """Seconds that deletion may take."""
+    finalizers: tuple[str, ...] = ()
+    """Names that hold back deletion."""
+    owner_references: tuple[dict[str, Any], ...] = ()
+    """Objects that own this one."""
+    managed_fields: tuple[dict[str, Any], ...] = ()
+    """Which manager set which field."""

@@ -1,0 +1,82 @@
+"""The model and its layout over ranks. A field that is left out keeps the trainer's default."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatronapp_common.job.base import ManifestModel
+
+Count = Annotated[int, Field(ge=1, le=2_147_483_647)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Model(ManifestModel):
+    """Shape of the model."""
+
+    type: Literal["gpt", "bert"] = "gpt"
+    """Architecture."""
+    num_layers: Count
+    """Transformer layers."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    num_attention_heads: Count
+    """Query heads."""
+    seq_length: Count
+    """Tokens of a sample."""
+    ffn_hidden_size: Count | None = None
+    """Width inside the MLP; 4 x hiddenSize if left out, with swiglu 8/3 x hiddenSize."""
+    num_query_groups: Count | None = None
+    """Key and value heads of grouped-query attention; left out: as many as query heads."""
+    kv_channels: Count | None = None
+    """Width of one head; left out: hiddenSize / numAttentionHeads."""
+    max_position_embeddings: Count | None = None
+    """Rows of learned positions; left out: seqLength."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] | None = None
+    """How positions enter; left out: learned_absolute."""
+    rotary_base: Count | None = None
+    """Base of the rotary frequencies; left out: 10000."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a head's channels that rotate; left out: 1."""
+    normalization: Literal["LayerNorm", "RMSNorm"] | None = None
+    """Kind of norm; left out: LayerNorm."""
+    norm_epsilon: Annotated[float, Field(gt=0)] | None = None
+    """Added to the variance by norms; left out: 1e-5."""
+    swiglu: bool = False
+    """Gated SiLU in the MLP instead of GELU."""
+    untie_embeddings_and_output_weights: bool = False
+    """Separate weights of input embedding and output layer."""
+    disable_bias_linear: bool = False
+    """Linear layers without bias."""
+    add_qkv_bias: bool = False
+    """Bias of the QKV projection although disableBiasLinear is true."""
+    attention_dropout: Share | None = None
+    """Dropout of attention probabilities; left out: 0.1."""
+    hidden_dropout: Share | None = None
+    """Dropout of the residual branches; left out: 0.1."""
+    init_method_std: Annotated[float, Field(gt=0)] | None = None
+    """Standard deviation of the initial weights; left out: 0.02."""
+    transformer_impl: Literal["torch", "local", "transformer_engine"] | None = None
+    """Layers; left out: transformer_engine where it is installed, else torch."""
+    vocab_size: Count | None = None
+    """Tokens before padding; left out: the tokenizer's."""
+    make_vocab_size_divisible_by: Count | None = None
+    """The vocabulary is padded to a multiple of this, whatever the layout; left out: 128."""
+
+
+class Parallelism(ManifestModel):
+    """Sizes of the parallel groups. World size = tensor x context x pipeline x data."""
+
+    tensor: Count = 1
+    """Ranks that share each layer."""
+    pipeline: Count = 1
+    """Pipeline stages."""
+    virtual_pipeline: Count | None = None
+    """Model chunks of each rank: the interleaved schedule, with 2 or more."""
+    data: Count | None = None
+    """Model replicas; left out: derived from nodes x procPerNode."""
+    context: Count = 1
+    """Ranks that share one sequence."""
+    expert: Count = 1
+    """Ranks that share the experts; divides data x context."""
+    sequence_parallel: bool = False
+    """Norms and dropout work on slices of the sequence within a tensor group."""

@@ -1,0 +1,131 @@
+"""From the validator's errors to sentences: where, what is wrong, what to write."""
+
+import difflib
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatronapp_common.job.fields import (
+    Location,
+    describe_type,
+    fields_by_alias,
+    model_of,
+    type_at,
+    walk,
+    without_none,
+)
+from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.job.spec import VARIABLE_PATTERN
+from megatronapp_common.job.training import SPLIT_PATTERN
+
+SHOWN_CHARACTERS = 60
+LISTED_CHOICES = 3
+"""So few are read at a glance; only among more is the nearest one named."""
+
+
+def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """One line for each error of a validation of ``root``."""
+    return [f"{path_text(detail['loc'])}: {_sentence(detail, root)}" for detail in error.errors(include_url=False)]
+
+
+def path_text(location: Location) -> str:
+    """The path as people write it: spec.faults[0].rank."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".") or "the document"
+
+
+def _sentence(detail: ErrorDetails, root: type[BaseModel]) -> str:
+    location, kind = detail["loc"], detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown_field(location, root)
+    wanted = type_at(root, location)
+    if kind == "missing":
+        return _missing(str(location[-1]), wanted)
+    value = _shown(detail["input"])
+    constraint = _CONSTRAINTS.get(kind)
+    if constraint is not None:
+        return f"{value} {constraint(detail.get('ctx', {}))}"
+    if kind == "literal_error":
+        return _not_a_choice(detail["input"], wanted)
+    return f"{value} is not {describe_type(wanted)}; {_instead(detail['input'], wanted)}"
+
+
+def _unknown_field(location: Location, root: type[BaseModel]) -> str:
+    name, parent = str(location[-1]), model_of(type_at(root, location[:-1]))
+    known = list(fields_by_alias(parent)) if parent else []
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not nearest:
+        nearest = [alias for alias in known if alias.lower() == name.replace("_", "").replace("-", "").lower()]
+    if nearest:
+        return f"unknown field; did you mean {nearest[0]}?"
+    elsewhere = [path for path, _ in walk(root) if path.split(".")[-1] == name and not path.startswith("status")]
+    if elsewhere:
+        return f"unknown field here; it belongs at {elsewhere[0]}"
+    return f"unknown field; known here: {', '.join(known)}"
+
+
+def _missing(name: str, wanted: Any) -> str:  # noqa: ANN401
+    plain = without_none(wanted)
+    if typing.get_origin(plain) is Literal and len(typing.get_args(plain)) == 1:
+        return f"is missing; write {name}: {typing.get_args(plain)[0]}"
+    return f"is missing; write {name} with {describe_type(wanted)}"
+
+
+def _not_a_choice(value: object, wanted: Any) -> str:  # noqa: ANN401
+    choices = [str(choice) for choice in typing.get_args(without_none(wanted))]
+    nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest and len(choices) > LISTED_CHOICES else ""
+    return f"{_shown(value)} is not possible; write {' or '.join(choices)}{hint}"
+
+
+def _instead(value: object, wanted: Any) -> str:  # noqa: ANN401
+    """What to write for a value of the wrong type."""
+    plain = without_none(wanted)
+    if plain is str and isinstance(value, int | float):
+        return f'write it in quotes: "{value}"'
+    if typing.get_origin(plain) is tuple and not isinstance(value, list | dict) and value is not None:
+        return f"write [{value}]"
+    if plain in {int, float} and isinstance(value, str) and _as_number(value) is not None:
+        return f"write it without quotes: {value.strip()}"
+    if plain is int and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return "write one, or leave the field out" if value is None else f"write {describe_type(wanted)}"
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _shown(value: object) -> str:
+    """The value as in YAML, shortened."""
+    if isinstance(value, dict | list):
+        return "a block of fields" if isinstance(value, dict) else "a list"
+    text = "an empty value" if value is None else repr(value) if isinstance(value, str) else str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+PATTERNS = {
+    NAME_PATTERN: "lower-case letters, digits and '-', with a letter or digit at both ends",
+    VARIABLE_PATTERN: "letters, digits and '_', no digit first",
+    SPLIT_PATTERN: "up to three numbers with commas between, such as 98,2,0",
+}
+_CONSTRAINTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda limits: f"is too small; write more than {limits['gt']:g}",
+    "greater_than_equal": lambda limits: f"is too small; write {limits['ge']:g} or more",
+    "less_than": lambda limits: f"is too large; write less than {limits['lt']:g}",
+    "less_than_equal": lambda limits: f"is too large; write {limits['le']} or less",
+    "string_too_short": lambda _: "is empty; write at least one character",
+    "string_too_long": lambda limits: f"is too long; write at most {limits['max_length']} characters",
+    "too_short": lambda limits: f"has {limits['actual_length']} items; write {limits['min_length']}",
+    "too_long": lambda limits: f"has {limits['actual_length']} items; write at most {limits['max_length']}",
+    "string_pattern_mismatch": lambda limits: f"is not allowed; write {PATTERNS[limits['pattern']]}",
+    "finite_number": lambda _: "is not finite; write a number",
+}

@@ -1,0 +1,176 @@
+"""What the backend has seen. Written by the backend only; counters live here and nowhere else."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatronapp_common.job.base import StatusModel
+
+Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
+TERMINAL_PHASES: frozenset[Phase] = frozenset({"Succeeded", "Failed"})
+MAX_FAILURES = 10
+"""So many of the newest failures are kept."""
+Int32 = Annotated[int, Field(ge=0, le=2_147_483_647)]
+
+
+class Condition(StatusModel):
+    """One condition, in the API conventions' shape (metav1.Condition)."""
+
+    type: Annotated[str, Field(max_length=316)]
+    """Created, Running, Restarting, Suspended, Stalled, SlowNodeDetected, FailureTarget, Complete or Failed."""
+    status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
+    reason: Annotated[str, Field(max_length=1024)]
+    """One CamelCase word for programs."""
+    message: Annotated[str, Field(max_length=32768)] = ""
+    """A sentence for people."""
+    last_transition_time: str
+    """When the status changed last, RFC 3339."""
+    observed_generation: int | None = None
+    """Generation of the spec that it was derived from."""
+
+
+class ReplicaStatuses(StatusModel):
+    """Workers by state."""
+
+    desired: Int32 = 0
+    """Workers of a gang."""
+    pending: Int32 = 0
+    """Created, not running yet."""
+    running: Int32 = 0
+    """Running."""
+    ready: Int32 = 0
+    """Running, and training has begun."""
+    succeeded: Int32 = 0
+    """Ended with code 0."""
+    failed: Int32 = 0
+    """Ended otherwise."""
+
+
+class Progress(StatusModel):
+    """How far the training is: the progress page. Absent values are null."""
+
+    attempt: int | None = None
+    """Attempt that reported."""
+    iteration: int | None = None
+    """Finished steps."""
+    total_iterations: int | None = None
+    """Steps of the whole training."""
+    loss: float | None = None
+    """Loss of the newest step."""
+    learning_rate: float | None = None
+    """Learning rate of the newest step."""
+    grad_norm: float | None = None
+    """Norm of all gradients of the newest step."""
+    tokens_per_second: float | None = None
+    """Throughput over all ranks."""
+    tflops_per_gpu: float | None = None
+    """Model TFLOP/s of each rank."""
+    seconds_left: float | None = None
+    """Estimated time to the end."""
+    consumed_samples: int | None = None
+    """Samples seen so far."""
+    validation_loss: float | None = None
+    """Loss of the newest evaluation."""
+    state: Literal["starting", "training", "evaluating", "saving", "done"] | None = None
+    """What the ranks are doing."""
+    updated_at: str | None = None
+    """Real time of the report, RFC 3339."""
+
+
+class RankTableEntry(StatusModel):
+    """Where a worker's ranks are."""
+
+    index: Int32
+    """Worker."""
+    address: str
+    """Its IPv4 address."""
+    node: str = ""
+    """Machine (or pretended machine) that it runs on."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks."""
+
+
+class RankTable(StatusModel):
+    """The table that the launchers agreed on."""
+
+    attempt: Int32
+    """Attempt that it belongs to."""
+    digest: str
+    """Changes with any entry."""
+    master_addr: str = ""
+    """Address that torch's store listens on."""
+    master_port: int = 0
+    """Port that torch's store listens on."""
+    workers: tuple[RankTableEntry, ...] = ()
+    """Workers in order."""
+
+
+class Failure(StatusModel):
+    """Why an attempt ended: the first worker that failed by itself."""
+
+    time: str
+    """When, RFC 3339."""
+    attempt: Int32
+    """Attempt that ended."""
+    worker: int | None = None
+    """Worker that failed first."""
+    node: str | None = None
+    """Machine that it ran on."""
+    rank: int | None = None
+    """Global rank that failed first."""
+    exit_code: int | None = None
+    """Exit code."""
+    signal: int | None = None
+    """Signal that ended it."""
+    reason: str = ""
+    """One CamelCase word for programs."""
+    message: str = ""
+    """A sentence for people, with the last lines of the log."""
+    action: str = ""
+    """What the backend did about it."""
+
+
+class Status(StatusModel):
+    """State of the job."""
+
+    phase: Phase = "Pending"
+    """Summary for people; derived from the conditions."""
+    observed_generation: int | None = None
+    """Generation of the spec that the backend has seen."""
+    conditions: tuple[Condition, ...] = Field(
+        default=(), json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+    )
+    """One entry per type."""
+    attempt: Int32 = 0
+    """Life of the gang, counted from 0."""
+    restarts: Int32 = 0
+    """Restarts of the gang so far."""
+    restarts_towards_max: Int32 = 0
+    """Restarts that count against runPolicy.maxRestarts."""
+    world_size: int | None = None
+    """Ranks in all."""
+    data_parallel_size: int | None = None
+    """Model replicas."""
+    replica_statuses: ReplicaStatuses = ReplicaStatuses()
+    """Workers by state."""
+    progress: Progress | None = None
+    """How far the training is."""
+    rank_table: RankTable | None = None
+    """Where the ranks are."""
+    slow_ranks: tuple[dict[str, Any], ...] = ()
+    """Verdicts of the hub that stand now."""
+    hung_ranks: tuple[int, ...] = ()
+    """Ranks without progress."""
+    failures: tuple[Failure, ...] = ()
+    """The 10 newest failures, oldest first."""
+    start_time: str | None = None
+    """When the first attempt was created, RFC 3339."""
+    running_time: str | None = None
+    """When all workers of the current attempt ran first, RFC 3339."""
+    last_restart_time: str | None = None
+    """When the gang was restarted last, RFC 3339."""
+    completion_time: str | None = None
+    """When the job ended, RFC 3339."""
+    hub_url: str | None = None
+    """Where the hub listens, while it does."""

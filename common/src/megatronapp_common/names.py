@@ -1,0 +1,83 @@
+"""Names shared by all parts: API group, labels, environment of a worker, exit codes, files in shared memory."""
+
+import enum
+
+GROUP = "megatronapp.io"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "MegatronJob"
+
+LABEL_JOB = f"{GROUP}/job-name"
+LABEL_REPLICA_TYPE = f"{GROUP}/replica-type"
+LABEL_REPLICA_INDEX = f"{GROUP}/replica-index"
+LABEL_ATTEMPT = f"{GROUP}/attempt"
+
+
+class Env(enum.StrEnum):
+    """Environment variables that a backend sets for launcher, agent and hub."""
+
+    JOB = "MEGATRONAPP_JOB"
+    """Name of the job."""
+    JOB_UID = "MEGATRONAPP_JOB_UID"
+    """Unique id of the job object; changes when a job of the same name is created again."""
+    ATTEMPT = "MEGATRONAPP_ATTEMPT"
+    """Life of the gang, counted from 0."""
+    WORKER_INDEX = "MEGATRONAPP_WORKER_INDEX"
+    """Index of this worker, counted from 0."""
+    NUM_WORKERS = "MEGATRONAPP_NUM_WORKERS"
+    """Workers in the gang."""
+    PROC_PER_NODE = "MEGATRONAPP_PROC_PER_NODE"
+    """Ranks of each worker, comma separated, in worker order."""
+    COORDINATOR = "MEGATRONAPP_COORDINATOR"
+    """host:port where worker 0 gathers the gang; the host is resolved again at every retry."""
+    ADDRESS = "MEGATRONAPP_ADDRESS"
+    """IPv4 address of this worker, when the backend knows it."""
+    NODE_NAME = "MEGATRONAPP_NODE_NAME"
+    """Name of the machine (or of the pretended one) that this worker runs on."""
+    SECRET_FILE = "MEGATRONAPP_SECRET_FILE"
+    """File with the job's secret (hex text), mode 0600; tokens are derived from it."""
+    SHM_DIR = "MEGATRONAPP_SHM_DIR"
+    """Directory of rings and pages; /dev/shm by default."""
+    SHM_PREFIX = "MEGATRONAPP_SHM_PREFIX"
+    """Prefix of this worker's files in SHM_DIR; unique per job, attempt and worker."""
+    RUN_DIR = "MEGATRONAPP_RUN_DIR"
+    """Directory for this worker's logs of this attempt."""
+    TERMINATION_LOG = "MEGATRONAPP_TERMINATION_LOG"
+    """File that receives the launcher's JSON outcome, at most 2 KiB."""
+    HUB_URL = "MEGATRONAPP_HUB_URL"
+    """http://host:port of the job's hub; empty or absent: there is none."""
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of ranks and launchers. A launcher passes on the code of its first failing rank."""
+
+    OK = 0
+    OWN_FAILURE = 1
+    """A rank of this worker failed by itself (also: died by a signal)."""
+    USAGE = 64
+    """Wrong flags or configuration: never heals by a restart."""
+    DATA = 65
+    """Corrupt, empty or missing training data: never heals by a restart."""
+    NOT_FINITE = 66
+    """The loss became NaN or Inf."""
+    STORAGE = 67
+    """A checkpoint or log could not be written."""
+    RENDEZVOUS = 68
+    """The gang did not gather: refused, duplicate, or too late."""
+    PEER_LOST = 69
+    """This worker stopped because a peer was lost; the evidence lies elsewhere."""
+    PREEMPTED = 75
+    """Asked to stop (SIGTERM); a checkpoint was written at a step border. Starting again resumes."""
+
+
+class ShmFile(enum.StrEnum):
+    """Suffixes of the files under SHM_DIR; a file is SHM_PREFIX + '.' + suffix."""
+
+    RANK_RING = "rank{rank}.ring"
+    """Trace ring of one global rank."""
+    WORKER_RING = "worker.ring"
+    """Host and device counters of the launcher."""
+    PROGRESS = "progress"
+    """Page with the newest progress; written by the reporting rank."""
+    CONTROL = "control"
+    """Page with commands for the ranks of this worker; written by the agent."""

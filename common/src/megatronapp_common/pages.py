@@ -1,0 +1,110 @@
+"""A page: one small JSON document in shared memory, one writer, many readers, nobody blocks.
+
+The writer counts a sequence number up to odd, writes, and counts it to even; a reader takes the document only if the
+number was even and unchanged and the checksum agrees, so a torn document is never returned.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import pathlib
+import struct
+import zlib
+from typing import Any
+
+from megatronapp_common.errors import PageError
+
+PAGE_BYTES = 16384
+_HEAD = struct.Struct("<QII")  # sequence number, length, crc32
+_SEQUENCE = struct.Struct("<Q")
+PAGE_ROOM = PAGE_BYTES - _HEAD.size
+"""Bytes of JSON that fit."""
+
+
+class PageWriter:
+    """Creates the file (mode 0640), or takes over a dead writer's. Raises PageError if there is no room.
+
+    A file that is there is never cut: a reader that has mapped it would die of SIGBUS. Its document stays until the
+    first write, and its sequence number goes on, so that readers notice that write.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            try:
+                os.posix_fallocate(fd, 0, PAGE_BYTES)
+                self._map = mmap.mmap(fd, PAGE_BYTES)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise PageError(f"{path}: cannot create a page of {PAGE_BYTES} bytes: {error}") from error
+        left: int = _SEQUENCE.unpack_from(self._map, 0)[0]
+        self._sequence = left + left % 2  # odd: its writer died within a write
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Replace the document. Raises PageError if its JSON passes the page."""
+        data = json.dumps(document, separators=(",", ":")).encode()
+        if len(data) > PAGE_ROOM:
+            raise PageError(f"{self._path}: document of {len(data)} bytes does not fit into {PAGE_ROOM}")
+        _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
+        self._map[_HEAD.size : _HEAD.size + len(data)] = data
+        _HEAD.pack_into(self._map, 0, self._sequence + 1, len(data), zlib.crc32(data))
+        self._sequence += 2
+        _SEQUENCE.pack_into(self._map, 0, self._sequence)
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Unmap, and remove the file if asked."""
+        self._map.close()
+        if unlink:
+            with contextlib.suppress(FileNotFoundError):
+                self._path.unlink()
+
+
+class PageReader:
+    """Reads a page that may appear later, be replaced, or vanish."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+        self._seen = 0
+
+    def read(self) -> dict[str, Any] | None:
+        """The document, or None where there is none yet or it is being written."""
+        if self._map is None and not self._open():
+            return None
+        assert self._map is not None
+        sequence, length, crc = _HEAD.unpack_from(self._map, 0)
+        if sequence == 0 or sequence % 2 or length > PAGE_BYTES - _HEAD.size:
+            return None
+        data = self._map[_HEAD.size : _HEAD.size + length]
+        if _SEQUENCE.unpack_from(self._map, 0)[0] != sequence or zlib.crc32(data) != crc:
+            return None
+        self._seen = sequence
+        document: dict[str, Any] = json.loads(data)
+        return document
+
+    def read_new(self) -> dict[str, Any] | None:
+        """The document if it changed since the last successful read; costs one 8-byte load when it did not."""
+        if self._map is not None and _SEQUENCE.unpack_from(self._map, 0)[0] == self._seen:
+            return None
+        return self.read()
+
+    def close(self) -> None:
+        """Unmap."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _open(self) -> bool:
+        try:
+            with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < PAGE_BYTES:
+                    return False
+                self._map = mmap.mmap(file.fileno(), PAGE_BYTES, prot=mmap.PROT_READ)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise PageError(f"{self._path}: cannot map the page: {error}") from error
+        return True

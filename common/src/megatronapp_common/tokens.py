@@ -1,0 +1,37 @@
+"""Tokens of a job: derived from its one secret, so that only one thing has to be kept."""
+
+import enum
+import hashlib
+import hmac
+import pathlib
+import secrets
+
+SECRET_BYTES = 32
+
+
+class Role(enum.StrEnum):
+    """Who may prove what."""
+
+    GATHER = "gather"
+    AGENT = "agent"
+    VIEWER = "viewer"
+
+
+def new_secret() -> str:
+    """A fresh secret as 64 hex digits."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def derive(secret: str, role: Role) -> str:
+    """Token of `role`: HMAC-SHA256 (RFC 2104) keyed with the secret, in hex."""
+    return hmac.new(bytes.fromhex(secret), f"megatronapp:{role}".encode(), hashlib.sha256).hexdigest()
+
+
+def matches(secret: str, role: Role, token: str) -> bool:
+    """Whether `token` proves `role`; takes the same time for every wrong token."""
+    return hmac.compare_digest(derive(secret, role), token)
+
+
+def read_secret(path: pathlib.Path) -> str:
+    """The secret in a file, without its line end."""
+    return path.read_text(encoding="ascii").strip()

@@ -1,0 +1,139 @@
+"""The trace record: 32 bytes, little endian, and the kinds of spans.
+
+A record describes one *ended* span, or one sample of a metric. Its key is (attempt, step, kind, comm, ordinal)
+for communication and (attempt, step, kind, chunk, microbatch) for compute; the attempt stands in the ring's header
+and in the agent's hello frame. With these keys matching between ranks is exact and needs no clock.
+"""
+
+import enum
+
+import numpy as np
+
+RECORD_BYTES = 32
+DURATION_UNIT_NS = 8
+"""Durations are counted in 8 ns: 32 bits reach 34 s."""
+MAX_DURATION_UNITS = 0xFFFF_FFFF
+BYTES_UNIT = 16
+"""`aux` of a transfer counts 16 bytes: 32 bits reach 64 GiB."""
+NO_COMM = 0xFFFF
+NO_MICROBATCH = 0xFFFF
+
+RECORD = np.dtype(
+    [
+        ("start_ns", "<u8"),  # monotonic clock of the node (CLOCK_MONOTONIC)
+        ("duration", "<u4"),  # in 8 ns; saturates with Flag.SATURATED
+        ("step", "<u4"),  # one loop iteration, skipped updates included; counted from 0 over the whole job
+        (
+            "ordinal",
+            "<u4",
+        ),  # n-th message of this communicator, direction and step; matches sender and receiver
+        ("aux", "<u4"),  # see the AUX_* flags
+        ("comm", "<u2"),  # slot in the ring's communicator table, or NO_COMM
+        ("microbatch", "<u2"),  # index within the step and rank, or NO_MICROBATCH
+        ("kind", "u1"),
+        ("chunk", "u1"),  # virtual pipeline stage on this rank
+        ("layer", "u1"),  # layer within the chunk, for layer spans
+        ("flags", "u1"),
+    ]
+)
+
+
+class Kind(enum.IntEnum):
+    """What a record describes. Numbers are part of the wire format: never reuse one."""
+
+    STEP = 1
+    """The whole loop iteration, from the data wait to the end of the optimizer."""
+    DATA = 2
+    """Wait for the next microbatch from the data loader."""
+    FORWARD = 3
+    BACKWARD = 4
+    SEND_POST = 5
+    """Posting a send; aux is its size."""
+    SEND_WAIT = 6
+    RECV_POST = 7
+    RECV_WAIT = 8
+    GRAD_REDUCE = 9
+    """Gradient all-reduce or reduce-scatter over the data-parallel group."""
+    PARAM_GATHER = 10
+    """Parameter all-gather of the distributed optimizer."""
+    EMBED_REDUCE = 11
+    """Gradient all-reduce between first and last stage, and of sequence-parallel norms."""
+    GRAD_NORM = 12
+    OPTIMIZER = 13
+    """The optimizer's own arithmetic."""
+    LOSS_REDUCE = 14
+    """Averaging the reported loss."""
+    EVALUATE = 15
+    CHECKPOINT = 16
+    TP_REDUCE = 17
+    TP_GATHER = 18
+    LAYER_FORWARD = 19
+    LAYER_BACKWARD = 20
+    FAULT = 21
+    """An injected fault was active; covers the time it added, so that a demonstration can be checked against truth."""
+    GC = 22
+    METRIC = 32
+    """A sample: `comm` is a Metric, `aux` holds the bits of a 32-bit float, `start_ns` is when."""
+    COUNTER = 33
+    """A sample of a host or device counter: `comm` is a Counter, `ordinal` the local device, `aux` as for METRIC."""
+
+
+class Flag(enum.IntFlag):
+    """Bits of `flags`."""
+
+    SATURATED = 1
+    """The span lasted longer than the duration field can say."""
+    AUX_BYTES = 2
+    """aux is the size of the transfer in 16 bytes."""
+    AUX_WORK = 4
+    """aux is the work of a compute span, in tokens."""
+    AUX_RUN_QUEUE = 8
+    """aux is the run-queue delay of the recording thread within the span, in 8 ns."""
+    DEVICE_CLOCK = 16
+    """Times come from device events mapped to the host clock."""
+    SKIPPED_UPDATE = 32
+    """The optimizer refused this step (found Inf in the gradients)."""
+    INJECTED = 64
+    """A fault was injected into this span."""
+
+
+class Metric(enum.IntEnum):
+    """Values of `comm` in METRIC records; written by the reporting rank, one of each per step."""
+
+    LOSS = 1
+    LEARNING_RATE = 2
+    GRAD_NORM = 3
+    TOKENS_PER_SECOND = 4
+    TFLOPS_PER_GPU = 5
+    VALIDATION_LOSS = 6
+    CONSUMED_SAMPLES = 7
+
+
+class Counter(enum.IntEnum):
+    """Values of `comm` in COUNTER records of a worker ring."""
+
+    CPU_PRESSURE = 1
+    """Share of time in which some task of the machine waited for a processor (PSI), 0 to 1."""
+    RANK_RUN_QUEUE = 2
+    """Seconds per second that a rank's threads waited for a processor; ordinal is the local rank."""
+    GPU_SM_CLOCK_MHZ = 16
+    GPU_TEMPERATURE_C = 17
+    GPU_POWER_W = 18
+    GPU_THROTTLE_REASONS = 19
+    GPU_UTILISATION = 20
+    GPU_MEMORY_USED_MIB = 21
+
+
+COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER})
+P2P_KINDS = frozenset({Kind.SEND_POST, Kind.SEND_WAIT, Kind.RECV_POST, Kind.RECV_WAIT})
+COLLECTIVE_KINDS = frozenset(
+    {
+        Kind.GRAD_REDUCE,
+        Kind.PARAM_GATHER,
+        Kind.EMBED_REDUCE,
+        Kind.GRAD_NORM,
+        Kind.LOSS_REDUCE,
+        Kind.TP_REDUCE,
+        Kind.TP_GATHER,
+    }
+)

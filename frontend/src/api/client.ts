@@ -1,0 +1,113 @@
+/** Thin client of the hub: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
+import type {
+  Fault,
+  FaultRequest,
+  Heatmap,
+  JobEntry,
+  JobView,
+  Metric,
+  Problem,
+  Series,
+  StepView,
+  Timeline,
+  Verdict,
+} from "./types";
+
+/** An answer that is not a success; status 0 means that the hub was not reached. */
+export class ApiError extends Error {
+  override readonly name = "ApiError";
+
+  constructor(
+    readonly status: number,
+    message: string,
+    readonly hint: string,
+  ) {
+    super(message);
+  }
+}
+
+type Query = Record<string, string | number | undefined>;
+type Fetch = typeof globalThis.fetch;
+
+export interface StepRange {
+  readonly from?: number | undefined;
+  readonly to?: number | undefined;
+}
+
+function address(path: string, query: Query): string {
+  const given = Object.entries(query).flatMap(([key, value]) =>
+    value === undefined ? [] : [[key, String(value)]],
+  );
+  return given.length === 0 ? `api/v1/${path}` : `api/v1/${path}?${new URLSearchParams(given).toString()}`;
+}
+
+async function problemOf(response: Response): Promise<ApiError> {
+  const fallback = `the hub answered ${response.status} ${response.statusText}`.trim();
+  const body = (await response.json().catch(() => null)) as Partial<Problem> | null;
+  return new ApiError(
+    response.status,
+    body?.message ?? fallback,
+    body?.hint ?? "Try again, or look at the hub's log.",
+  );
+}
+
+/** The hub's interface; `fetch` is injected so that tests need no network. */
+export class ApiClient {
+  constructor(private readonly fetch: Fetch = (input, init) => globalThis.fetch(input, init)) {}
+
+  jobs = (signal?: AbortSignal): Promise<JobEntry[]> => this.get("jobs", {}, signal);
+  job = (signal?: AbortSignal): Promise<JobView> => this.get("job", {}, signal);
+  verdicts = (signal?: AbortSignal): Promise<Verdict[]> => this.get("verdicts", {}, signal);
+
+  steps = (range: StepRange, signal?: AbortSignal): Promise<StepView[]> =>
+    this.get("steps", { ...range }, signal);
+
+  series = (name: string, range: StepRange, signal?: AbortSignal): Promise<Series> =>
+    this.get("metrics/series", { name, ...range }, signal);
+
+  heatmap = (metric: Metric, range: StepRange, signal?: AbortSignal): Promise<Heatmap> =>
+    this.get("heatmap", { metric, ...range }, signal);
+
+  timeline = (step: number, signal?: AbortSignal): Promise<Timeline> =>
+    this.get("timeline", { step }, signal);
+
+  addFault = (fault: FaultRequest): Promise<Fault> =>
+    this.request("faults", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(fault),
+    });
+
+  endFault = async (id: string): Promise<void> => {
+    await this.send(`api/v1/faults/${encodeURIComponent(id)}`, { method: "DELETE" });
+  };
+
+  private get<T>(path: string, query: Query, signal: AbortSignal | undefined): Promise<T> {
+    return this.request<T>(path, signal ? { signal } : {}, query);
+  }
+
+  private async request<T>(path: string, init: RequestInit, query: Query = {}): Promise<T> {
+    const response = await this.send(address(path, query), init);
+    return (await response.json()) as T;
+  }
+
+  private async send(url: string, init: RequestInit): Promise<Response> {
+    let response: Response;
+    try {
+      response = await this.fetch(url, { credentials: "same-origin", cache: "no-store", ...init });
+    } catch (error) {
+      if (init.signal?.aborted) throw error;
+      throw new ApiError(0, "The hub does not answer.", "Is the job still running? `megatronapp get` tells.");
+    }
+    if (!response.ok) throw await problemOf(response);
+    return response;
+  }
+}
+
+/** Whether `error` only says that somebody no longer wants the answer. */
+export const isAbort = (error: unknown): boolean =>
+  error instanceof DOMException && error.name === "AbortError";
+
+/** Any thrown value as an ApiError, for the error look. */
+export const asApiError = (error: unknown): ApiError =>
+  error instanceof ApiError ? error : new ApiError(0, String(error), "Reload the page.");

@@ -1,0 +1,22 @@
+/** Names for the generated schemas of the hub's OpenAPI document. */
+import type { components } from "./schema";
+
+type Schemas = components["schemas"];
+
+export type Fault = Schemas["Fault"];
+export type FaultRequest = Schemas["FaultRequest"];
+export type Heatmap = Schemas["Heatmap"];
+export type JobEntry = Schemas["JobEntry"];
+export type JobView = Schemas["JobView"];
+export type Layout = Schemas["Layout"];
+export type Problem = Schemas["Problem"];
+export type Progress = Schemas["Progress"];
+export type RankView = Schemas["RankView"];
+export type Series = Schemas["Series"];
+export type StepView = Schemas["StepView"];
+export type Timeline = Schemas["Timeline"];
+export type TracerHealth = Schemas["TracerHealth"];
+export type Verdict = Schemas["VerdictView"];
+
+export const METRICS = ["slowdown", "compute", "wait", "step"] as const;
+export type Metric = (typeof METRICS)[number];

@@ -1,0 +1,88 @@
+/** Everything known of the job, kept fresh by history over HTTP and the live socket. Provided once, injected by panels. */
+import { computed, inject, onBeforeUnmount, provide, type InjectionKey } from "vue";
+import { asApiError, isAbort, type ApiClient } from "../api/client";
+import { activeVerdicts, suspectRanks } from "../store/verdicts";
+import { LiveConnection, liveUrl, type LiveEvents } from "../wire/live";
+import { createJobState, loadHistory, takeFrame, type JobState } from "./jobState";
+
+type Connect = (events: LiveEvents) => Pick<LiveConnection, "open" | "close">;
+
+const connectToHub: Connect = (events) => new LiveConnection(liveUrl(document.baseURI), events);
+
+/** Loads the history; a failure shows only where there is nothing older to show, or where access is refused. */
+function createLoader(client: ApiClient, state: JobState, onRefused: () => void) {
+  let pending: AbortController | undefined;
+  async function refresh(): Promise<void> {
+    pending?.abort();
+    const { signal } = (pending = new AbortController());
+    try {
+      await loadHistory(client, state, signal);
+      state.load.value = { kind: "ready" };
+    } catch (error) {
+      if (isAbort(error)) return;
+      const problem = asApiError(error);
+      const refused = problem.status === 401;
+      if (refused || state.load.value.kind !== "ready") state.load.value = { kind: "error", error: problem };
+      if (refused) onRefused();
+    }
+  }
+  return { refresh, cancel: () => pending?.abort() };
+}
+
+/** State, derived values and actions of one job's page. */
+export function createJob(client: ApiClient, connect: Connect = connectToHub) {
+  const state = createJobState();
+  const connection = connect({
+    onFrame: (frame) => takeFrame(state, frame),
+    onBadFrame: (error) => (state.notice.value = `The hub sent what this page cannot read: ${error.message}`),
+    onState: (now) => {
+      const opened = now.kind === "live" && state.live.value.kind !== "live";
+      state.live.value = now;
+      if (opened) void loader.refresh();
+    },
+  });
+  const loader = createLoader(client, state, () => connection.close());
+
+  return {
+    ...state,
+    client,
+    newestStep: computed(() => state.steps.value.steps.at(-1) ?? null),
+    active: computed(() => activeVerdicts(state.verdicts.value)),
+    suspects: computed(() => suspectRanks(state.verdicts.value)),
+    start: () => {
+      connection.open();
+      void loader.refresh();
+    },
+    stop: () => {
+      loader.cancel();
+      connection.close();
+    },
+    /** Try again now: the person asked. */
+    reconnect: () => {
+      state.notice.value = null;
+      if (state.load.value.kind === "error") state.load.value = { kind: "loading" };
+      connection.open();
+      void loader.refresh();
+    },
+  };
+}
+
+export type JobApi = ReturnType<typeof createJob>;
+
+const KEY: InjectionKey<JobApi> = Symbol("job");
+
+/** Creates the state for a page and its panels; it lives as long as the component that called this. */
+export function provideJob(client: ApiClient): JobApi {
+  const api = createJob(client);
+  provide(KEY, api);
+  api.start();
+  onBeforeUnmount(api.stop);
+  return api;
+}
+
+/** The state that the page above provided. */
+export function useJob(): JobApi {
+  const api = inject(KEY);
+  if (!api) throw new Error("useJob outside of a job's page");
+  return api;
+}

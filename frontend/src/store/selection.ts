@@ -1,0 +1,44 @@
+/** The one selection that drives all panels, and its form in the URL. */
+import { METRICS, type Metric } from "../api/types";
+
+export interface Selection {
+  /** null: the newest finished step. */
+  readonly step: number | null;
+  readonly rank: number | null;
+  /** Index of a span in the timeline of the selected step. */
+  readonly span: number | null;
+  readonly metric: Metric;
+  readonly page: "job" | "jobs" | null;
+}
+
+export const NOTHING: Selection = { step: null, rank: null, span: null, metric: "slowdown", page: null };
+
+function natural(text: string | null): number | null {
+  return text !== null && /^\d{1,12}$/.test(text) ? Number(text) : null;
+}
+
+/** Selection in a query string; whatever cannot be read counts as absent. */
+export function parseSelection(query: string): Selection {
+  const parameters = new URLSearchParams(query);
+  const metric = METRICS.find((name) => name === parameters.get("metric")) ?? NOTHING.metric;
+  const page = parameters.get("page");
+  const step = natural(parameters.get("step"));
+  return {
+    step,
+    rank: natural(parameters.get("rank")),
+    span: step === null ? null : natural(parameters.get("span")),
+    metric,
+    page: page === "job" || page === "jobs" ? page : null,
+  };
+}
+
+/** Query string of a selection, only with what differs from nothing. */
+export function formatSelection(selection: Selection): string {
+  const parameters = new URLSearchParams();
+  for (const key of ["page", "step", "rank", "span", "metric"] as const) {
+    const value = selection[key];
+    if (value !== null && value !== NOTHING[key]) parameters.set(key, String(value));
+  }
+  const text = parameters.toString();
+  return text === "" ? "" : `?${text}`;
+}

@@ -1,0 +1,56 @@
+/** Points of the curves by name, one value per step; a newer attempt's point replaces an older one's. */
+import type { Series } from "../api/types";
+import { CAPACITY } from "./stepStore";
+
+type Points = Pick<Series, "attempts" | "steps" | "values">;
+
+export interface Curve {
+  readonly steps: number[];
+  readonly values: number[];
+  readonly attempts: number[];
+}
+
+export class SeriesStore {
+  private readonly curves = new Map<string, Curve>();
+
+  constructor(private readonly capacity = CAPACITY) {}
+
+  curve(name: string): Curve {
+    return this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
+  }
+
+  /** Merge points that may come twice (history after a reconnect, then live ones). Points without a value are left out. */
+  add(name: string, points: Points): void {
+    const curve = this.curves.get(name) ?? { steps: [], values: [], attempts: [] };
+    this.curves.set(name, curve);
+    points.steps.forEach((step, index) => {
+      const value = points.values[index];
+      if (value !== null && value !== undefined) put(curve, step, value, points.attempts[index] ?? 0);
+    });
+    const excess = curve.steps.length - this.capacity;
+    if (excess > 0)
+      for (const column of [curve.steps, curve.values, curve.attempts]) column.splice(0, excess);
+  }
+}
+
+function put(curve: Curve, step: number, value: number, attempt: number): void {
+  const at = position(curve.steps, step);
+  const replaces = curve.steps[at] === step;
+  if (replaces && (curve.attempts[at] ?? 0) > attempt) return;
+  const removed = replaces ? 1 : 0;
+  curve.steps.splice(at, removed, step);
+  curve.values.splice(at, removed, value);
+  curve.attempts.splice(at, removed, attempt);
+}
+
+/** Index of the first element not below `value` in an ascending list. */
+export function position(sorted: readonly number[], value: number): number {
+  let [low, high] = [0, sorted.length];
+  if (high === 0 || (sorted[high - 1] ?? 0) < value) return high;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((sorted[middle] ?? 0) < value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}

@@ -1,0 +1,163 @@
+/**
+ * Steps by ranks in typed arrays, outside of any reactivity: what curves and heat map draw. A step that came again in a
+ * newer attempt replaces the older one. Bounded: the oldest steps leave first.
+ */
+import type { Heatmap, Metric, StepView } from "../api/types";
+
+export interface StepsHeader {
+  readonly attempt: number;
+  readonly steps: readonly number[];
+  readonly startsNs: readonly number[];
+  readonly durationsNs: readonly number[];
+  readonly ranks: readonly number[];
+  readonly metrics: readonly string[];
+}
+
+interface StepRow {
+  attempt: number;
+  durationS: number;
+  readonly metrics: Map<string, Float32Array>;
+}
+
+/** A window of one metric: values[rank row][step column], NaN where missing. */
+export interface Matrix {
+  readonly steps: readonly number[];
+  readonly ranks: readonly number[];
+  readonly values: Float32Array;
+}
+
+export const CAPACITY = 4000;
+
+export class StepStore {
+  private readonly rows = new Map<number, StepRow>();
+  private order: number[] = [];
+  private sorted = true;
+  private rankList: number[] = [];
+  private rowOfRank = new Map<number, number>();
+
+  constructor(private readonly capacity = CAPACITY) {}
+
+  get ranks(): readonly number[] {
+    return this.rankList;
+  }
+
+  /** Step numbers held, ascending. */
+  get steps(): readonly number[] {
+    if (!this.sorted) {
+      this.order.sort((left, right) => left - right);
+      this.sorted = true;
+    }
+    return this.order;
+  }
+
+  attemptOf(step: number): number | undefined {
+    return this.rows.get(step)?.attempt;
+  }
+
+  durationOf(step: number): number | undefined {
+    return this.rows.get(step)?.durationS;
+  }
+
+  value(metric: string, rank: number, step: number): number | undefined {
+    const value = this.rows.get(step)?.metrics.get(metric)?.[this.rowOfRank.get(rank) ?? -1];
+    return value === undefined || Number.isNaN(value) ? undefined : value;
+  }
+
+  addSteps(views: readonly StepView[]): void {
+    for (const { step, attempt, durationNs } of views) {
+      const row = this.row(step, attempt);
+      if (row) row.durationS = durationNs / 1e9;
+    }
+    this.trim();
+  }
+
+  addHeatmap(heatmap: Heatmap): void {
+    this.learnRanks(heatmap.ranks);
+    heatmap.steps.forEach((step, column) => {
+      const row = this.row(step, heatmap.attempts[column] ?? 0);
+      if (!row) return;
+      const cells = this.cells(row, heatmap.metric);
+      heatmap.ranks.forEach((rank, index) => {
+        cells[this.rowOfRank.get(rank) ?? 0] = heatmap.values[index]?.[column] ?? Number.NaN;
+      });
+    });
+    this.trim();
+  }
+
+  /** A STEPS frame: `body` is [metric][rank][step]. */
+  addFrame(header: StepsHeader, body: Float32Array): void {
+    this.learnRanks(header.ranks);
+    const [stepCount, rankCount] = [header.steps.length, header.ranks.length];
+    header.steps.forEach((step, column) => {
+      const row = this.row(step, header.attempt);
+      if (!row) return;
+      row.durationS = (header.durationsNs[column] ?? Number.NaN) / 1e9;
+      header.metrics.forEach((metric, plane) => {
+        const cells = this.cells(row, metric);
+        header.ranks.forEach((rank, index) => {
+          const value = body[(plane * rankCount + index) * stepCount + column];
+          cells[this.rowOfRank.get(rank) ?? 0] = value ?? Number.NaN;
+        });
+      });
+    });
+    this.trim();
+  }
+
+  /** Steps from..to of `metric` for all ranks, with a column for every step number of the range. */
+  matrix(metric: Metric, from: number, to: number): Matrix {
+    const count = Math.max(0, Math.floor(to) - Math.ceil(from) + 1);
+    const steps = Array.from({ length: count }, (_, index) => Math.ceil(from) + index);
+    const values = new Float32Array(this.rankList.length * count).fill(Number.NaN);
+    steps.forEach((step, column) => {
+      const cells = this.rows.get(step)?.metrics.get(metric);
+      cells?.forEach((value, row) => (values[row * count + column] = value));
+    });
+    return { steps, ranks: this.rankList, values };
+  }
+
+  private row(step: number, attempt: number): StepRow | undefined {
+    const known = this.rows.get(step);
+    if (known && known.attempt > attempt) return undefined;
+    if (known?.attempt === attempt) return known;
+    const row: StepRow = { attempt, durationS: Number.NaN, metrics: new Map() };
+    if (!known) {
+      this.sorted &&= this.order.length === 0 || step > (this.order.at(-1) ?? -1);
+      this.order.push(step);
+    }
+    this.rows.set(step, row);
+    return row;
+  }
+
+  private cells(row: StepRow, metric: string): Float32Array {
+    const known = row.metrics.get(metric);
+    if (known && known.length === this.rankList.length) return known;
+    const cells = new Float32Array(this.rankList.length).fill(Number.NaN);
+    if (known) cells.set(known.subarray(0, cells.length));
+    row.metrics.set(metric, cells);
+    return cells;
+  }
+
+  private learnRanks(ranks: readonly number[]): void {
+    const fresh = ranks.filter((rank) => !this.rowOfRank.has(rank));
+    if (fresh.length === 0) return;
+    const before = this.rankList;
+    this.rankList = [...before, ...fresh].sort((left, right) => left - right);
+    this.rowOfRank = new Map(this.rankList.map((rank, row) => [rank, row]));
+    for (const row of this.rows.values()) {
+      for (const [metric, old] of row.metrics) row.metrics.set(metric, this.moved(old, before));
+    }
+  }
+
+  private moved(old: Float32Array, before: readonly number[]): Float32Array {
+    const cells = new Float32Array(this.rankList.length).fill(Number.NaN);
+    old.forEach((value, row) => (cells[this.rowOfRank.get(before[row] ?? -1) ?? 0] = value));
+    return cells;
+  }
+
+  private trim(): void {
+    const excess = this.order.length - this.capacity;
+    if (excess <= 0) return;
+    for (const step of this.steps.slice(0, excess)) this.rows.delete(step);
+    this.order = this.order.slice(excess);
+  }
+}

@@ -1,0 +1,94 @@
+/** What verdicts mean for the page: whom to mark, which one leads, what it costs. Pure. */
+import type { Verdict } from "../api/types";
+import { duration, percent, rankList, ratio, seconds } from "./format";
+
+const ACTIVE: readonly Verdict["state"][] = ["confirmed", "suspect", "recovering"];
+
+export const isActive = (verdict: Verdict): boolean => ACTIVE.includes(verdict.state);
+
+/** Active verdicts, the gravest first: hangs, then confirmed before suspected, then by cost. */
+export function activeVerdicts(verdicts: readonly Verdict[]): Verdict[] {
+  const weight = (verdict: Verdict): number =>
+    verdict.cause === "hang" ? -1 : ACTIVE.indexOf(verdict.state);
+  return verdicts
+    .filter(isActive)
+    .sort(
+      (left, right) =>
+        weight(left) - weight(right) || right.effect.secondsPerStep - left.effect.secondsPerStep,
+    );
+}
+
+/** Ranks that a present verdict names. */
+export function suspectRanks(verdicts: readonly Verdict[]): ReadonlySet<number> {
+  return new Set(verdicts.filter(isActive).flatMap((verdict) => verdict.subject.ranks));
+}
+
+/** The subject in two words. */
+export function subjectName({ subject }: Verdict): string {
+  const [source, destination] = subject.ranks;
+  switch (subject.type) {
+    case "link":
+      return `Link ${source} → ${destination}`;
+    case "worker":
+      return `Worker ${subject.worker ?? "?"}`;
+    case "node":
+      return `Node ${subject.node ?? "?"}`;
+    case "stage":
+      return `Stage of ${rankList(subject.ranks)}`;
+    default:
+      return `Rank ${source ?? "?"}`;
+  }
+}
+
+const CAUSES: Readonly<Record<Verdict["cause"], string>> = {
+  compute: "slow compute",
+  host: "host stalls",
+  link: "slow link",
+  hang: "hung",
+  undetermined: "cause undetermined",
+};
+
+export const causeName = (verdict: Verdict): string => CAUSES[verdict.cause];
+
+export interface Cost {
+  readonly perStepS: number;
+  /** Share by which each step became longer; undefined where the step time is unknown. */
+  readonly longer: number | undefined;
+  readonly stepsSoFar: number;
+  readonly totalS: number;
+}
+
+/** Cost of `verdict` up to `newestStep`, where a step now takes `stepS` seconds. */
+export function costOf(verdict: Verdict, newestStep: number, stepS: number | undefined): Cost {
+  const perStepS = verdict.effect.secondsPerStep;
+  const last = verdict.until?.step ?? newestStep;
+  const stepsSoFar = Math.max(0, last - verdict.since.step + 1);
+  const healthyS = stepS === undefined ? 0 : stepS - perStepS;
+  return {
+    perStepS,
+    longer: healthyS > 0 ? perStepS / healthyS : undefined,
+    stepsSoFar,
+    totalS: stepsSoFar * perStepS,
+  };
+}
+
+/** One large number and what it means. */
+export interface Figure {
+  readonly value: string;
+  readonly name: string;
+}
+
+/** The numbers to show large beside a verdict; what is unknown or nothing is left out. */
+export function costFigures(verdict: Verdict, cost: Cost): Figure[] {
+  const { slowdown } = verdict.effect;
+  const { perStepS, longer, totalS, stepsSoFar } = cost;
+  if (verdict.cause === "hang") return [{ value: duration(perStepS), name: "without progress" }];
+  const figures: Figure[] = [];
+  if (typeof slowdown === "number" && slowdown > 1)
+    figures.push({ value: ratio(slowdown), name: "as long as expected" });
+  if (perStepS <= 0) return figures;
+  const share = longer === undefined ? "" : ` (+${percent(longer)})`;
+  figures.push({ value: `+${seconds(perStepS)}`, name: `on every step${share}` });
+  const steps = `${stepsSoFar} ${stepsSoFar === 1 ? "step" : "steps"}`;
+  return [...figures, { value: totalS < 100 ? seconds(totalS) : duration(totalS), name: `lost in ${steps}` }];
+}

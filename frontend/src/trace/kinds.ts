@@ -1,0 +1,106 @@
+/** Kinds of spans as `megatronapp_common.trace.Kind` numbers them, and the one legend they share. */
+import type { ThemeName } from "../render/colour";
+
+export const Kind = {
+  STEP: 1,
+  DATA: 2,
+  FORWARD: 3,
+  BACKWARD: 4,
+  SEND_POST: 5,
+  SEND_WAIT: 6,
+  RECV_POST: 7,
+  RECV_WAIT: 8,
+  GRAD_REDUCE: 9,
+  PARAM_GATHER: 10,
+  EMBED_REDUCE: 11,
+  GRAD_NORM: 12,
+  OPTIMIZER: 13,
+  LOSS_REDUCE: 14,
+  EVALUATE: 15,
+  CHECKPOINT: 16,
+  TP_REDUCE: 17,
+  TP_GATHER: 18,
+  LAYER_FORWARD: 19,
+  LAYER_BACKWARD: 20,
+  FAULT: 21,
+  GC: 22,
+  METRIC: 32,
+  COUNTER: 33,
+} as const;
+
+export const Flag = {
+  SATURATED: 1,
+  AUX_BYTES: 2,
+  AUX_WORK: 4,
+  AUX_RUN_QUEUE: 8,
+  DEVICE_CLOCK: 16,
+  SKIPPED_UPDATE: 32,
+  INJECTED: 64,
+} as const;
+
+export type Group =
+  "forward" | "backward" | "optimizer" | "wait" | "transfer" | "collective" | "other" | "fault";
+
+export interface GroupStyle {
+  readonly label: string;
+  readonly colour: Readonly<Record<ThemeName, string>>;
+  /** Ink of a label on that colour. */
+  readonly ink: Readonly<Record<ThemeName, string>>;
+  readonly hatched: boolean;
+}
+
+const INK: GroupStyle["ink"] = { dark: "#0b0e12", light: "#ffffff" };
+const style = (label: string, onDark: string, onLight: string, hatched = false, ink = INK): GroupStyle => ({
+  label,
+  colour: { dark: onDark, light: onLight },
+  ink,
+  hatched,
+});
+
+/** In legend order. Work is saturated, waiting recedes (grey, hatched), a fault has the colour of an alarm. */
+export const GROUPS: Readonly<Record<Group, GroupStyle>> = {
+  forward: style("Forward", "#6cb8f0", "#1f78c1"),
+  backward: style("Backward", "#8f8be8", "#5a4fcf"),
+  optimizer: style("Optimizer", "#e59ac4", "#b0467f"),
+  collective: style("Collective", "#b5a15a", "#8d7a3c"),
+  transfer: style("Transfer", "#4fc4a1", "#0c7d5e"),
+  wait: style("Waiting for a peer", "#2b333e", "#e3e7ed", true, { dark: "#c3ccd8", light: "#3b4656" }),
+  other: style("Data, evaluation, checkpoint", "#b39b85", "#7a6350"),
+  fault: style("Injected fault", "#ff9152", "#c24409", true),
+};
+
+interface KindStyle {
+  readonly label: string;
+  readonly short: string;
+  readonly group: Group;
+}
+
+const KINDS: Readonly<Record<number, KindStyle>> = {
+  [Kind.STEP]: { label: "Step", short: "", group: "other" },
+  [Kind.DATA]: { label: "Data", short: "Data", group: "other" },
+  [Kind.FORWARD]: { label: "Forward", short: "F", group: "forward" },
+  [Kind.BACKWARD]: { label: "Backward", short: "B", group: "backward" },
+  [Kind.SEND_POST]: { label: "Post send", short: "Send", group: "transfer" },
+  [Kind.SEND_WAIT]: { label: "Wait for send", short: "Wait send", group: "wait" },
+  [Kind.RECV_POST]: { label: "Post receive", short: "Recv", group: "transfer" },
+  [Kind.RECV_WAIT]: { label: "Wait for receive", short: "Wait", group: "wait" },
+  [Kind.GRAD_REDUCE]: { label: "Gradient reduction", short: "Grad reduce", group: "collective" },
+  [Kind.PARAM_GATHER]: { label: "Parameter gather", short: "Param gather", group: "collective" },
+  [Kind.EMBED_REDUCE]: { label: "Embedding reduction", short: "Embed reduce", group: "collective" },
+  [Kind.GRAD_NORM]: { label: "Gradient norm", short: "Grad norm", group: "collective" },
+  [Kind.OPTIMIZER]: { label: "Optimizer", short: "Optimizer", group: "optimizer" },
+  [Kind.LOSS_REDUCE]: { label: "Loss reduction", short: "Loss reduce", group: "collective" },
+  [Kind.EVALUATE]: { label: "Evaluation", short: "Evaluate", group: "other" },
+  [Kind.CHECKPOINT]: { label: "Checkpoint", short: "Checkpoint", group: "other" },
+  [Kind.TP_REDUCE]: { label: "Tensor reduction", short: "TP reduce", group: "collective" },
+  [Kind.TP_GATHER]: { label: "Tensor gather", short: "TP gather", group: "collective" },
+  [Kind.LAYER_FORWARD]: { label: "Layer forward", short: "L", group: "forward" },
+  [Kind.LAYER_BACKWARD]: { label: "Layer backward", short: "L", group: "backward" },
+  [Kind.FAULT]: { label: "Injected fault", short: "Fault", group: "fault" },
+  [Kind.GC]: { label: "Garbage collection", short: "GC", group: "other" },
+};
+
+/** How a kind looks and reads; a newer hub's kinds show by number. */
+export function kindStyle(kind: number): KindStyle {
+  return KINDS[kind] ?? { label: `Kind ${kind}`, short: `${kind}`, group: "other" };
+}

@@ -1,0 +1,145 @@
+import { describe, expect, it, vi } from "vitest";
+import { encodeFrame, FrameType } from "./frames";
+import { backoffMs, LiveConnection, liveUrl, SILENCE_MS, type LiveState } from "./live";
+
+class FakeSocket {
+  binaryType = "";
+  closed = false;
+  onopen: (() => void) | null = null;
+  onmessage: ((event: { data: unknown }) => void) | null = null;
+  onclose: (() => void) | null = null;
+  close(): void {
+    this.closed = true;
+  }
+}
+
+function setUp() {
+  const sockets: FakeSocket[] = [];
+  const timers: { run: () => void; ms: number; cancelled: boolean }[] = [];
+  const states: LiveState[] = [];
+  const onFrame = vi.fn();
+  const onBadFrame = vi.fn();
+  let now = 1000;
+  const connection = new LiveConnection(
+    "ws://hub/api/v1/live",
+    { onFrame, onBadFrame, onState: (state) => states.push(state) },
+    {
+      connect: () => {
+        const socket = new FakeSocket();
+        sockets.push(socket);
+        return socket as unknown as WebSocket;
+      },
+      now: () => now,
+      random: () => 0.5,
+      later: (run, ms) => {
+        const timer = { run, ms, cancelled: false };
+        timers.push(timer);
+        return () => (timer.cancelled = true);
+      },
+    },
+  );
+  const fire = (): number => {
+    const timer = timers.filter((candidate) => !candidate.cancelled).at(-1);
+    if (!timer) throw new Error("no timer is set");
+    timer.cancelled = true;
+    timer.run();
+    return timer.ms;
+  };
+  const newest = (): FakeSocket => sockets.at(-1) ?? new FakeSocket();
+  return {
+    connection,
+    sockets,
+    newest,
+    states,
+    onFrame,
+    onBadFrame,
+    fire,
+    tick: (ms: number) => (now += ms),
+  };
+}
+
+const snapshot = encodeFrame(FrameType.SNAPSHOT, { name: "demo" }).buffer;
+
+describe("LiveConnection", () => {
+  it("hands frames on", () => {
+    const { connection, newest, onFrame, states } = setUp();
+    connection.open();
+    newest().onopen?.();
+    newest().onmessage?.({ data: snapshot });
+    expect(states.map((state) => state.kind)).toEqual(["connecting", "live"]);
+    expect(onFrame).toHaveBeenCalledWith(
+      expect.objectContaining({ type: FrameType.SNAPSHOT, header: { name: "demo" } }),
+    );
+  });
+
+  it("tells of bytes that are no frame and stays connected", () => {
+    const { connection, newest, onBadFrame, states } = setUp();
+    connection.open();
+    newest().onopen?.();
+    newest().onmessage?.({ data: new ArrayBuffer(3) });
+    newest().onmessage?.({ data: "text" });
+    expect(onBadFrame).toHaveBeenCalledTimes(2);
+    expect(states.at(-1)?.kind).toBe("live");
+  });
+
+  it("reconnects with growing delays and remembers since when it is lost", () => {
+    const { connection, newest, states, fire, tick, sockets } = setUp();
+    connection.open();
+    newest().onopen?.();
+    const delays: number[] = [];
+    for (let round = 0; round < 3; round += 1) {
+      newest().onclose?.();
+      delays.push(fire());
+      tick(100);
+    }
+    expect(delays).toEqual([500, 1000, 2000]);
+    expect(states.filter((state) => state.kind === "lost").map((state) => state.since)).toEqual([
+      1000, 1000, 1000,
+    ]);
+    expect(sockets).toHaveLength(4);
+  });
+
+  it("counts from the start again once it was connected", () => {
+    const { connection, newest, fire, states } = setUp();
+    connection.open();
+    newest().onclose?.();
+    fire();
+    newest().onopen?.();
+    newest().onclose?.();
+    expect(fire()).toBe(500);
+    expect(states.map((state) => state.kind)).toEqual(["connecting", "lost", "live", "lost"]);
+  });
+
+  it("takes a connected but silent hub for lost", () => {
+    const { connection, newest, fire, states } = setUp();
+    connection.open();
+    newest().onopen?.();
+    const silent = newest();
+    expect(fire()).toBe(SILENCE_MS);
+    expect(silent.closed).toBe(true);
+    expect(states.at(-1)?.kind).toBe("lost");
+  });
+
+  it("says nothing after it was closed", () => {
+    const { connection, newest, states } = setUp();
+    connection.open();
+    const socket = newest();
+    connection.close();
+    socket.onclose?.();
+    expect(states.map((state) => state.kind)).toEqual(["connecting"]);
+  });
+});
+
+describe("backoffMs", () => {
+  it("has an upper end and spreads by a quarter to both sides", () => {
+    expect(backoffMs(20, 0)).toBe(11_250);
+    expect(backoffMs(20, 1)).toBe(18_750);
+  });
+});
+
+describe("liveUrl", () => {
+  it("stays beside the page", () => {
+    expect(liveUrl("http://127.0.0.1:8080/?step=3#x")).toBe("ws://127.0.0.1:8080/api/v1/live");
+    expect(liveUrl("https://door/jobs/a/")).toBe("wss://door/jobs/a/api/v1/live");
+  });
+});

@@ -1,0 +1,119 @@
+/** The live socket: frames in, reconnects with back-off, and notices a hub that is connected but silent. */
+import { decodeFrame, FrameError, type Frame } from "./frames";
+
+export const SILENCE_MS = 15_000;
+const FIRST_DELAY_MS = 500;
+const LONGEST_DELAY_MS = 15_000;
+
+export type LiveState =
+  | { readonly kind: "connecting" }
+  | { readonly kind: "live" }
+  | { readonly kind: "lost"; readonly since: number; readonly retryAt: number };
+
+/** What the connection needs from its surroundings; tests give their own. */
+export interface LiveWorld {
+  readonly connect: (url: string) => WebSocket;
+  readonly now: () => number;
+  readonly random: () => number;
+  readonly later: (run: () => void, ms: number) => () => void;
+}
+
+export interface LiveEvents {
+  readonly onFrame: (frame: Frame) => void;
+  readonly onState: (state: LiveState) => void;
+  /** Bytes that are no frame: a fault of one side, shown to the person. */
+  readonly onBadFrame: (error: FrameError) => void;
+}
+
+export const browserWorld: LiveWorld = {
+  connect: (url) => new WebSocket(url),
+  now: () => Date.now(),
+  random: () => Math.random(),
+  later: (run, ms) => {
+    const timer = setTimeout(run, ms);
+    return () => clearTimeout(timer);
+  },
+};
+
+/** Delay before try number `attempt` (from 0): doubles up to 15 s, spread by a quarter so that pages do not come at once. */
+export function backoffMs(attempt: number, random: number): number {
+  return Math.min(FIRST_DELAY_MS * 2 ** attempt, LONGEST_DELAY_MS) * (0.75 + random / 2);
+}
+
+export class LiveConnection {
+  private socket: WebSocket | undefined;
+  private cancelTimer: () => void = () => undefined;
+  private failures = 0;
+  private lostSince: number | undefined;
+
+  constructor(
+    private readonly url: string,
+    private readonly events: LiveEvents,
+    private readonly world: LiveWorld = browserWorld,
+  ) {}
+
+  /** Connect now, whatever the back-off says. */
+  open(): void {
+    this.close();
+    if (this.lostSince === undefined) this.events.onState({ kind: "connecting" });
+    const socket = this.world.connect(this.url);
+    socket.binaryType = "arraybuffer";
+    socket.onopen = () => this.heard(true);
+    socket.onmessage = (event: MessageEvent<unknown>) => this.receive(event.data);
+    socket.onclose = () => this.lost();
+    this.socket = socket;
+    this.watch();
+  }
+
+  /** Stop, and say nothing more. */
+  close(): void {
+    this.cancelTimer();
+    if (!this.socket) return;
+    this.socket.onopen = this.socket.onmessage = this.socket.onclose = null;
+    this.socket.close();
+    this.socket = undefined;
+  }
+
+  private heard(opened: boolean): void {
+    if (opened || this.lostSince !== undefined) {
+      this.failures = 0;
+      this.lostSince = undefined;
+      this.events.onState({ kind: "live" });
+    }
+    this.watch();
+  }
+
+  private watch(): void {
+    this.cancelTimer();
+    this.cancelTimer = this.world.later(() => this.lost(), SILENCE_MS);
+  }
+
+  private receive(data: unknown): void {
+    this.heard(false);
+    try {
+      if (!(data instanceof ArrayBuffer)) throw new FrameError("a text message came where frames are binary");
+      this.events.onFrame(decodeFrame(new Uint8Array(data)));
+    } catch (error) {
+      if (!(error instanceof FrameError)) throw error;
+      this.events.onBadFrame(error);
+    }
+  }
+
+  private lost(): void {
+    this.close();
+    const now = this.world.now();
+    this.lostSince ??= now;
+    const delay = backoffMs(this.failures, this.world.random());
+    this.failures += 1;
+    this.events.onState({ kind: "lost", since: this.lostSince, retryAt: now + delay });
+    this.cancelTimer = this.world.later(() => this.open(), delay);
+  }
+}
+
+/** Address of the live socket beside a page's address. */
+export function liveUrl(base: string): string {
+  const url = new URL("api/v1/live", base);
+  url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
+  url.search = url.hash = "";
+  return url.toString();
+}

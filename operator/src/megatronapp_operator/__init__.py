@@ -1,0 +1,1 @@
+"""megatronapp_operator."""

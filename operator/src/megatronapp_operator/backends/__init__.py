@@ -1,0 +1,1 @@
+"""Backends: what carries out a plan."""

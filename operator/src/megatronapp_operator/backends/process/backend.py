@@ -1,0 +1,264 @@
+"""The backend of one job: look, plan, store the status, act, wait; until nothing is left to do."""
+
+import contextlib
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatronapp_common import tokens
+from megatronapp_common.names import Env, ShmFile
+from megatronapp_common.pages import PageReader
+from megatronapp_operator.backends.process import files, kin, sight, signals, spawn
+from megatronapp_operator.backends.process.hub import HubProcess
+from megatronapp_operator.backends.process.paths import shm_prefix
+from megatronapp_operator.backends.process.ports import HeldPort
+from megatronapp_operator.backends.process.settings import Settings, worker_address, worker_environment
+from megatronapp_operator.backends.process.worker import WorkerProcess
+from megatronapp_operator.document import rfc3339, status_document
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    Action,
+    CreateWorker,
+    DeleteHub,
+    DeleteWorker,
+    EnsureHub,
+    EnsureSecret,
+    EventType,
+    Job,
+    JobSpec,
+    Observed,
+    RecordEvent,
+    Status,
+    Stop,
+    plan,
+)
+
+TICK_S = 0.5
+"""How often progress is read and deadlines of processes are looked at."""
+
+GUARDIAN_END_S = 5.0
+
+Listener = Callable[[Status, tuple[Action, ...]], None]
+"""Told of every new status, and of what is done about it."""
+
+
+class Backend:
+    """Runs one job in this process, in its main thread."""
+
+    def __init__(self, settings: Settings, spec: JobSpec, *, facts: dict[str, Any], listener: Listener) -> None:
+        self._settings = settings
+        self._job = Job(spec=spec)
+        self._facts = facts
+        self._listener = listener
+        self._workers: dict[int, WorkerProcess] = {}
+        self._pages: dict[int, PageReader] = {}
+        self._hub: HubProcess | None = None
+        self._coordinator: HeldPort | None = None
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._last_now = 0.0
+        self._disk_warned = False
+
+    def run(self) -> Status:
+        """Run the job to its end. Signals stop it: the first with a checkpoint, the second at once."""
+        spawn.become_subreaper()
+        with signals.blocked() as numbers, self._cleaned_up():
+            while True:
+                wake_at = self._step()
+                if self._finished():
+                    self._store()
+                    return self._job.status
+                number = signals.wait(numbers, min(TICK_S, wake_at - self._now()))
+                if number is not None and number is not signal.SIGCHLD:
+                    self._stop(number)
+
+    @contextlib.contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Whatever happens in between, no process and no shared memory stays."""
+        self._guardian = spawn.start_guardian(self._settings.uid, self._settings.shm)
+        try:
+            yield
+        finally:
+            self._sweep()
+            kin.remove_shared_memory(self._settings.shm, shm_prefix(self._settings.uid))
+            if self._hub is not None:
+                self._hub.close()
+            self._release_gang()
+            self._release_guardian()
+
+    def _sweep(self) -> None:
+        """Kill what is left, and name what cannot be killed (such as a process inside a broken driver)."""
+        mine = kin.Kin(uid=self._settings.uid)
+        if kin.sweep(mine):
+            return
+        pids = ", ".join(map(str, kin.find(mine)))
+        message = f"these processes could not be ended and may still hold memory, ports and GPUs: {pids}"
+        print(f"warning: {self._settings.name}: {message}", file=sys.stderr)
+        self._record(RecordEvent(type=EventType.WARNING, reason="ProcessesLeft", message=message), self._now())
+
+    def _step(self) -> float:
+        """One look and one plan; returns when to do it again at the latest."""
+        now = self._now()
+        self._tick(now)
+        made = plan(self._job, self._observe(), now)
+        changed = made.status != self._job.status
+        self._job = dataclasses.replace(self._job, status=made.status)
+        if changed:
+            self._store()
+        for action in made.actions:
+            self._act(action, now)
+        if changed or made.actions:
+            self._listener(made.status, made.actions)
+        if any(not isinstance(action, RecordEvent) for action in made.actions):
+            return now
+        return now + TICK_S if made.wake_at is None else made.wake_at
+
+    def _now(self) -> float:
+        """The real time, never before the last call: the plan counts on it."""
+        self._last_now = max(self._last_now, time.time())
+        return self._last_now
+
+    def _tick(self, now: float) -> None:
+        for worker in self._workers.values():
+            worker.tick(now)
+            if worker.trouble is not None:
+                self._warn("AgentNotStarted", worker.trouble, now)
+                worker.trouble = None
+        for index in [index for index, worker in self._workers.items() if self._forgotten(worker)]:
+            del self._workers[index]
+        if self._hub is not None:
+            self._hub.tick(now)
+        own = {pid for worker in self._workers.values() for pid in worker.pids}
+        own |= self._hub.pids if self._hub is not None else set()
+        self._keep_guardian()
+        assert self._guardian is not None
+        spawn.reap_strangers(own | {self._guardian.pid})
+
+    def _forgotten(self, worker: WorkerProcess) -> bool:
+        return worker.gone and worker.observe().deletion is not None
+
+    def _keep_guardian(self) -> None:
+        if self._guardian is not None and self._guardian.poll() is not None:
+            self._release_guardian()
+            self._guardian = spawn.start_guardian(self._settings.uid, self._settings.shm)
+
+    def _release_guardian(self) -> None:
+        assert self._guardian is not None and self._guardian.stdin is not None
+        self._guardian.stdin.close()
+        try:
+            self._guardian.wait(GUARDIAN_END_S)
+        except subprocess.TimeoutExpired:  # somebody stopped it
+            self._guardian.kill()
+            self._guardian.wait()
+
+    def _observe(self) -> Observed:
+        told = self._hub.summary if self._hub is not None else None
+        pages = [sight.read_page(page) for page in self._pages.values()]
+        current = told is not None and told.attempt == self._job.status.attempt
+        return Observed(
+            secret=self._settings.paths.secret.exists(),
+            hub=self._hub.observe() if self._hub is not None else None,
+            workers=tuple(worker.observe() for worker in self._workers.values()),
+            progress=sight.newest([told.progress if told else None, *pages]),
+            slow_ranks=told.slow_ranks if told else None,
+            hung_ranks=told.hung_ranks if told and current else None,
+        )
+
+    def _act(self, action: Action, now: float) -> None:
+        match action:
+            case EnsureSecret():
+                files.write_text(self._settings.paths.secret, tokens.new_secret() + "\n")
+            case EnsureHub():
+                self._start_hub(now)
+            case DeleteHub():
+                if self._hub is not None:
+                    self._hub.delete(now)
+            case CreateWorker():
+                self._create(action, now)
+            case DeleteWorker():
+                self._workers[action.index].delete(action.grace_s, now)
+            case RecordEvent():
+                self._record(action, now)
+
+    def _record(self, event: RecordEvent, now: float) -> None:
+        words = {"type": event.type.value, "reason": event.reason, "message": event.message}
+        with self._kept_alive_on_a_full_disk():
+            files.append_json(self._settings.paths.events, {"time": rfc3339(now), **words})
+
+    def _warn(self, reason: str, message: str, now: float) -> None:
+        """An event of the backend's own: something beside the training failed and is tried again."""
+        event = RecordEvent(type=EventType.WARNING, reason=reason, message=message)
+        self._record(event, now)
+        self._listener(self._job.status, (event,))
+
+    def _start_hub(self, now: float) -> None:
+        if self._hub is None:
+            self._hub = HubProcess(self._settings, secret=tokens.read_secret(self._settings.paths.secret))
+        try:
+            self._hub.start()
+        except OSError as error:
+            self._hub.give_up_start(now)
+            self._warn("HubNotStarted", f"the hub cannot be started, it is tried again later: {error}", now)
+
+    def _create(self, action: CreateWorker, now: float) -> None:
+        if not self._workers:
+            self._release_gang()
+            self._coordinator = HeldPort(worker_address(0))
+        assert self._coordinator is not None
+        environment = worker_environment(
+            self._settings,
+            index=action.index,
+            attempt=action.attempt,
+            coordinator=f"{self._coordinator.address}:{self._coordinator.number}",
+            hub_url=self._hub.url if self._hub is not None else "",
+        )
+        page = self._settings.shm / f"{environment[Env.SHM_PREFIX]}.{ShmFile.PROGRESS}"
+        self._pages[action.index] = PageReader(page)
+        self._workers[action.index] = WorkerProcess(
+            self._settings, index=action.index, attempt=action.attempt, environment=environment, now=now
+        )
+
+    def _release_gang(self) -> None:
+        """Give back what belongs to one attempt."""
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
+
+    def _stop(self, number: signal.Signals) -> None:
+        """The first signal asks for a checkpoint, the second does not wait for it."""
+        force = self._job.stop is not None or number is signals.FORCING
+        stop = self._job.stop or Stop(reason="Interrupted", message=f"stopped by {number.name}")
+        self._job = dataclasses.replace(self._job, stop=dataclasses.replace(stop, force=force))
+
+    def _finished(self) -> bool:
+        if self._job.status.phase not in TERMINAL_PHASES or not all(one.gone for one in self._workers.values()):
+            return False
+        return self._hub is None or self._hub.ended_at is not None
+
+    def _store(self) -> None:
+        document = status_document(self._job.status) | self._facts
+        table = self._workers[0].rank_table() if 0 in self._workers else None
+        if table is not None:
+            document["rankTable"] = table
+        if self._hub is not None and self._hub.ended_at is None:
+            document["hubUrl"] = self._hub.url
+        with self._kept_alive_on_a_full_disk():
+            files.write_json(self._settings.paths.status, document)
+
+    @contextlib.contextmanager
+    def _kept_alive_on_a_full_disk(self) -> Iterator[None]:
+        """What people are shown gets old while it cannot be written; that is no reason to end their training."""
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_warned:
+                print(f"warning: {self._settings.paths.root}: the state cannot be written: {error}", file=sys.stderr)
+            self._disk_warned = True
+        else:
+            self._disk_warned = False

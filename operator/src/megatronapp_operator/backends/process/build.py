@@ -1,0 +1,83 @@
+"""From a MegatronJob to what the plan and the process backend need of it."""
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+from megatronapp_common.job import MegatronJob, RunPolicy, megatron_arguments
+from megatronapp_operator import plan
+from megatronapp_operator.backends.process.paths import JobPaths, shm_dir
+from megatronapp_operator.backends.process.settings import Commands, Settings
+
+FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
+CHECKOUT = pathlib.Path(__file__).parents[5]
+
+
+def build_policy(given: RunPolicy) -> plan.RunPolicy:
+    """The run policy of a manifest."""
+    return plan.RunPolicy(
+        max_restarts=given.max_restarts,
+        backoff=plan.Backoff(
+            initial_s=given.backoff.initial_seconds,
+            max_s=given.backoff.max_seconds,
+            factor=given.backoff.factor,
+        ),
+        reset_after_s=given.reset_after_seconds,
+        active_deadline_s=given.active_deadline_seconds,
+        start_deadline_s=given.start_deadline_seconds,
+        progress_deadline_s=given.progress_deadline_seconds,
+        grace_s=given.termination_grace_period_seconds,
+    )
+
+
+def build_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpec:
+    """What the plan reads of a job."""
+    analyzer = job.spec.analyzer
+    return plan.JobSpec(
+        name=job.metadata.name,
+        uid=uid,
+        workers=job.world.nodes,
+        hub=analyzer.enabled,
+        hub_retain_s=analyzer.retain_seconds if retain_hub else 0,
+        policy=build_policy(job.spec.run_policy),
+    )
+
+
+def build_commands(job: MegatronJob) -> Commands:
+    """The programs of the other parts."""
+    python = (sys.executable, "-m")
+    allow = ("--allow-remote",) if not job.spec.analyzer.host.startswith("127.") else ()
+    return Commands(
+        launcher=(*python, "megatronapp_trainer.launch", "--", *megatron_arguments(job)),
+        agent=(*python, "megatronapp_analyzer.agent"),
+        hub=(*python, "megatronapp_analyzer.hub", *frontend_words(), *allow),
+    )
+
+
+def frontend_words() -> tuple[str, ...]:
+    """The hub's flag for the built page: named by the environment, else of the checkout that this package is in."""
+    folder = pathlib.Path(os.environ.get(FRONTEND_ENV) or CHECKOUT / "frontend" / "dist")
+    return ("--frontend", str(folder)) if (folder / "index.html").exists() else ()
+
+
+def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Commands) -> Settings:
+    """What the process backend needs to know of a job."""
+    return Settings(
+        name=job.metadata.name,
+        uid=uid,
+        proc_per_node=job.world.proc_per_node,
+        gpus_per_node=job.spec.gpus_per_node,
+        env={entry.name: entry.value for entry in job.spec.env},
+        commands=commands,
+        paths=paths,
+        shm=shm_dir(),
+        analyzer=job.spec.analyzer.enabled,
+        hub_host=job.spec.analyzer.host,
+        hub_port=job.spec.analyzer.port,
+    )
+
+
+def build_facts(job: MegatronJob) -> dict[str, Any]:
+    """The part of the status that follows from the spec alone."""
+    return {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}

@@ -1,0 +1,31 @@
+"""The guardian: cleans up after a backend that was killed.
+
+`python -m megatronapp_operator.backends.process.guardian JOB_UID SHM_DIR`, in a session of its own, with standard input
+a pipe whose other end only the backend holds. End of file means that the backend has ended, however it did: every
+process of the job is killed and its shared memory removed. After an orderly end there is nothing left to find.
+"""
+
+import pathlib
+import signal
+import sys
+
+from megatronapp_operator.backends.process import kin
+from megatronapp_operator.backends.process.paths import shm_prefix
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def main() -> int:
+    """Wait for the backend's end, then clean up."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set())
+    uid, shm = sys.argv[1], pathlib.Path(sys.argv[2])
+    sys.stdin.buffer.read()
+    gone = kin.sweep(kin.Kin(uid=uid))
+    kin.remove_shared_memory(shm, shm_prefix(uid))
+    return 0 if gone else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The job's hub: its process, and asking it."""
+
+import subprocess
+
+import httpx
+
+from megatronapp_common.tokens import Role, derive
+from megatronapp_operator.backends.process import sight
+from megatronapp_operator.backends.process.files import write_json
+from megatronapp_operator.backends.process.ports import HeldPort
+from megatronapp_operator.backends.process.settings import Settings, base_environment
+from megatronapp_operator.backends.process.spawn import spawn
+from megatronapp_operator.plan import Hub, HubPhase
+
+POLL_S = 1.0
+TIMEOUT_S = 1.0
+STOP_S = 5.0
+
+
+class HubProcess:
+    """Starts the hub on one port for the whole life of the job, and polls its summary. `tick` does not block long."""
+
+    def __init__(self, settings: Settings, *, secret: str) -> None:
+        self._settings = settings
+        self._port = HeldPort(settings.hub_host, settings.hub_port)
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"},
+            timeout=TIMEOUT_S,
+            trust_env=False,  # a proxy of the environment does not know this machine's loopback
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self.ended_at: float | None = None
+        """When it ended, if it does not run."""
+        self._deleted_at: float | None = None
+        self._poll_due = 0.0
+        self._ready = False
+        self.summary: sight.Summary | None = None
+        """The newest answer to GET /api/v1/summary; None while the hub does not answer."""
+
+    @property
+    def url(self) -> str:
+        """Where people and agents find it."""
+        host = "127.0.0.1" if self._settings.hub_host == "0.0.0.0" else self._settings.hub_host
+        return f"http://{host}:{self._port.number}"
+
+    @property
+    def pids(self) -> set[int]:
+        """Our own child, if it was started."""
+        return set() if self._process is None else {self._process.pid}
+
+    def start(self) -> None:
+        """Start it, or start it again on the same port, where its state waits. Raises OSError if that cannot be."""
+        paths, commands = self._settings.paths, self._settings.commands
+        paths.hub_state.mkdir(parents=True, exist_ok=True)
+        words = (
+            *("--host", self._settings.hub_host, "--port", str(self._port.number)),
+            *("--job-file", str(paths.manifest), "--state-dir", str(paths.hub_state)),
+        )
+        environment = base_environment(self._settings)
+        write_json(paths.hub, {"url": self.url})
+        self._process = spawn((*commands.hub, *words), environment=environment, log=paths.hub_log)
+        self._starts, self.ended_at = self._starts + 1, None
+
+    def give_up_start(self, now: float) -> None:
+        """Count a start that failed as one that ended at once, so that the next one waits."""
+        self._starts, self.ended_at = self._starts + 1, now
+
+    def delete(self, now: float) -> None:
+        """Ask it to end."""
+        if self._deleted_at is None and self._process is not None:
+            self._deleted_at = now
+            self._process.terminate()
+
+    def observe(self) -> Hub | None:
+        """What the plan is told of it."""
+        if self._process is None and self.ended_at is None:
+            return None
+        phase = HubPhase.READY if self._ready else HubPhase.STARTING
+        if self.ended_at is not None:
+            phase = HubPhase.ENDED
+        return Hub(phase=phase, starts=self._starts, ended_at=self.ended_at, deleting=self._deleted_at is not None)
+
+    def tick(self, now: float) -> None:
+        """Notice its end; ask for the summary once a second."""
+        if self._process is None or self.ended_at is not None:
+            return
+        if self._process.poll() is not None:
+            self.ended_at, self._ready, self.summary = now, False, None
+        elif self._deleted_at is not None:
+            if now >= self._deleted_at + STOP_S:
+                self._process.kill()
+        elif now >= self._poll_due:
+            self.summary = self._ask()
+            self._ready = self.summary is not None
+            self._poll_due = now + POLL_S
+
+    def close(self) -> None:
+        """Give the port and the connection back."""
+        self._client.close()
+        self._port.close()
+
+    def _ask(self) -> sight.Summary | None:
+        """A hub that is starting, stopped or gone gives nothing, which is no error: training does not need it."""
+        try:
+            answer = self._client.get("/api/v1/summary")
+            return sight.read_summary(answer.json()) if answer.is_success else None
+        except (httpx.HTTPError, ValueError):
+            return None

@@ -1,0 +1,86 @@
+"""Finding the processes of a job by what they inherit: their environment.
+
+Process groups and parents can be left (setsid, a parent that dies), the environment of a process cannot be taken from
+it from outside. Signals go through a pidfd that was opened before the environment was read, so a pid that is used
+again is never hit.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+
+from megatronapp_common.names import Env
+
+PROC = pathlib.Path("/proc")
+POLL_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kin:
+    """Which processes: those of a job, of one attempt of it, or of one worker of that."""
+
+    uid: str
+    attempt: int | None = None
+    worker: int | None = None
+
+    def matches(self, environment: bytes) -> bool:
+        """Whether a process with this environment (NUL separated) belongs here."""
+        wanted = {Env.JOB_UID: self.uid, Env.ATTEMPT: self.attempt, Env.WORKER_INDEX: self.worker}
+        entries = set(environment.split(b"\0"))
+        return all(f"{name}={value}".encode() in entries for name, value in wanted.items() if value is not None)
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
+
+
+def _environment(pid: int) -> bytes:
+    """Environment of a process, empty where it has ended or is not ours."""
+    try:
+        return (PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def find(kin: Kin) -> list[int]:
+    """Pids of the living processes, without this one."""
+    me = os.getpid()
+    return [pid for pid in _pids() if pid != me and kin.matches(_environment(pid))]
+
+
+def send(kin: Kin, number: signal.Signals) -> int:
+    """Signal every process of `kin`; returns how many there were."""
+    count = 0
+    for pid in find(kin):
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(fd, "rb", buffering=0):
+            if kin.matches(_environment(pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, number)
+                    count += 1
+    return count
+
+
+def sweep(kin: Kin, deadline_s: float = 10.0) -> bool:
+    """Kill until none is left: a process may have forked while the list was read. False: some are left."""
+    end = time.monotonic() + deadline_s
+    while send(kin, signal.SIGKILL):
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def remove_shared_memory(folder: pathlib.Path, prefix: str) -> list[str]:
+    """Remove the files of `folder` that begin with `prefix`; returns their names."""
+    found = [path for path in folder.iterdir() if path.name.startswith(prefix)]
+    for path in found:
+        path.unlink(missing_ok=True)
+    return [path.name for path in found]

@@ -1,0 +1,61 @@
+"""The lock that says whether a job's backend lives. The kernel drops it with the process, whatever kills it."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+
+from megatronapp_operator.errors import JobConflictError
+
+PATIENCE_S = 1.0
+"""How long `hold` waits for another holder: a process that cleans up, or a backend, which will not let go."""
+ASKED_PATIENCE_S = 30.0
+"""How long it waits for those that only ask: they let go at once, but may not get a processor to do so."""
+POLL_S = 0.01
+
+
+def is_held(path: pathlib.Path) -> bool:
+    """Whether some process holds the lock. Asking takes a shared lock for a moment, which `hold` waits out."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextlib.contextmanager
+def hold(path: pathlib.Path) -> Iterator[None]:
+    """Hold the lock. Raises JobConflictError if another process does."""
+    fd = _take(path)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def _take(path: pathlib.Path) -> int:
+    """A locked descriptor of the file that has this name *now*: it may be deleted between opening and locking."""
+    began = time.monotonic()
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except BlockingIOError as error:
+            if time.monotonic() - began > (PATIENCE_S if is_held(path) else ASKED_PATIENCE_S):
+                os.close(fd)
+                name = path.parent.name
+                raise JobConflictError(f"{name}: another process of megatronapp works on this job") from error
+            time.sleep(POLL_S)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(fd)

@@ -1,0 +1,129 @@
+"""Running a job in this process, or in one that outlives the terminal."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.process import build, lock, registry
+from megatronapp_operator.backends.process.backend import Backend, Listener
+from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.settings import Commands
+from megatronapp_operator.backends.process.stopping import stop_backend
+from megatronapp_operator.errors import BackendError, JobConflictError, JobNotFoundError, OperatorError
+from megatronapp_operator.plan import Action, Status
+
+ACCEPTED = b"accepted"
+
+
+def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener: Listener) -> Status:
+    """Run a job to its end. Raises JobConflictError if one of its name runs."""
+    paths, uid = JobPaths.of(job.metadata.name), registry.new_uid()
+    retire(paths.name)
+    paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _sole_backend(paths):
+        registry.accept(paths, job, uid=uid)
+        settings = build.build_settings(job, uid=uid, paths=paths, commands=commands)
+        spec = build.build_spec(job, uid=uid, retain_hub=retain_hub)
+        backend = Backend(settings, spec, facts=build.build_facts(job), listener=listener)
+        with _failure_told(paths):
+            status = backend.run()
+        registry.end(paths)
+        return status
+
+
+@contextlib.contextmanager
+def _failure_told(paths: JobPaths) -> Iterator[None]:
+    """A backend that cannot go on (a full disk, a port in use) says so where people look for the job's state."""
+    try:
+        yield
+    except (OperatorError, OSError) as error:
+        with contextlib.suppress(OSError):  # the disk may still be full; then the status says that we are lost
+            registry.fail(paths, str(error))
+        raise BackendError(f"{paths.name}: the backend had to give up: {error}") from error
+
+
+def retire(name: str) -> None:
+    """End a backend that only keeps the pages of a finished job open: a new job takes its place."""
+    try:
+        job = registry.view(name)
+    except JobNotFoundError:
+        return
+    if job.alive and job.ended:
+        stop_backend(job, force=False)
+
+
+@contextlib.contextmanager
+def _sole_backend(paths: JobPaths) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock.hold(paths.lock))
+        except JobConflictError as error:
+            name = paths.name
+            raise JobConflictError(
+                f'megatronjobs.megatronapp.io "{name}" is running; stop it with "megatronapp delete {name}", '
+                "or start this one beside it with --name"
+            ) from error
+        yield
+
+
+def run_detached(job: MegatronJob, *, commands: Commands) -> None:
+    """Start a backend in a session of its own and come back when the job is accepted.
+
+    Raises BackendError with the words of a backend that did not accept it.
+    """
+    listening, telling = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(listening)
+        _become_backend(job, commands, telling)
+    os.close(telling)
+    os.waitpid(pid, 0)
+    with os.fdopen(listening, "rb") as pipe:
+        answer = pipe.read()
+    if answer != ACCEPTED:
+        raise BackendError(answer.decode(errors="replace") or "the backend ended before it accepted the job")
+
+
+def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
+    """The rest of the life of the forked process: leave session and parent, run the job, never return."""
+    code = 1
+    try:
+        os.setsid()
+        if os.fork() != 0:
+            code = 0
+            return
+        _leave_terminal(JobPaths.of(job.metadata.name))
+        run_job(job, commands=commands, retain_hub=True, listener=_tell_once(telling))
+        code = 0
+    except Exception as error:
+        with contextlib.suppress(OSError):  # accepted already, and nobody listens any more
+            os.write(telling, str(error).encode())
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _leave_terminal(paths: JobPaths) -> None:
+    """Standard input from nowhere, output to the job's own log."""
+    paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    log = os.open(paths.backend_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for source, target in ((nowhere, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    sys.stdout.flush()
+
+
+def _tell_once(telling: int) -> Callable[[Status, tuple[Action, ...]], None]:
+    """A listener that reports the first plan carried out: by then all processes are started."""
+    open_pipes = [telling]
+
+    def listen(_status: Status, _actions: tuple[Action, ...]) -> None:
+        while open_pipes:
+            pipe = open_pipes.pop()
+            os.write(pipe, ACCEPTED)
+            os.close(pipe)
+
+    return listen

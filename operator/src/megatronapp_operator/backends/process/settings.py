@@ -1,0 +1,93 @@
+"""What the process backend needs to know of a job beyond the plan: programs, addresses, environment."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Mapping
+
+from megatronapp_common.names import Env
+from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
+from megatronapp_operator.backends.process.spawn import inherited_environment
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Commands:
+    """Programs of a job, as argument lists."""
+
+    launcher: tuple[str, ...]
+    agent: tuple[str, ...]
+    hub: tuple[str, ...]
+    """Followed by --host, --port, --job-file and --state-dir."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that stays the same over the attempts of a job."""
+
+    name: str
+    uid: str
+    proc_per_node: tuple[int, ...]
+    """Ranks of each worker."""
+    gpus_per_node: int
+    env: Mapping[str, str]
+    commands: Commands
+    paths: JobPaths
+    shm: pathlib.Path
+    analyzer: bool
+    """Whether there are agents and a hub."""
+    hub_host: str = "127.0.0.1"
+    hub_port: int = 0
+    """0: a free one."""
+
+
+def worker_address(index: int) -> str:
+    """Loopback address of worker `index`: 127.0.0.2, 127.0.0.3, ... (127.0.0.1 is the hub's)."""
+    last = 2 + index
+    return f"127.{last >> 16}.{last >> 8 & 255}.{last & 255}"
+
+
+def base_environment(settings: Settings) -> dict[str, str]:
+    """What every process of the job is told."""
+    return {
+        **inherited_environment(),
+        **settings.env,
+        Env.JOB: settings.name,
+        Env.JOB_UID: settings.uid,
+        Env.SECRET_FILE: str(settings.paths.secret),
+        Env.SHM_DIR: str(settings.shm),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def worker_environment(
+    settings: Settings, *, index: int, attempt: int, coordinator: str, hub_url: str
+) -> dict[str, str]:
+    """What the launcher of worker `index` and its agent are told."""
+    run_dir = settings.paths.run_dir(attempt, index)
+    environment = {
+        **base_environment(settings),
+        Env.ATTEMPT: str(attempt),
+        Env.WORKER_INDEX: str(index),
+        Env.NUM_WORKERS: str(len(settings.proc_per_node)),
+        Env.PROC_PER_NODE: ",".join(map(str, settings.proc_per_node)),
+        Env.COORDINATOR: coordinator,
+        Env.ADDRESS: worker_address(index),
+        Env.NODE_NAME: f"node-{index}",
+        Env.SHM_PREFIX: shm_prefix(settings.uid, attempt, index),
+        Env.RUN_DIR: str(run_dir),
+        Env.TERMINATION_LOG: str(run_dir / "termination.json"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": ",".join(worker_devices(settings, index)),
+    }
+    if hub_url:
+        environment[Env.HUB_URL] = hub_url
+    return environment
+
+
+def worker_devices(settings: Settings, index: int) -> list[str]:
+    """This worker's share of the machine's GPUs: nodes that share a machine must not share a GPU."""
+    share = slice(index * settings.gpus_per_node, (index + 1) * settings.gpus_per_node)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible.split(",")[share]
+    return [str(number) for number in range(share.start, share.stop)]

@@ -1,0 +1,100 @@
+"""Reading what ranks and hub say: progress and verdicts. What cannot be read counts as not said.
+
+Neither decides over the life of a job, so a page or an answer of a shape that we do not know must not end the backend.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.errors import PageError
+from megatronapp_common.pages import PageReader
+from megatronapp_operator.document import seconds_of
+from megatronapp_operator.plan import Progress
+from megatronapp_operator.plan.observed import SlowRank
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+"""What reading a document of a wrong shape raises."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The hub's summary."""
+
+    attempt: int = 0
+    """The newest attempt that the hub knows of; hung ranks are of this one."""
+    progress: Progress | None = None
+    slow_ranks: tuple[SlowRank, ...] = ()
+    hung_ranks: tuple[int, ...] = ()
+
+
+def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of another process
+    """The answer to GET /api/v1/summary, or None if it is none."""
+    try:
+        return Summary(
+            attempt=int(document["attempt"]),
+            progress=read_progress(document["progress"]),
+            slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"]),
+            hung_ranks=tuple(int(rank) for rank in document["hungRanks"]),
+        )
+    except UNREADABLE:
+        return None
+
+
+def read_page(page: PageReader) -> Progress | None:
+    """The progress on a page that may not be there (yet, or any more)."""
+    try:
+        return read_progress(page.read())
+    except (PageError, *UNREADABLE):
+        return None
+
+
+def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
+    """Progress from a progress page or the hub's copy of it; None where it does not say how far it is.
+
+    Raises one of UNREADABLE for a document of another shape.
+    """
+    if page is None or page.get("iteration") is None:
+        return None
+    return Progress(
+        attempt=int(page.get("attempt") or 0),
+        iteration=int(page["iteration"]),
+        total_iterations=page.get("totalIterations"),
+        state=page.get("state") or "training",
+        loss=_finite(page.get("loss")),
+        learning_rate=_finite(page.get("learningRate")),
+        grad_norm=_finite(page.get("gradNorm")),
+        tokens_per_second=_finite(page.get("tokensPerSecond")),
+        tflops_per_gpu=_finite(page.get("tflopsPerGpu")),
+        seconds_left=_finite(page.get("secondsLeft")),
+        consumed_samples=page.get("consumedSamples"),
+        validation_loss=_finite(page.get("validationLoss")),
+        updated_at=None if page.get("updatedAt") is None else seconds_of(page["updatedAt"]),
+    )
+
+
+def newest(pages: Iterable[Progress | None]) -> Progress | None:
+    """The one that is furthest on."""
+    found = [page for page in pages if page is not None]
+    return max(found, key=lambda page: (page.attempt, page.iteration, page.updated_at or 0.0), default=None)
+
+
+def _finite(value: float | None) -> float | None:
+    """The number, or None for NaN and Inf, which a page may hold and JSON has no word for."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _verdict(entry: Mapping[str, Any]) -> SlowRank:
+    subject, effect, since = entry["subject"], entry.get("effect") or {}, entry.get("since") or {}
+    return SlowRank(
+        id=entry["id"],
+        subject=subject["type"],
+        ranks=tuple(subject["ranks"]),
+        cause=entry["cause"],
+        state=entry["state"],
+        sentence=entry["sentence"],
+        since_step=since.get("step"),
+        slowdown=_finite(effect.get("slowdown")),
+        seconds_per_step=_finite(effect.get("secondsPerStep")),
+    )

@@ -1,0 +1,60 @@
+"""Ending another process's backend."""
+
+import os
+import signal
+import time
+
+from megatronapp_operator.backends.process import files, lock, signals
+from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.errors import BackendError
+
+POLL_S = 0.05
+KILL_AFTER_S = 20.0
+"""How long a backend may take after it was told not to wait for a checkpoint."""
+
+
+def stop_backend(job: JobView, *, force: bool) -> None:
+    """End the backend: ask, say that there is no time for a checkpoint, and kill it if that does not help.
+
+    Raises BackendError if it cannot be killed.
+    """
+    if not force:
+        _signal(job.paths, signal.SIGTERM)
+        if _ended(job.paths, grace_s(job) + KILL_AFTER_S):
+            return
+    _signal(job.paths, signals.FORCING)
+    if _ended(job.paths, KILL_AFTER_S):
+        return
+    _signal(job.paths, signal.SIGKILL)
+    if not _ended(job.paths, KILL_AFTER_S):
+        raise BackendError(f"{job.name}: the backend cannot be killed; see {job.paths.backend}")
+
+
+def grace_s(job: JobView) -> float:
+    """Time that the job gives its workers for a checkpoint."""
+    return float(job.document["spec"].get("runPolicy", {}).get("terminationGracePeriodSeconds", 600))
+
+
+def _signal(paths: JobPaths, number: signal.Signals) -> None:
+    """Signal the backend, if it is still the process that we read about."""
+    document = files.read_json(paths.backend)
+    if document is None:
+        return
+    try:
+        fd = os.pidfd_open(document["pid"])
+    except ProcessLookupError:
+        return
+    with os.fdopen(fd, "rb", buffering=0):
+        if lock.is_held(paths.lock):
+            signal.pidfd_send_signal(fd, number)
+            signal.pidfd_send_signal(fd, signal.SIGCONT)  # one that was stopped could not answer
+
+
+def _ended(paths: JobPaths, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while lock.is_held(paths.lock):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

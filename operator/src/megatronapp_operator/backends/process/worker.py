@@ -1,0 +1,174 @@
+"""A worker: a launcher with its ranks, and the agent beside it."""
+
+import os
+import pathlib
+import signal
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_operator.backends.process import kin
+from megatronapp_operator.backends.process.files import read_json
+from megatronapp_operator.backends.process.settings import Settings
+from megatronapp_operator.backends.process.spawn import ended, spawn
+from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
+
+AGENT_FLUSH_S = 3.0
+"""Time of an agent to send what it has, after its worker has ended."""
+AGENT_PAUSE_MAX_S = 60.0
+LAST_BYTES = 2000
+
+
+class WorkerProcess:
+    """One worker of one attempt. `tick` moves it on; nothing here blocks."""
+
+    def __init__(
+        self, settings: Settings, *, index: int, attempt: int, environment: Mapping[str, str], now: float
+    ) -> None:
+        self.index = index
+        self.attempt = attempt
+        self.gone = False
+        """Nothing of it is left: no process and no shared memory."""
+        self.trouble: str | None = None
+        """What people should hear of; the backend takes it away."""
+        self._settings = settings
+        self._environment = environment
+        self._run_dir = pathlib.Path(environment[Env.RUN_DIR])
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._started_at = now
+        self._finished_at: float | None = None
+        self._outcome: Outcome | None = None
+        self._deletion: Deletion | None = None
+        self._launcher = spawn(settings.commands.launcher, environment=environment, log=self.launcher_log)
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent_starts = 0
+        self._agent_due = now
+        self._agent_asked = False
+
+    @property
+    def launcher_log(self) -> pathlib.Path:
+        """Output of the launcher."""
+        return self._run_dir / "launcher.log"
+
+    @property
+    def pids(self) -> set[int]:
+        """Our own children among its processes."""
+        agent = set() if self._agent is None else {self._agent.pid}
+        return {self._launcher.pid} | agent
+
+    def delete(self, grace_s: float, now: float) -> None:
+        """Ask it to stop within `grace_s` seconds, or kill it now (0)."""
+        self._deletion = Deletion(since=now, grace_s=grace_s)
+        if self._finished_at is None:
+            self._signal(signal.SIGTERM if grace_s else signal.SIGKILL)
+
+    def observe(self) -> Worker:
+        """What the plan is told of it."""
+        return Worker(
+            index=self.index,
+            attempt=self.attempt,
+            phase=self._phase(),
+            started_at=self._started_at,
+            finished_at=self._finished_at,
+            outcome=self._outcome,
+            deletion=self._deletion,
+        )
+
+    def rank_table(self) -> dict[str, Any] | None:
+        """The table that the gang agreed on, once it has gathered."""
+        return read_json(self._run_dir / "rank-table.json")
+
+    def tick(self, now: float) -> None:
+        """Notice ends, keep the agent alive, and clean up after the launcher."""
+        if self.gone:
+            return
+        if self._finished_at is None:
+            if ended(self._launcher):
+                self._finish(now)
+            else:
+                self._kill_if_overdue(now)
+                self._keep_agent(now)
+        if self._finished_at is not None:
+            self._retire_agent(now, self._finished_at)
+
+    def _phase(self) -> WorkerPhase:
+        if self._outcome is not None:
+            return WorkerPhase.SUCCEEDED if self._outcome.code == ExitCode.OK else WorkerPhase.FAILED
+        return WorkerPhase.RUNNING if (self._run_dir / "rank-table.json").exists() else WorkerPhase.PENDING
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signal the launcher, which passes it on; a kill goes to the whole group."""
+        if number is signal.SIGKILL:
+            os.killpg(self._launcher.pid, number)
+            return
+        os.kill(self._launcher.pid, number)
+        os.kill(self._launcher.pid, signal.SIGCONT)  # a stopped process does not see SIGTERM
+
+    def _kill_if_overdue(self, now: float) -> None:
+        if self._deletion is not None and now >= self._deletion.since + self._deletion.grace_s:
+            self._signal(signal.SIGKILL)
+
+    def _finish(self, now: float) -> None:
+        """The launcher has ended: nothing of its group may outlive it."""
+        os.killpg(self._launcher.pid, signal.SIGKILL)
+        code = self._launcher.wait()
+        self._finished_at = now
+        self._outcome = read_outcome(pathlib.Path(self._environment[Env.TERMINATION_LOG]), code, self.launcher_log)
+
+    def _keep_agent(self, now: float) -> None:
+        """An agent's death changes nothing in training; it is started again, less and less often."""
+        if not self._settings.analyzer or now < self._agent_due:
+            return
+        if self._agent is not None and self._agent.poll() is None:
+            return
+        self._agent_starts += 1
+        self._agent_due = now + min(AGENT_PAUSE_MAX_S, 2.0 ** min(self._agent_starts, 6))
+        log = self._run_dir / "agent.log"
+        try:
+            self._agent = spawn(self._settings.commands.agent, environment=self._environment, log=log)
+        except OSError as error:
+            pause_s = self._agent_due - now
+            self.trouble = f"the agent of worker {self.index} cannot be started, next try in {pause_s:.0f} s: {error}"
+
+    def _retire_agent(self, now: float, finished_at: float) -> None:
+        if self._agent is not None and self._agent.poll() is None:
+            if not self._agent_asked:
+                self._agent.terminate()
+                self._agent_asked = True
+            if now < finished_at + AGENT_FLUSH_S:
+                return
+            self._agent.kill()
+            self._agent.wait()
+        relatives = kin.Kin(uid=self._settings.uid, attempt=self.attempt, worker=self.index)
+        if kin.send(relatives, signal.SIGKILL) == 0:
+            prefix = self._environment[Env.SHM_PREFIX]
+            kin.remove_shared_memory(self._settings.shm, f"{prefix}.")
+            self.gone = True
+
+
+def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> Outcome:
+    """The launcher's own record, or one made of its exit status (negative: a signal) and last words."""
+    record = read_json(path)
+    if record is not None and code >= 0:
+        return Outcome(
+            code=code,
+            reason=str(record.get("reason") or ""),
+            message=str(record.get("message") or ""),
+            rank=record.get("rank"),
+            signal=record.get("signal"),
+        )
+    if code < 0:
+        return Outcome(code=ExitCode.OWN_FAILURE, reason="LauncherKilled", signal=-code, message="the launcher died")
+    return Outcome(code=code, reason="Completed" if code == 0 else "LauncherFailed", message=last_words(log))
+
+
+def last_words(log: pathlib.Path) -> str:
+    """The last line of a log, for a message."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        return ""
+    return lines[-1] if lines else ""

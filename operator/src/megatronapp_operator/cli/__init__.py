@@ -1,0 +1,5 @@
+"""Subcommands of `megatronapp` for jobs; the command itself lives in megatronapp_common."""
+
+from megatronapp_operator.cli.commands import register
+
+__all__ = ["register"]

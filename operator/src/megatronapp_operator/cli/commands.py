@@ -1,0 +1,122 @@
+"""The parsers of the subcommands. What they do is imported when one of them runs."""
+
+import argparse
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatronapp_operator.cli.durations import parse_duration
+from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
+
+Subparsers = Any
+"""argparse's own type is private and generic over the parser class."""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add run, get, describe, logs, wait, delete, inject and ui."""
+    for add in (_run, _get, _describe, _logs, _wait, _delete, _inject, _ui):
+        add(subparsers)
+
+
+def _command(module: str) -> Callable[[argparse.Namespace], int]:
+    def call(arguments: argparse.Namespace) -> int:
+        loaded = importlib.import_module(f"megatronapp_operator.cli.{module}")
+        code: int = loaded.main(arguments)
+        return code
+
+    return call
+
+
+def _add(subparsers: Subparsers, name: str, text: str, *, description: str | None = None) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=description or text)
+    parser.set_defaults(func=_command(name))
+    return parser
+
+
+def _run(subparsers: Subparsers) -> None:
+    text = """Run a MegatronJob on this machine: every worker is a group of processes.
+
+Without --detach the job lives in front of you: the first Ctrl-C asks for a checkpoint and stops it, the second kills
+it. On a terminal the pages stay open for spec.analyzer.retainSeconds after the end, or until Ctrl-C.
+Paths in the manifest are relative to the current folder.
+Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
+    parser = _add(subparsers, "run", "run a job on this machine", description=text)
+    parser.add_argument("file", metavar="FILE", help="MegatronJob in YAML or JSON; - reads standard input")
+    parser.add_argument("--name", help="name of the job, in place of metadata.name")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="also print progress, the trainer's log and verdicts")
+    how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
+
+
+def _get(subparsers: Subparsers) -> None:
+    parser = _add(subparsers, "get", "list jobs, or show one")
+    parser.add_argument("job", nargs="?", metavar="JOB", help="name of a job; left out: all")
+    parser.add_argument("-o", "--output", choices=("json", "yaml", "wide", "name"), help="form of the output")
+    parser.add_argument("-w", "--watch", action="store_true", help="go on printing a line whenever something changes")
+    parser.add_argument("--no-headers", action="store_true", help="leave the line of column names out")
+
+
+def _describe(subparsers: Subparsers) -> None:
+    parser = _add(subparsers, "describe", "show state, failures and events of a job")
+    parser.add_argument("job", metavar="JOB", help="name of a job")
+
+
+def _logs(subparsers: Subparsers) -> None:
+    text = """Print the log of one process of a job: of the rank that reports the loss, unless another one is named."""
+    parser = _add(subparsers, "logs", "print the log of a rank or a worker", description=text)
+    parser.add_argument("job", metavar="JOB", help="name of a job")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="N", help="log of this global rank")
+    which.add_argument("--worker", type=int, metavar="N", help="log of this worker's launcher")
+    parser.add_argument("--attempt", type=int, metavar="N", help="life of the gang; left out: the newest")
+    parser.add_argument("--tail", type=int, metavar="LINES", help="only so many of the last lines")
+
+
+def _wait(subparsers: Subparsers) -> None:
+    text = """Wait until a condition of a job is true, or until it is deleted.
+Ends early with code 1 if the job has ended in another way."""
+    parser = _add(subparsers, "wait", "wait for a condition of a job", description=text)
+    parser.add_argument("job", metavar="JOB", help="name of a job")
+    parser.add_argument(
+        "--for",
+        dest="condition",
+        required=True,
+        metavar="condition=TYPE[=VALUE]|delete",
+        help="such as condition=Complete, condition=Running=false, delete",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=parse_duration,
+        default=30.0,
+        metavar="TIME",
+        help="such as 90s, 10m, 1h30m; negative waits for ever (default: 30s)",
+    )
+
+
+def _delete(subparsers: Subparsers) -> None:
+    parser = _add(subparsers, "delete", "stop a job and forget it with its logs; checkpoints stay")
+    parser.add_argument("job", metavar="JOB", help="name of a job")
+    parser.add_argument("--ignore-not-found", action="store_true", help="no error if there is none")
+    parser.add_argument("--force", action="store_true", help="do not wait for a checkpoint")
+
+
+def _inject(subparsers: Subparsers) -> None:
+    text = """Make one rank slow for some steps, to see whether it is named.
+Needs spec.analyzer.enabled and spec.trace.enabled."""
+    parser = _add(subparsers, "inject", "make one rank slow for a while", description=text)
+    parser.add_argument("job", metavar="JOB", help="name of a running job")
+    parser.add_argument("--rank", type=parse_index, required=True, metavar="R", help="global rank that is made slow")
+    parser.add_argument("--kind", choices=("compute", "host", "link"), required=True, help="what is slow")
+    parser.add_argument(
+        "--factor", type=parse_factor, required=True, metavar="F", help="how many times as long; above 1"
+    )
+    parser.add_argument("--from-step", type=parse_index, required=True, metavar="N", help="first step")
+    parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
+    parser.add_argument("--peer", type=parse_index, metavar="R", help="with link: only what comes from this rank")
+
+
+def _ui(subparsers: Subparsers) -> None:
+    parser = _add(subparsers, "ui", "open the pages of a job")
+    parser.add_argument("job", metavar="JOB", help="name of a job")
+    parser.add_argument("--print", action="store_true", dest="print_only", help="print the address, and nothing else")

@@ -1,0 +1,36 @@
+"""`megatronapp delete`."""
+
+import argparse
+
+from megatronapp_operator.backends.process import lock, registry
+from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.stopping import grace_s, stop_backend
+from megatronapp_operator.errors import JobNotFoundError
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Stop a job and forget it; returns the exit code."""
+    try:
+        job = registry.view(arguments.job)
+    except JobNotFoundError:
+        if arguments.ignore_not_found:
+            return 0
+        raise
+    if job.alive:
+        if not job.ended:
+            print(_stopping(job, force=arguments.force), flush=True)
+        stop_backend(job, force=arguments.force)
+    with lock.hold(job.paths.lock):
+        registry.clean_up(job.paths)
+        job.paths.remove()
+    print(f'megatronjob.megatronapp.io "{job.name}" deleted')
+    return 0
+
+
+def _stopping(job: JobView, *, force: bool) -> str:
+    """Said before the wait, which may be long."""
+    if force:
+        return "stopping at once; no checkpoint is written"
+    if not job.document["spec"].get("checkpoint", {}).get("save"):
+        return f"stopping; nothing is saved, as spec.checkpoint.save is not set; at most {grace_s(job):g} s"
+    return f"stopping; a checkpoint is written, at most {grace_s(job):g} s"

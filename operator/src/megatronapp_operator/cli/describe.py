@@ -1,0 +1,106 @@
+"""`megatronapp describe`."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatronapp_operator.backends.process import files, registry
+from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.cli.tables import NONE, age, format_table, iteration, number
+
+EVENTS_SHOWN = 30
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print everything about a job; returns the exit code."""
+    job = registry.view(arguments.job)
+    print("\n".join(describe(job)), flush=True)
+    return 0
+
+
+def describe(job: JobView) -> Iterator[str]:
+    """Lines about a job."""
+    yield from _pairs(_head(job))
+    yield from _conditions(job.status)
+    yield from _workers(job.status)
+    yield from _slow_ranks(job.status)
+    yield from _failures(job.status)
+    yield from _events(files.read_lines(job.paths.events))
+
+
+def _head(job: JobView) -> list[tuple[str, str]]:
+    metadata, spec, status = job.document["metadata"], job.document["spec"], job.status
+    layout = ", ".join(f"{name} {size}" for name, size in spec.get("parallelism", {}).items())
+    replicas = ", ".join(f"{count} {name}" for name, count in status.get("replicaStatuses", {}).items())
+    progress = status.get("progress", {})
+    return [
+        ("Name", job.name),
+        ("UID", metadata["uid"]),
+        ("Phase", job.phase),
+        ("Backend", "running" if job.alive else "ended"),
+        ("Created", metadata.get("creationTimestamp", NONE)),
+        ("Started", status.get("startTime", NONE)),
+        ("Completed", status.get("completionTime", NONE)),
+        ("Parallelism", layout or NONE),
+        ("World size", str(status.get("worldSize", NONE))),
+        ("Workers", replicas or NONE),
+        ("Attempt", str(status.get("attempt", 0))),
+        ("Restarts", f"{status.get('restarts', 0)} ({status.get('restartsTowardsMax', 0)} towards the maximum)"),
+        ("Iteration", iteration(progress)),
+        ("Loss", number(progress.get("loss"), ".4f")),
+        ("Hub", status.get("hubUrl", NONE)),
+        ("State", str(job.paths.root)),
+    ]
+
+
+def _pairs(pairs: list[tuple[str, str]]) -> Iterator[str]:
+    width = max(len(name) for name, _ in pairs) + 3
+    return (f"{name + ':':<{width}}{value}" for name, value in pairs)
+
+
+def _section(title: str, rows: list[list[str]]) -> Iterator[str]:
+    yield f"{title}:" if len(rows) > 1 else f"{title}:  {NONE}"
+    if len(rows) > 1:
+        yield from (f"  {line}" for line in format_table(rows).splitlines())
+
+
+def _conditions(status: dict[str, Any]) -> Iterator[str]:
+    rows = [["TYPE", "STATUS", "AGE", "REASON", "MESSAGE"]]
+    for one in status.get("conditions", ()):
+        rows.append([one["type"], one["status"], age(one["lastTransitionTime"]), one["reason"], one["message"]])
+    return _section("Conditions", rows)
+
+
+def _workers(status: dict[str, Any]) -> Iterator[str]:
+    rows = [["WORKER", "NODE", "ADDRESS", "RANKS"]]
+    for one in status.get("rankTable", {}).get("workers", ()):
+        ranks = ",".join(map(str, one["ranks"]))
+        rows.append([str(one["index"]), one["node"], one["address"], ranks])
+    return _section("Rank table", rows)
+
+
+def _slow_ranks(status: dict[str, Any]) -> Iterator[str]:
+    rows = [["SUBJECT", "CAUSE", "STATE", "SENTENCE"]]
+    for one in status.get("slowRanks", ()):
+        subject = f"{one['subject']['type']} {','.join(map(str, one['subject']['ranks']))}"
+        rows.append([subject, one["cause"], one["state"], one["sentence"]])
+    return _section("Slow ranks", rows)
+
+
+def _failures(status: dict[str, Any]) -> Iterator[str]:
+    rows = [["ATTEMPT", "AGE", "ACTION", "REASON", "MESSAGE"]]
+    for one in status.get("failures", ()):
+        rows.append([str(one["attempt"]), age(one["time"]), one["action"], one["reason"], _line(one["message"])])
+    return _section("Failures", rows)
+
+
+def _events(events: list[dict[str, Any]]) -> Iterator[str]:
+    rows = [["TYPE", "REASON", "AGE", "MESSAGE"]]
+    for one in events[-EVENTS_SHOWN:]:
+        rows.append([one["type"], one["reason"], age(one["time"]), _line(one["message"])])
+    return _section("Events", rows)
+
+
+def _line(text: str) -> str:
+    """The first line of a message: a table has no room for the rest."""
+    return text.splitlines()[0] if text else ""

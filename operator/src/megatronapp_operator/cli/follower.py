@@ -1,0 +1,171 @@
+"""What `megatronapp run` prints while the job lives in front of the user."""
+
+import pathlib
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.topology import Placement, Topology
+from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.cli.addresses import page_address
+from megatronapp_operator.cli.stop_words import INTERRUPTED, interrupted, stopped_line, stopping_line
+from megatronapp_operator.errors import HubError
+from megatronapp_operator.plan import TERMINAL_PHASES, Action, EventType, Phase, RecordEvent, Status
+from megatronapp_operator.plan.observed import Progress
+from megatronapp_operator.plan.report import NAMED_STATES
+
+TOLD_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})
+"""Events whose words --follow prints as verdicts, one by one."""
+
+
+class Follower:
+    """A listener of the backend. A terminal that has gone away silences it and does not harm the job."""
+
+    def __init__(self, job: MegatronJob, paths: JobPaths, *, verbose: bool, retain_hub: bool) -> None:
+        self._job = job
+        self._paths = paths
+        self._verbose = verbose
+        self._retain_hub = retain_hub
+        self._phase: Phase | None = None
+        self._told: set[str] = set()
+        self._progress: Progress | None = None
+        self._log: LogTail | None = None
+        self._attempt = -1
+        self._silent = False
+
+    def __call__(self, status: Status, actions: tuple[Action, ...]) -> None:
+        """Print what is new."""
+        self._say_pages(status)
+        for action in actions:
+            if isinstance(action, RecordEvent) and not (self._verbose and action.reason in TOLD_BY_VERDICTS):
+                self._say_event(action, status)
+        if self._verbose:
+            self._say_progress(status)
+            self._say_log(status)
+            self._say_verdicts(status)
+        if status.phase is not self._phase:
+            self._phase = status.phase
+            why = f" ({INTERRUPTED})" if interrupted(status) else ""
+            self._print(f"{self._job.metadata.name}: {status.phase}{why}")
+            if status.phase in TERMINAL_PHASES:
+                self._say_retention()
+
+    def finish(self, status: Status) -> None:
+        """Print the rest of the log, and what a stop has left."""
+        if self._verbose:
+            self._say_log(status)
+            self._say_rest()
+        if interrupted(status):
+            self._print(stopped_line(self._job, self._paths, status))
+
+    def _say_event(self, event: RecordEvent, status: Status) -> None:
+        if event.reason == INTERRUPTED:
+            self._print(stopping_line(self._job))
+        elif not (event.reason == "Failed" and interrupted(status)):  # said by `finish`
+            mark = "" if event.type is EventType.NORMAL else "warning: "
+            self._print(f"{mark}{event.message}")
+
+    def _print(self, line: str) -> None:
+        if self._silent:
+            return
+        try:
+            print(line, flush=True)
+        except OSError:
+            self._silent = True
+
+    def _say_pages(self, status: Status) -> None:
+        if self._phase is None and self._job.spec.analyzer.enabled and status.attempt_time is not None:
+            try:
+                self._print(f"pages: {page_address(self._paths)}")
+            except HubError as error:
+                self._print(f"warning: {error}")
+
+    def _say_retention(self) -> None:
+        if self._retain_hub and self._paths.hub.exists() and self._job.spec.analyzer.retain_seconds:
+            self._print(f"the pages stay open for {self._job.spec.analyzer.retain_seconds} s; Ctrl-C closes them")
+
+    def _say_progress(self, status: Status) -> None:
+        new, old = status.progress, self._progress
+        if new is None or (old is not None and (new.attempt, new.iteration) == (old.attempt, old.iteration)):
+            return
+        every = self._job.spec.training.log_interval or 1
+        if old is None or new.iteration // every != old.iteration // every or new.attempt != old.attempt:
+            self._progress = new
+            self._print(progress_line(new))
+
+    def _say_log(self, status: Status) -> None:
+        if status.attempt != self._attempt:
+            self._say_rest()
+            self._attempt = status.attempt
+            self._log = LogTail(reporting_log(self._job, self._paths, status.attempt))
+        assert self._log is not None
+        for line in self._log.lines():
+            self._print(line)
+
+    def _say_rest(self) -> None:
+        """A rank that was killed may have left half a line."""
+        if self._log is not None:
+            for line in self._log.lines(final=True):
+                self._print(line)
+
+    def _say_verdicts(self, status: Status) -> None:
+        for verdict in status.slow_ranks:
+            key = f"{verdict.id} {verdict.state}"
+            if key not in self._told and verdict.state in NAMED_STATES | {"cleared"}:
+                self._told.add(key)
+                self._print(f">> {verdict.sentence}")
+
+
+class LogTail:
+    """New whole lines of a file that may not be there yet."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def lines(self, *, final: bool = False) -> list[str]:
+        """The lines since the last call. `final`: nothing follows any more, so a line without an end is one, too."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data if final else data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def progress_line(page: Progress) -> str:
+    """One line about how far the job is."""
+    total = "" if page.total_iterations is None else f"/{page.total_iterations}"
+    words = [f"step {page.iteration}{total}"]
+    if page.loss is not None:
+        words.append(f"loss {page.loss:.4f}")
+    if page.tokens_per_second is not None:
+        words.append(f"{page.tokens_per_second:,.0f} tokens/s")
+    if page.seconds_left is not None:
+        words.append(f"{page.seconds_left:.0f} s left")
+    return "  ".join(words)
+
+
+def reporting_rank(job: MegatronJob) -> int:
+    """The rank that reports the loss: the first of the last stage (docs/contracts.md, section 5)."""
+    layout, world = job.spec.parallelism, job.world
+    topology = Topology(
+        tensor=layout.tensor,
+        context=layout.context,
+        expert=layout.expert,
+        data=world.data_parallel_size,
+        pipeline=layout.pipeline,
+    )
+    return topology.rank(pp=layout.pipeline - 1)
+
+
+def reporting_log(job: MegatronJob, paths: JobPaths, attempt: int) -> pathlib.Path:
+    """Log of the reporting rank."""
+    return rank_log(job, paths, attempt, reporting_rank(job))
+
+
+def rank_log(job: MegatronJob, paths: JobPaths, attempt: int, rank: int) -> pathlib.Path:
+    """Log of one rank. Raises TopologyError for a rank outside of the world."""
+    worker = Placement(job.world.proc_per_node).worker_of(rank)
+    return paths.run_dir(attempt, worker) / f"rank-{rank}.log"

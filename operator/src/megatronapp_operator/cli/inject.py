@@ -1,0 +1,84 @@
+"""`megatronapp inject`."""
+
+import argparse
+from typing import Any
+
+import httpx
+
+from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_operator.backends.process import registry
+from megatronapp_operator.cli.addresses import hub_access
+from megatronapp_operator.document import without_none
+from megatronapp_operator.errors import HubError, OperatorError
+
+TIMEOUT_S = 5.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Hand a fault to the job's hub; returns the exit code."""
+    job = registry.view(arguments.job)
+    check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
+    url, token = hub_access(job.paths)
+    fault = without_none(
+        {
+            "rank": arguments.rank,
+            "kind": arguments.kind,
+            "factor": arguments.factor,
+            "fromStep": arguments.from_step,
+            "steps": arguments.steps,
+            "peer": arguments.peer,
+        }
+    )
+    answer = post(f"{url}/api/v1/faults", token=token, document=fault)
+    last = arguments.from_step + arguments.steps - 1
+    print(
+        f"fault {answer['id']}: rank {arguments.rank}, {arguments.kind} x {arguments.factor:g}, "
+        f"steps {arguments.from_step} to {last}"
+    )
+    return 0
+
+
+def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
+    """Raises OperatorError for a fault that could never act in this job."""
+    size = job.world.world_size
+    for rank in (arguments.rank, arguments.peer):
+        if rank is not None and rank >= size:
+            raise OperatorError(f"rank {rank} is outside of this world of {size}; take 0 to {size - 1}")
+    if arguments.peer is not None and arguments.kind != "link":
+        raise OperatorError(f"--peer goes with --kind link only; leave it out for {arguments.kind}")
+    if arguments.peer is not None and arguments.peer == arguments.rank:
+        raise OperatorError(f"--peer {arguments.peer} is the slow rank itself; name another rank")
+    total = job.spec.training.train_iters
+    if arguments.from_step >= total:
+        raise OperatorError(
+            f"--from-step {arguments.from_step} is after the last step of this job: "
+            f"it trains {total} iterations, steps 0 to {total - 1}"
+        )
+
+
+def post(url: str, *, token: str, document: dict[str, Any]) -> dict[str, Any]:
+    """POST to the hub; returns its answer. Raises HubError with the hub's own words."""
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+            answer = client.post(url, json=document, headers={"Authorization": f"Bearer {token}"})
+    except httpx.HTTPError as error:
+        raise HubError(f"{url}: the hub does not answer: {error}") from error
+    if not answer.is_success:
+        raise HubError(_problem(answer))
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def _problem(answer: httpx.Response) -> str:
+    """What the hub says is wrong, with its hint."""
+    try:
+        problem = answer.json()
+        message, hint = str(problem["message"]), str(problem["hint"])
+        return message if "/api/" in hint else f"{message}; {_lowered(hint)}"  # paths are for programs
+    except (ValueError, KeyError, TypeError):
+        return f"the hub refused with status {answer.status_code}: {answer.text[:200]}"
+
+
+def _lowered(text: str) -> str:
+    """A sentence that goes on after a semicolon. Words in capitals stay."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]

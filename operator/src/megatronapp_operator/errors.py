@@ -1,0 +1,33 @@
+"""Errors of megatronapp_operator.
+
+OperatorError
+├── ManifestError     a file that is not a MegatronJob we can run
+├── JobConflictError  a job of this name is in the way
+├── JobNotFoundError  no job of this name
+├── HubError          the job's hub refused, or cannot be reached
+└── BackendError      the backend cannot do what it was asked
+"""
+
+
+class OperatorError(Exception):
+    """Base of every error this package raises. Its text says what is wrong, where, and what to do instead."""
+
+
+class ManifestError(OperatorError):
+    """A file that is not a MegatronJob we can run."""
+
+
+class JobConflictError(OperatorError):
+    """A job of this name is running, or its state is held by another process."""
+
+
+class JobNotFoundError(OperatorError):
+    """No job of this name is known."""
+
+
+class HubError(OperatorError):
+    """The job has no hub, the hub refused, or it cannot be reached."""
+
+
+class BackendError(OperatorError):
+    """The backend cannot do what it was asked, such as finding a free port."""

@@ -1,0 +1,80 @@
+"""A plan in the making: policies read the job through it and add to it."""
+
+import dataclasses
+from typing import Any
+
+from megatronapp_operator.plan.actions import Action, DeleteWorker, EventType, RecordEvent
+from megatronapp_operator.plan.observed import Observed, Worker
+from megatronapp_operator.plan.spec import Job
+from megatronapp_operator.plan.status import Condition, ConditionType, Status
+
+
+@dataclasses.dataclass(slots=True)
+class Draft:
+    """Mutable inside one call of `plan`, never beyond it."""
+
+    job: Job
+    observed: Observed
+    now: float
+    status: Status
+    actions: list[Action] = dataclasses.field(default_factory=list)
+    wakes: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def gang(self) -> tuple[Worker, ...]:
+        """Workers of the current attempt."""
+        return tuple(one for one in self.observed.workers if one.attempt == self.status.attempt)
+
+    @property
+    def live(self) -> tuple[Worker, ...]:
+        """Workers of any attempt that may still run."""
+        return tuple(one for one in self.observed.workers if one.live)
+
+    def update(self, **changes: Any) -> None:  # noqa: ANN401 - fields of Status
+        """Replace fields of the status."""
+        self.status = dataclasses.replace(self.status, **changes)
+
+    def set_condition(self, kind: ConditionType, status: bool, reason: str, message: str) -> None:
+        """Set a condition; `since` moves only when its status changes (metav1.Condition)."""
+        old = self.status.condition(kind)
+        since = old.since if old is not None and old.status == status else self.now
+        new = Condition(
+            type=kind,
+            status=status,
+            reason=reason,
+            message=message,
+            since=since,
+            generation=self.job.spec.generation,
+        )
+        kept = tuple(new if one.type is kind else one for one in self.status.conditions)
+        self.update(conditions=kept if old is not None else (*kept, new))
+
+    def clear_condition(self, kind: ConditionType, reason: str, message: str) -> None:
+        """Set a condition to false if it is true; a condition that never was stays absent."""
+        if self.status.is_true(kind):
+            self.set_condition(kind, False, reason, message)
+
+    def event(self, kind: EventType, reason: str, message: str) -> None:
+        """Tell people."""
+        self.actions.append(RecordEvent(type=kind, reason=reason, message=message))
+
+    def wake(self, at: float) -> None:
+        """Plan again at this time at the latest."""
+        self.wakes.append(at)
+
+    def delete(self, worker: Worker, grace_s: float) -> None:
+        """Ask a worker to go; ask again only to take back its grace, or when it has outlived its time."""
+        asked = DeleteWorker(index=worker.index, attempt=worker.attempt, grace_s=grace_s)
+        if worker.deletion is None:
+            self.actions.append(asked)
+            self.wake(self.now + grace_s + self.job.spec.policy.lost_worker_s)
+            return
+        if worker.deletion.grace_s == 0:
+            self.wake(self.now + self.job.spec.policy.lost_worker_s)  # killed, and not seen to be gone yet
+            return
+        force_at = worker.deletion.since + worker.deletion.grace_s + self.job.spec.policy.lost_worker_s
+        if grace_s == 0 or self.now >= force_at:
+            self.actions.append(dataclasses.replace(asked, grace_s=0.0))
+            self.wake(self.now + self.job.spec.policy.lost_worker_s)
+        else:
+            self.wake(force_at)

@@ -1,0 +1,142 @@
+"""The gang: created all together, judged by its first failed worker, never mixed with another attempt."""
+
+from megatronapp_operator.plan import outcome
+from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.lifecycle import complete
+from megatronapp_operator.plan.observed import HubPhase, WorkerPhase
+from megatronapp_operator.plan.restart import attempt_failed, backoff_s, reset_budget, restart_at
+from megatronapp_operator.plan.spec import Backoff
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
+
+
+def created(draft: Draft) -> bool:
+    """Acknowledge a new job."""
+    if draft.status.condition(ConditionType.CREATED) is None:
+        message = f"accepted: {draft.job.spec.workers_words}"
+        draft.set_condition(ConditionType.CREATED, True, "JobCreated", message)
+        draft.event(EventType.NORMAL, "JobCreated", message)
+    return False
+
+
+def judge_end(draft: Draft) -> bool:
+    """Act on workers of this attempt that have ended."""
+    gang = draft.gang
+    culprits = outcome.failed(gang)
+    if not culprits:
+        if len(gang) < draft.job.spec.workers or any(one.phase is not WorkerPhase.SUCCEEDED for one in gang):
+            return False
+        complete(draft)
+        return True
+    settle_at = outcome.settles_at(gang, draft.job.spec.policy.settle_s)
+    if settle_at is not None and draft.now < settle_at:
+        draft.wake(settle_at)
+        return True
+    worker = culprits[0]
+    reset_budget(draft, until=worker.finished_at or draft.now)
+    end = outcome.outcome_of(worker)
+    failure = Failure(
+        time=worker.finished_at or draft.now,
+        attempt=worker.attempt,
+        worker=worker.index,
+        rank=end.rank,
+        exit_code=end.code,
+        signal=end.signal,
+        reason=end.reason or "WorkerFailed",
+        message=outcome.describe(worker, draft.job.spec.name),
+        action=outcome.action_for(end.code),
+    )
+    attempt_failed(draft, failure)
+    return True
+
+
+def judge_missing(draft: Draft) -> bool:
+    """A worker that ran and is not there any more was lost with all that it knew."""
+    if draft.status.running_time is None:
+        return False
+    missing = sorted(set(range(draft.job.spec.workers)) - {one.index for one in draft.gang})
+    if not missing:
+        return False
+    message = f"worker {', '.join(map(str, missing))} vanished"
+    failure = Failure(
+        time=draft.now,
+        attempt=draft.status.attempt,
+        worker=missing[0],
+        reason="WorkerLost",
+        message=message,
+        action=FailureAction.RESTART,
+    )
+    reset_budget(draft, until=draft.now)
+    attempt_failed(draft, failure)
+    return True
+
+
+def clear_stale(draft: Draft) -> bool:
+    """Remove workers of older attempts; nothing is created while one is left."""
+    stale = [one for one in draft.observed.workers if one.attempt != draft.status.attempt]
+    for worker in stale:
+        draft.delete(worker, _stale_grace_s(draft))
+    return bool(stale)
+
+
+def _stale_grace_s(draft: Draft) -> float:
+    """After a preemption the others may still be writing the checkpoint that was agreed."""
+    last, policy = draft.status.failures[-1:], draft.job.spec.policy
+    preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
+    return policy.grace_s if preempted else policy.failed_grace_s
+
+
+def ensure_hub(draft: Draft) -> bool:
+    """Keep secret and hub alive while the job lives; a hub that keeps dying is started less and less often."""
+    if not draft.observed.secret:
+        draft.actions.append(EnsureSecret())
+    if not draft.job.spec.hub:
+        return False
+    hub = draft.observed.hub
+    at = draft.now
+    if hub is not None:
+        if hub.phase is not HubPhase.ENDED:
+            return False
+        at = (draft.now if hub.ended_at is None else hub.ended_at) + backoff_s(HUB_BACKOFF, hub.starts)
+    if draft.now < at:
+        draft.wake(at)
+    else:
+        draft.actions.append(EnsureHub())
+    return False
+
+
+def create(draft: Draft) -> bool:
+    """Create what is missing of the gang, all at once, after the back-off."""
+    at = restart_at(draft)
+    if draft.now < at:
+        draft.wake(at)
+        return True
+    missing = sorted(set(range(draft.job.spec.workers)) - {one.index for one in draft.gang})
+    for index in missing:
+        draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
+    if draft.status.attempt_time is None:
+        start_time = draft.now if draft.status.start_time is None else draft.status.start_time
+        draft.update(attempt_time=draft.now, start_time=start_time)
+        draft.event(EventType.NORMAL, "GangCreated", f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}")
+    if draft.status.phase is not Phase.RESTARTING:
+        draft.update(phase=Phase.STARTING)
+    return False
+
+
+def running(draft: Draft) -> bool:
+    """Notice that the whole gang runs."""
+    counted = draft.status.replicas
+    if counted.running + counted.succeeded < draft.job.spec.workers:
+        return False
+    if draft.status.running_time is None:
+        verb = "runs" if draft.job.spec.workers == 1 else "run"
+        message = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt} {verb}"
+        draft.update(running_time=draft.now)
+        draft.set_condition(ConditionType.RUNNING, True, "AllWorkersRunning", message)
+        draft.clear_condition(ConditionType.RESTARTING, "AllWorkersRunning", message)
+        draft.event(EventType.NORMAL, "Running", message)
+    draft.update(phase=Phase.RUNNING)
+    reset_budget(draft, until=draft.now)
+    return False

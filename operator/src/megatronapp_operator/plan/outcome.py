@@ -1,0 +1,65 @@
+"""Failure policy: which worker's end is the evidence, and what follows from its exit code."""
+
+from collections.abc import Sequence
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.status import FailureAction
+
+ACTIONS = {
+    ExitCode.USAGE: FailureAction.FAIL_JOB,
+    ExitCode.DATA: FailureAction.FAIL_JOB,
+    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
+    ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
+}
+"""What an exit code of the first failed worker leads to; every other code restarts the gang within the budget."""
+
+SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
+"""Codes that say "somebody else is the reason": an own failure (0) outranks them, however late it is seen."""
+
+UNKNOWN = Outcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
+
+
+def action_for(code: int) -> FailureAction:
+    """The action for an exit code of the first failed worker."""
+    return next((action for known, action in ACTIONS.items() if known == code), FailureAction.RESTART)
+
+
+def outcome_of(worker: Worker) -> Outcome:
+    """The worker's outcome, or one that says that there is none."""
+    return worker.outcome or UNKNOWN
+
+
+def suspicion(worker: Worker) -> int:
+    """0 for an own failure; more, the less this worker can be the culprit."""
+    code = outcome_of(worker).code
+    return next((level for known, level in SUSPICION.items() if known == code), 0)
+
+
+def failed(workers: Sequence[Worker]) -> tuple[Worker, ...]:
+    """Workers that failed, most likely culprit first: own failures before lost peers, then by time."""
+    found = (one for one in workers if one.phase is WorkerPhase.FAILED)
+    return tuple(sorted(found, key=lambda one: (suspicion(one), one.finished_at or 0.0, one.index)))
+
+
+def settles_at(workers: Sequence[Worker], settle_s: float) -> float | None:
+    """Until when to wait for the culprit's own record; None: the first of `failed` is the evidence already.
+
+    The victims' launchers may report before the culprit's does. Judging their record would restart a job whose data
+    are corrupt, again and again.
+    """
+    culprits = failed(workers)
+    if not culprits or suspicion(culprits[0]) == 0 or not any(one.live for one in workers):
+        return None
+    return min(one.finished_at or 0.0 for one in culprits) + settle_s
+
+
+def describe(worker: Worker, job: str) -> str:
+    """How a worker of this job ended, by its last words, and where to read the others."""
+    outcome = outcome_of(worker)
+    where = f"worker {worker.index}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker.index}"
+    how = f"exit code {outcome.code}" if outcome.signal is None else f"signal {outcome.signal}"
+    lines = [line.strip() for line in outcome.message.splitlines() if line.strip()]
+    last = f": {lines[-1]}" if lines else ""
+    whose = f"--worker {worker.index}" if outcome.rank is None else f"--rank {outcome.rank}"
+    return f"{where} failed with {how}{last} (megatronapp logs {job} {whose} --attempt {worker.attempt})"

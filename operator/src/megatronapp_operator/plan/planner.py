@@ -1,0 +1,64 @@
+"""The plan: one pure, total function for every backend.
+
+It looks only at its arguments, so a backend may call it whenever it likes; it never assumes that an earlier action
+was carried out. Its policies are asked in order, and the first that answers True has the last word. The order is part
+of the policy: nothing comes before the terminal guard, and nothing is created before all that is stale has gone.
+"""
+
+from collections.abc import Callable
+
+from megatronapp_operator.plan import deadlines, gang, lifecycle, report
+from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.observed import Observed
+from megatronapp_operator.plan.spec import Job
+from megatronapp_operator.plan.status import Status
+
+POLICIES: tuple[Callable[[Draft], bool], ...] = (
+    lifecycle.delete_job,
+    lifecycle.guard_terminal,
+    gang.created,
+    lifecycle.stop_on_request,
+    deadlines.active,
+    lifecycle.finish_failing,
+    lifecycle.suspend,
+    gang.ensure_hub,
+    gang.judge_end,
+    gang.judge_missing,
+    gang.clear_stale,
+    gang.create,
+    gang.running,
+    deadlines.start,
+    deadlines.progress,
+)
+
+MAX_PASSES = 8
+"""Longest chain of decisions in one instant (a failure, the budget, the end) and one pass that confirms it, doubled."""
+
+
+def plan(job: Job, observed: Observed, now: float) -> Plan:
+    """What to do about `job`, given what exists of it, at `now` (seconds since the epoch, never before the last call).
+
+    Passes repeat until the status stands still; the actions are those of the last pass, so feeding the status back
+    gives the same actions, and observing them done gives none. Events tell of transitions and are kept of every pass.
+    """
+    status, events = job.status, list[Action]()
+    for _ in range(MAX_PASSES):
+        draft = _one_pass(job, observed, now, status)
+        if draft.status == status:
+            break
+        events += [action for action in draft.actions if isinstance(action, RecordEvent)]
+        status = draft.status
+    return Plan(actions=(*events, *draft.actions), status=status, wake_at=min(draft.wakes, default=None))
+
+
+def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft:
+    draft = Draft(job=job, observed=observed, now=now, status=status)
+    report.replicas(draft)
+    report.progress(draft)
+    report.slow_ranks(draft)
+    report.stalls(draft)
+    for policy in POLICIES:
+        if policy(draft):
+            break
+    return draft

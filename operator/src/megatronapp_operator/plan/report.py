@@ -1,0 +1,79 @@
+"""What the status tells beside the life of the job: replicas, progress, stalls, slow ranks."""
+
+from collections import Counter
+
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.observed import Progress, WorkerPhase
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
+
+NAMED_STATES = frozenset({"confirmed", "recovering"})
+"""Verdicts that count; a suspect may still turn out to be noise."""
+
+HANG = "hang"
+"""Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
+
+
+def replicas(draft: Draft) -> None:
+    """Count the workers of the current attempt."""
+    found = Counter(one.phase for one in draft.gang)
+    draft.update(
+        generation=draft.job.spec.generation,
+        replicas=Replicas(
+            desired=draft.job.spec.workers,
+            pending=found[WorkerPhase.PENDING],
+            running=found[WorkerPhase.RUNNING],
+            succeeded=found[WorkerPhase.SUCCEEDED],
+            failed=found[WorkerPhase.FAILED],
+        ),
+    )
+
+
+def progress(draft: Draft) -> None:
+    """Take over newer progress, and remember on our own clock when it went on."""
+    new, old = draft.observed.progress, draft.status.progress
+    if new is None or (old is not None and new.attempt < old.attempt) or new.attempt > draft.status.attempt:
+        return
+    if old is None or _mark(new) != _mark(old):
+        draft.update(progress_time=draft.now)
+    draft.update(progress=new)
+
+
+def stalls(draft: Draft) -> None:
+    """Show ranks that the hub found hung; the progress deadline alone restarts.
+
+    A hub that says nothing takes nothing back, and what it said last of a job stays after the job's end.
+    """
+    if draft.observed.hung_ranks is not None and draft.status.phase not in TERMINAL_PHASES:
+        draft.update(hung_ranks=draft.observed.hung_ranks)
+    if draft.status.phase is not Phase.RUNNING:
+        return
+    ranks = draft.status.hung_ranks
+    if not ranks:
+        draft.clear_condition(ConditionType.STALLED, "Progressing", "all ranks make progress")
+        return
+    message = f"no progress of rank {', '.join(map(str, ranks))}"
+    if not draft.status.is_true(ConditionType.STALLED):
+        draft.event(EventType.WARNING, "RankHung", message)
+    draft.set_condition(ConditionType.STALLED, True, "RankHung", message)
+
+
+def slow_ranks(draft: Draft) -> None:
+    """Take over the hub's verdicts, under the same rules."""
+    found = draft.observed.slow_ranks
+    if found is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    draft.update(slow_ranks=found)
+    named = [one for one in found if one.state in NAMED_STATES and one.cause != HANG]
+    if not named:
+        draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, "NoneSlow", "no rank, link or node is slow now")
+        return
+    message = " ".join(one.sentence for one in named)
+    if not draft.status.is_true(ConditionType.SLOW_NODE_DETECTED):
+        draft.event(EventType.WARNING, "SlowNodeDetected", message)
+    draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), message)
+
+
+def _mark(page: Progress) -> tuple[int, int, str]:
+    """What must change for a job to be alive; an evaluation or a checkpoint is a sign of life, too."""
+    return page.attempt, page.iteration, page.state

@@ -1,0 +1,84 @@
+"""Restart policy: back-off, budget and its reset, and the two ways in which an attempt ends badly."""
+
+import dataclasses
+
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.spec import Backoff
+from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase
+
+BUDGET_SPENT = "BackoffLimitExceeded"
+
+
+def backoff_s(backoff: Backoff, counted: int) -> float:
+    """Pause in seconds before the restart that is number `counted` of the budget (from 1; 0: a preemption)."""
+    exponent = min(max(counted - 1, 0), 64)  # 2 ** 64 seconds pass every cap, and floats do not overflow
+    return min(backoff.max_s, backoff.initial_s * backoff.factor**exponent)
+
+
+def restart_at(draft: Draft) -> float:
+    """When the next gang may be created."""
+    if draft.status.last_restart_time is None:
+        return draft.now
+    pause = backoff_s(draft.job.spec.policy.backoff, draft.status.restarts_towards_max)
+    return draft.status.last_restart_time + pause
+
+
+def reset_budget(draft: Draft, until: float) -> None:
+    """Make the budget whole after a long healthy run of this attempt that lasted until `until`."""
+    status = draft.status
+    if status.running_time is None or status.restarts_towards_max == 0:
+        return
+    reset_at = status.running_time + draft.job.spec.policy.reset_after_s
+    if until >= reset_at:
+        draft.update(restarts_towards_max=0)
+    elif draft.now < reset_at:
+        draft.wake(reset_at)
+
+
+def attempt_failed(draft: Draft, failure: Failure) -> None:
+    """Record the failure and do what it asks for, within the budget."""
+    spent = draft.status.restarts_towards_max >= draft.job.spec.policy.max_restarts
+    if failure.action is FailureAction.RESTART and spent:
+        failure = dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
+        _record(draft, failure)
+        limit = draft.job.spec.policy.max_restarts
+        fail_job(draft, BUDGET_SPENT, f"restarted {limit} times already; {failure.message}")
+        return
+    _record(draft, failure)
+    if failure.action is FailureAction.FAIL_JOB:
+        fail_job(draft, failure.reason, failure.message)
+        return
+    _restart(draft, failure)
+
+
+def fail_job(draft: Draft, reason: str, message: str) -> None:
+    """Decide that the job fails; it *is* failed when no worker is left."""
+    draft.set_condition(ConditionType.FAILURE_TARGET, True, reason, message)
+
+
+def next_attempt(draft: Draft) -> None:
+    """Count the attempt up; workers of the old one are stale from now on."""
+    draft.update(attempt=draft.status.attempt + 1, attempt_time=None, running_time=None, hung_ranks=())
+
+
+def _record(draft: Draft, failure: Failure) -> None:
+    draft.update(failures=(*draft.status.failures, failure)[-FAILURES_KEPT:])
+    draft.event(EventType.WARNING, failure.reason, failure.message)
+
+
+def _restart(draft: Draft, failure: Failure) -> None:
+    counts = failure.action is FailureAction.RESTART
+    status = draft.status
+    draft.update(
+        phase=Phase.RESTARTING,
+        restarts=status.restarts + 1,
+        restarts_towards_max=status.restarts_towards_max + int(counts),
+        last_restart_time=draft.now,
+    )
+    next_attempt(draft)
+    draft.set_condition(ConditionType.RESTARTING, True, failure.reason, failure.message)
+    draft.clear_condition(ConditionType.RUNNING, failure.reason, failure.message)
+    pause = restart_at(draft) - draft.now
+    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, when the old workers are gone"
+    draft.event(EventType.NORMAL, "Restarting", message)

@@ -1,0 +1,84 @@
+"""What the user wants, as far as the plan needs to know it."""
+
+import dataclasses
+
+from megatronapp_operator.plan.status import Status
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Pause before a restart: initial_s * factor ** (restarts - 1), at most max_s."""
+
+    initial_s: float = 10.0
+    max_s: float = 600.0
+    factor: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """Limits of a job. A deadline of None never ends."""
+
+    max_restarts: int = 3
+    """Restarts before the job fails; preemptions do not count."""
+    backoff: Backoff = dataclasses.field(default_factory=Backoff)
+    reset_after_s: float = 3600.0
+    """After so long a healthy run the budget is whole again."""
+    active_deadline_s: float | None = None
+    """From the first start of the job to its end."""
+    start_deadline_s: float | None = None
+    """From the creation of a gang until all its workers run."""
+    progress_deadline_s: float | None = None
+    """Without a new iteration for so long, the gang is restarted."""
+    grace_s: float = 30.0
+    """Time for a checkpoint when a healthy worker is stopped."""
+    failed_grace_s: float = 5.0
+    """The same when a peer has failed: a checkpoint cannot be agreed any more."""
+    settle_s: float = 5.0
+    """How long to wait for the true culprit when all that is known is that somebody lost a peer."""
+    lost_worker_s: float = 300.0
+    """A worker that is still there so long after it was asked to stop is removed by force."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """The part of a MegatronJob's metadata and spec that the plan reads."""
+
+    name: str
+    uid: str
+    workers: int
+    generation: int = 1
+    hub: bool = True
+    hub_retain_s: float = 0.0
+    """How long the hub stays after the end of the job."""
+    suspend: bool = False
+    policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
+
+    @property
+    def workers_words(self) -> str:
+        """The number of workers in words for people."""
+        return "1 worker" if self.workers == 1 else f"{self.workers} workers"
+
+    @property
+    def all_workers_words(self) -> str:
+        """The same as the subject of a sentence."""
+        return "the only worker" if self.workers == 1 else f"all {self.workers} workers"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Somebody asked the job to end now, such as by Ctrl-C in front of it."""
+
+    reason: str
+    message: str
+    force: bool = False
+    """Without time for a checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job and the status that the last plan gave it; the only memory between two plans."""
+
+    spec: JobSpec
+    status: Status = dataclasses.field(default_factory=Status)
+    deletion_requested: bool = False
+    stop: Stop | None = None

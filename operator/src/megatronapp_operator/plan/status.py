@@ -1,0 +1,124 @@
+"""Status of a job: what the last plan found out. Times are seconds since the epoch."""
+
+import dataclasses
+import enum
+
+from megatronapp_operator.plan.observed import Progress, SlowRank
+
+FAILURES_KEPT = 10
+
+
+class Phase(enum.StrEnum):
+    """One word for people and table columns; programs read the conditions."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+
+TERMINAL_PHASES = frozenset({Phase.SUCCEEDED, Phase.FAILED})
+
+
+class ConditionType(enum.StrEnum):
+    """Types of conditions; names follow batch/v1 Job where it has one."""
+
+    CREATED = "Created"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    STALLED = "Stalled"
+    SLOW_NODE_DETECTED = "SlowNodeDetected"
+    FAILURE_TARGET = "FailureTarget"
+    """The job is going to fail: its workers are being stopped. Failed follows when none is left."""
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """One condition in the style of metav1.Condition."""
+
+    type: ConditionType
+    status: bool
+    reason: str
+    message: str
+    since: float
+    """When `status` last changed."""
+    generation: int
+
+
+class FailureAction(enum.StrEnum):
+    """What the plan does about a failure."""
+
+    FAIL_JOB = "FailJob"
+    RESTART = "RestartJob"
+    RESTART_IGNORE_MAX = "RestartJobIgnoreMax"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why an attempt ended; recorded before anything is deleted."""
+
+    time: float
+    attempt: int
+    reason: str
+    message: str
+    action: FailureAction
+    worker: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Workers of the current attempt, by phase."""
+
+    desired: int = 0
+    pending: int = 0
+    running: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The only memory between two plans; counters live here and never in children, which can vanish."""
+
+    phase: Phase = Phase.PENDING
+    conditions: tuple[Condition, ...] = ()
+    generation: int = 0
+    attempt: int = 0
+    """Life of the gang; each number is used once."""
+    restarts: int = 0
+    restarts_towards_max: int = 0
+    """Restarts that count against the budget; 0 again after a long healthy run."""
+    start_time: float | None = None
+    """First gang of the job, or first after it was suspended."""
+    attempt_time: float | None = None
+    """When the gang of this attempt was created."""
+    running_time: float | None = None
+    """When all workers of this attempt ran."""
+    last_restart_time: float | None = None
+    completion_time: float | None = None
+    progress: Progress | None = None
+    progress_time: float | None = None
+    """When `progress` last went on, on our clock."""
+    slow_ranks: tuple[SlowRank, ...] = ()
+    hung_ranks: tuple[int, ...] = ()
+    replicas: Replicas = dataclasses.field(default_factory=Replicas)
+    failures: tuple[Failure, ...] = ()
+    """The newest ten, oldest first."""
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """The condition of this type, if it was ever set."""
+        return next((one for one in self.conditions if one.type is kind), None)
+
+    def is_true(self, kind: ConditionType) -> bool:
+        """Whether the condition is there and true."""
+        found = self.condition(kind)
+        return found is not None and found.status

@@ -1,0 +1,245 @@
+"""The demonstration: train a small GPT on this machine, make one rank slow, and see whether it is named.
+
+Prepares a corpus from the interpreter's own library, starts examples/demo.yaml through the process backend with a
+fault on a rank drawn at random, and compares the verdict with the truth. Without a terminal the exit code is 0 only
+if the loss fell and the verdict is right; with one the pages stay open until Ctrl-C.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.parse
+from typing import Any
+
+import httpx
+import yaml
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WORK = pathlib.Path(".demo")
+CORPUS = WORK / "corpus"
+MANIFEST = WORK / "demo.yaml"
+TRACE = WORK / "trace.json"
+VOCABULARY = 4096
+POLL_S = 0.5
+DEADLINE_S = 600
+MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The fault that was injected."""
+
+    ranks: tuple[int, ...]
+    """The slow rank; of a link its source and destination."""
+    kind: str
+    first_step: int
+    last_step: int
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        if self.kind == "link":
+            return f"the link from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        return f"rank {self.ranks[0]}"
+
+
+class DemoError(Exception):
+    """The demonstration could not run to its end."""
+
+
+def main() -> int:
+    options = parse_options()
+    os.chdir(ROOT)
+    WORK.mkdir(exist_ok=True)
+    started = time.monotonic()
+    manifest = yaml.safe_load(options.manifest.read_text(encoding="utf-8"))
+    if manifest["spec"]["data"].get("path"):
+        prepare_corpus()
+    truth = write_manifest(manifest, options)
+    print(f"\n== Training; {truth.place} will be slow ({truth.kind}) from step {truth.first_step} to {truth.last_step}")
+    call("delete", "demo", "--ignore-not-found")
+    shutil.rmtree(WORK / "checkpoints", ignore_errors=True)  # or the job would go on where the last one ended
+    call("run", str(MANIFEST), "--detach")
+    try:
+        hub = open_hub()
+        follow(hub)
+        right = report(hub, truth, time.monotonic() - started)
+        if sys.stdout.isatty() and not options.no_wait:
+            wait_for_interrupt()
+    finally:
+        call("delete", "demo", "--ignore-not-found")
+    return 0 if right else 1
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="draw rank and place of the fault from this seed")
+    parser.add_argument("--kind", choices=("compute", "host", "link"), default="compute", help="kind of fault")
+    parser.add_argument("--factor", type=float, default=3.0, help="how many times as long (default: 3)")
+    parser.add_argument("--manifest", type=pathlib.Path, default=ROOT / "examples" / "demo.yaml", help="another job")
+    parser.add_argument("--no-wait", action="store_true", help="end at once, also with a terminal")
+    return parser.parse_args()
+
+
+def call(*words: str) -> None:
+    """Run a subcommand of megatronapp; its output goes to the terminal."""
+    done = subprocess.run([*MEGATRONAPP, *words], check=False)
+    if done.returncode:
+        raise DemoError(f"megatronapp {' '.join(words)} ended with code {done.returncode}")
+
+
+def prepare_corpus() -> None:
+    """Tokenise the standard library's top-level modules, several MB of text that every machine has."""
+    if CORPUS.with_name("corpus_text_document.idx").exists():
+        print(f"== Corpus is there: {CORPUS}_text_document")
+        return
+    print("== Preparing a corpus from the standard library's sources")
+    sources = pathlib.Path(sysconfig.get_path("stdlib")) / "*.py"
+    call(
+        "data",
+        "prepare",
+        "--input",
+        str(sources),
+        "--output",
+        str(CORPUS),
+        "--append-eod",
+        "--workers",
+        "2",
+        "--train-tokenizer",
+        "--vocab-size",
+        str(VOCABULARY),
+    )
+
+
+def write_manifest(manifest: dict[str, Any], options: argparse.Namespace) -> Truth:
+    """Write the manifest with its fault on a rank and at a step drawn at random."""
+    draw = random.Random(options.seed)
+    spec = manifest["spec"]
+    world = spec["nodes"] * spec["procPerNode"]
+    fault = spec["faults"][0]
+    fault["rank"] = draw.randrange(world)
+    fault["kind"], fault["factor"] = options.kind, options.factor
+    fault["fromStep"] += draw.randrange(-5, 6)
+    ranks: tuple[int, ...] = (fault["rank"],)
+    if options.kind == "link":
+        fault["peer"] = neighbour(fault["rank"], stride=world // spec["parallelism"]["pipeline"])
+        ranks = fault["peer"], fault["rank"]
+    MANIFEST.write_text(yaml.safe_dump(manifest, sort_keys=False), encoding="utf-8")
+    last = fault["fromStep"] + fault["steps"] - 1
+    return Truth(ranks=ranks, kind=fault["kind"], first_step=fault["fromStep"], last_step=last)
+
+
+def neighbour(rank: int, *, stride: int) -> int:
+    """The rank of the stage before, or after the first one: its messages arrive late under a link fault."""
+    return rank - stride if rank >= stride else rank + stride
+
+
+def open_hub() -> httpx.Client:
+    """A client of the job's hub, with the viewer's token."""
+    done = subprocess.run([*MEGATRONAPP, "ui", "demo", "--print"], check=True, capture_output=True, text=True)
+    address = urllib.parse.urlsplit(done.stdout.strip())
+    token = urllib.parse.parse_qs(address.query)["token"][0]
+    print(f"== Pages: {address.geturl()}")
+    base = f"{address.scheme}://{address.netloc}"
+    return httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=10)
+
+
+def job_phase() -> str:
+    done = subprocess.run([*MEGATRONAPP, "get", "demo", "-o", "json"], check=True, capture_output=True, text=True)
+    return str(json.loads(done.stdout)["status"]["phase"])
+
+
+def follow(hub: httpx.Client) -> None:
+    """Print progress and verdicts until the job has ended. Raises DemoError if it did not complete."""
+    shown: set[str] = set()
+    printed = -1
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        summary = fetch(hub, "/api/v1/summary")
+        progress = summary["progress"] or {}
+        if progress.get("loss") is not None and progress["iteration"] // 10 > printed // 10:
+            printed = progress["iteration"]
+            print(progress_line(progress))
+        for verdict in summary["slowRanks"]:
+            if verdict["state"] == "confirmed" and verdict["id"] not in shown:
+                shown.add(verdict["id"])
+                print(f"   >> {verdict['sentence']}")
+        phase = job_phase()
+        if phase == "Succeeded":
+            return
+        if phase == "Failed":
+            raise DemoError("the job failed; see: megatronapp describe demo, megatronapp logs demo")
+        time.sleep(POLL_S)
+    raise DemoError(f"the job did not end within {DEADLINE_S} s")
+
+
+def progress_line(progress: dict[str, Any]) -> str:
+    return (
+        f"   step {progress['iteration']:>4}/{progress['totalIterations']}  loss {progress['loss']:.3f}  "
+        f"{progress['tokensPerSecond']:,.0f} tokens/s"
+    )
+
+
+def fetch(hub: httpx.Client, path: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return hub.get(path).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise DemoError(f"the hub does not answer {path}: {error}") from error
+
+
+def names_truth(verdict: dict[str, Any], truth: Truth) -> bool:
+    """Whether a verdict names the injected fault: its rank or its link, its cause, and a step within it."""
+    subject, since = verdict["subject"], verdict["since"]["step"]
+    kind = "link" if truth.kind == "link" else "rank"
+    named = (subject["type"], tuple(subject["ranks"]), verdict["cause"]) == (kind, truth.ranks, truth.kind)
+    return named and truth.first_step - 1 <= since <= truth.last_step
+
+
+def report(hub: httpx.Client, truth: Truth, seconds: float) -> bool:
+    """Print the end of the story. Returns whether the loss fell and the verdicts name the truth and nothing else."""
+    loss = fetch(hub, "/api/v1/metrics/series?name=loss")["values"]
+    if not loss:
+        raise DemoError("the hub knows no loss of this job")
+    verdicts = [one for one in fetch(hub, "/api/v1/verdicts") if one["state"] != "suspect"]
+    first, last = sum(loss[:5]) / 5, sum(loss[-5:]) / 5
+    right = [one for one in verdicts if names_truth(one, truth)]
+    wrong = [one for one in verdicts if not names_truth(one, truth)]
+    TRACE.write_bytes(hub.get("/api/v1/trace").raise_for_status().content)
+    print(f"\n== After {seconds:.0f} s")
+    print(
+        f"   loss      {first:.3f} -> {last:.3f} over {len(loss)} steps: {'fell' if last < first else 'did NOT fall'}"
+    )
+    print(f"   truth     {truth.place}, {truth.kind}, steps {truth.first_step} to {truth.last_step}")
+    for verdict in verdicts:
+        print(f"   verdict   {verdict['sentence']}")
+    outcome = "right" if right and not wrong else "WRONG"
+    print(f"   outcome   {outcome}: {len(right)} verdicts name the fault, {len(wrong)} something else")
+    print(f"   trace     {TRACE} (open it in ui.perfetto.dev or chrome://tracing)")
+    return outcome == "right" and last < first
+
+
+def wait_for_interrupt() -> None:
+    print("   The pages stay open until Ctrl-C.")
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        print()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DemoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,156 @@
+"""Write what is made from the types: CRD, reference, wire vectors; --check fails if a file drifted."""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import yaml
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.job.crd import custom_resource_definition
+from megatronapp_common.job.reference import render_reference
+from megatronapp_common.trace import RECORD, Flag, Kind
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+WIRE = "tests/fixtures/wire"
+LARGEST_SAFE_INTEGER = 2**53 - 1  # JavaScript's numbers
+STEPS_BODY = np.array([[[0.5, np.nan], [0.25, 1.5]], [[0, 0.125], [np.nan, 2]]], dtype="<f4")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a file would change")
+    arguments = parser.parse_args()
+    drifted = [name for name, content in sorted(render().items()) if not put(name, content, write=not arguments.check)]
+    if arguments.check and drifted:
+        print(f"not what the types say: {', '.join(drifted)}; run 'make generate'", file=sys.stderr)
+        return 1
+    return 0
+
+
+def put(name: str, content: bytes, *, write: bool) -> bool:
+    """Whether the file already held this content; it does afterwards if ``write``."""
+    path = ROOT / name
+    if path.exists() and path.read_bytes() == content:
+        return True
+    if write:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return False
+
+
+def render() -> dict[str, bytes]:
+    """Every generated file: name below the repository's root, and content."""
+    crd = yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=120, allow_unicode=True)
+    return {
+        "crds/megatronjob.yaml": f"# Made from the types by 'make generate'; do not edit.\n{crd}".encode(),
+        "docs/reference-megatronjob.md": render_reference().encode(),
+        **render_vectors(),
+    }
+
+
+def render_vectors() -> dict[str, bytes]:
+    """The index of wire vectors and one file of bytes for each."""
+    valid = {name: (frame, frames.encode(frame)) for name, frame in valid_frames().items()}
+    index = {
+        "valid": [
+            {
+                "name": name,
+                "file": f"{name}.bin",
+                "type": int(frame.type),
+                "header": dict(frame.header),
+                "bodyHex": bytes(frame.body).hex(),
+                "canonical": all_exact(frame.header),
+            }
+            for name, (frame, _) in valid.items()
+        ],
+        "invalid": [{"name": name, "file": f"{name}.bin", "why": why} for name, (why, _) in invalid_frames().items()],
+        "records": [dict(zip(RECORD.names or (), map(int, record), strict=True)) for record in sample_records()],
+        "stepsBody": [
+            [[None if np.isnan(value) else float(value) for value in rank] for rank in metric] for metric in STEPS_BODY
+        ],
+    }
+    contents = {name: data for name, (_, data) in valid.items()} | {
+        name: data for name, (_, data) in invalid_frames().items()
+    }
+    files = {f"{WIRE}/{name}.bin": data for name, data in contents.items()}
+    return {f"{WIRE}/vectors.json": (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode(), **files}
+
+
+def all_exact(value: Any) -> bool:  # noqa: ANN401
+    """Whether every implementation packs the value to the same bytes: JavaScript has no 1.0 and no large integers."""
+    if isinstance(value, dict):
+        return all(all_exact(item) for item in value.values())
+    if isinstance(value, list):
+        return all(all_exact(item) for item in value)
+    if isinstance(value, float):
+        return not value.is_integer()
+    return not isinstance(value, int) or abs(value) <= LARGEST_SAFE_INTEGER
+
+
+def sample_records() -> Any:  # noqa: ANN401
+    rows = [
+        (1_000_000_000, 125_000, 7, 0, 2_500, 0xFFFF, 0, Kind.FORWARD, 0, 0, Flag.AUX_RUN_QUEUE),
+        (1_001_000_123, 5, 7, 3, 4_096, 2, 1, Kind.SEND_POST, 1, 0, Flag.AUX_BYTES | Flag.INJECTED),
+        (2**63 + 1, 0xFFFF_FFFF, 0xFFFF_FFFF, 0, 0, 0, 0xFFFF, Kind.STEP, 255, 255, Flag.SATURATED),
+    ]
+    return np.array(rows, dtype=RECORD)
+
+
+def valid_frames() -> dict[str, Frame]:
+    """One frame of every type, then the corners of the format."""
+    rank = {"rank": 3, "worker": 1, "first": 128, "lost": 0}
+    status = {"rank": 3, "heartbeatNs": 1_002_000_000, "nowNs": 1_002_500_000, "openSpan": None, "lost": 0}
+    series = {"loss": {"attempts": [0, 0], "steps": [7, 8], "values": [4.875, 4.75]}}
+    problem = {"code": "stale_attempt", "message": "attempt 0 has ended", "hint": "start the agent of attempt 1"}
+    steps = {"attempt": 0, "steps": [7, 8], "ranks": [0, 1], "metrics": ["compute", "wait"]}
+    times = {"startsNs": [1_763_700_000_123_456_789, 1_763_700_001_123_456_789], "durationsNs": [900_000_000, 10**9]}
+    text = "Rang 3 ist langsam \u2014 1,5 \u00d7 \U0001f40c"
+    numbers = [0, -1, 127, 128, 2**32, 2**63 - 1, -(2**63), 0.1, 1.0, 1e300]
+    return {
+        "hello": Frame(FrameType.HELLO, {"job": "demo", "uid": "a-1", "attempt": 0, "worker": 1, "protocol": 1}),
+        "welcome": Frame(FrameType.WELCOME, {"server": "megatronapp 0.1.0"}),
+        "ring": Frame(FrameType.RING, {"rank": None, "worker": 1, "clockPairs": [[1_000, 2_000]], "capacity": 65536}),
+        "records": Frame(FrameType.RECORDS, rank, sample_records().tobytes()),
+        "status": Frame(FrameType.STATUS, {"rings": [status], "progress": None, "dropped": 0}),
+        "bye": Frame(FrameType.BYE, {"reason": "done"}),
+        "command": Frame(FrameType.COMMAND, {"version": 2, "faults": [{"rank": 1, "kind": "link", "factor": 2.5}]}),
+        "snapshot": Frame(FrameType.SNAPSHOT, {"name": "demo", "phase": "Running", "progress": None}),
+        "steps": Frame(FrameType.STEPS, {**steps, **times}, STEPS_BODY.tobytes()),
+        "metrics": Frame(FrameType.METRICS, {"series": series}),
+        "verdicts": Frame(FrameType.VERDICTS, {"verdicts": [{"sentence": text}]}),
+        "error": Frame(FrameType.ERROR, problem),
+        "empty": Frame(FrameType.SNAPSHOT, {}),
+        "unknown-type": Frame(200, {"from": "a newer release"}, b"\x00\xff"),
+        "body-of-one-byte": Frame(FrameType.RECORDS, {"a": 1}, b"\x01"),
+        "numbers": Frame(FrameType.SNAPSHOT, {"values": numbers}),
+    }
+
+
+def invalid_frames() -> dict[str, tuple[str, bytes]]:
+    """Bytes that every implementation refuses, with the reason."""
+    good = frames.encode(Frame(FrameType.RECORDS, {"rank": 3}, b"12345678"))
+
+    def changed(at: int, value: int) -> bytes:
+        return good[:at] + bytes([value]) + good[at + 1 :]
+
+    return {
+        "bad-short": ("shorter than its prefix", good[:15]),
+        "bad-cut": ("shorter than it says", good[:-8]),
+        "bad-longer": ("longer than it says", good + bytes(8)),
+        "bad-version": ("version 2", changed(4, 2)),
+        "bad-header-length": ("header length passes the frame", changed(9, 1)),
+        "bad-body-length": ("body length disagrees", changed(12, 9)),
+        "bad-total": ("total is not the sum", changed(0, good[0] + 8)),
+        "bad-msgpack": ("header is not msgpack", changed(16, 0xC1)),
+        "bad-header-type": ("header is not a map", changed(16, 0x90)),
+        "bad-huge": ("total passes the limit", b"\xff\xff\xff\xff" + good[4:]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Install the Debian packages that a group of targets needs, where they are missing.
+# Usage: system_packages.sh build|native|test
+set -euo pipefail
+
+need() { # need COMMAND PACKAGE
+  command -v "$1" >/dev/null 2>&1 || missing+=("$2")
+}
+
+missing=()
+case "${1:?usage: system_packages.sh build|native|test}" in
+  build)
+    need g++ g++
+    need make make
+    ;;
+  native)
+    need clang-format clang-format
+    need clang-tidy clang-tidy
+    need cmake cmake
+    [ -f /usr/include/gtest/gtest.h ] || missing+=(libgtest-dev)
+    ;;
+  test)
+    need chromium chromium
+    [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
+    ;;
+  *)
+    echo "system_packages.sh: unknown group '$1'; use build, native or test" >&2
+    exit 2
+    ;;
+esac
+[ ${#missing[@]} -eq 0 ] && exit 0
+
+sudo=()
+[ "$(id -u)" -eq 0 ] || sudo=(sudo)
+if ! command -v apt-get >/dev/null 2>&1; then
+  echo "Please install: ${missing[*]} (named as in Debian), then run this again." >&2
+  exit 1
+fi
+echo "Installing Debian packages: ${missing[*]}"
+"${sudo[@]}" apt-get update -qq
+DEBIAN_FRONTEND=noninteractive "${sudo[@]}" apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -1,0 +1,313 @@
+"""A real hub with real agents over real ring files, and a real Chromium; the simulator plays the trainer."""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import playwright.sync_api as pw
+import pytest
+
+import megatronapp_native
+from megatronapp_analyzer.model import JobLayout
+from megatronapp_common.names import Env
+from megatronapp_common.pages import PageWriter
+from megatronapp_common.tokens import Role, derive, new_secret
+from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, Kind, Metric
+
+ROOT = pathlib.Path(__file__).parents[2]
+DIST = ROOT / "frontend" / "dist"
+CHROMIUM = "/usr/bin/chromium"
+ARGUMENTS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+DEADLINE_S = 30.0
+FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
+JOB = """\
+apiVersion: megatronapp.io/v1alpha1
+kind: MegatronJob
+metadata: {name: tiny-gpt, uid: 7d1c}
+spec: {nodes: 2, procPerNode: 2, trace: {enabled: true}}
+"""
+
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, probe: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
+    """The first answer of `probe` that is true. Fails with what was waited for."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while time.monotonic() < end:
+        if found := probe():
+            return found
+        pause.wait(0.05)
+    pytest.fail(f"waited {deadline_s:g} s for {what}")
+
+
+def load_simulator() -> types.ModuleType:
+    """The pipeline simulator of the benchmarks, which is no package."""
+    spec = importlib.util.spec_from_file_location("pipeline_simulator", ROOT / "bench" / "pipeline_simulator.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclasses.dataclass
+class Feed:
+    """Plays the trainer: writes simulated steps of 2 workers x 2 ranks (PP2 x DP2) into real rings, in real time."""
+
+    shm: pathlib.Path
+    faults: tuple[dict[str, Any], ...] = ()
+    total: int = 4000
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self._simulator = load_simulator()
+        self.layout = JobLayout.grid(pp=2, dp=2, ranks_per_worker=2)
+        faults = tuple(self._simulator.Fault(**fault) for fault in self.faults)
+        noise = self._simulator.Noise(
+            body=0.06, rank_step=0.04, queue_share=0.4, queue_s=6e-4, delivery_s=2e-4, gap_s=1e-4
+        )
+        job = self._simulator.Job(layout=self.layout, forward_s=4e-3, noise=noise, faults=faults)
+        self._run = self._simulator.Simulator(job, seed=3)
+        self._stop = threading.Event()
+        self.prefixes = [f"feed{os.getpid()}-{worker}" for worker in range(2)]
+        self._writers = [self._writer(rank) for rank in range(self.layout.world)]
+        self._progress = PageWriter(self.shm / f"{self.prefixes[1]}.progress")
+        self._thread = threading.Thread(target=self._play, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        for writer in self._writers:
+            writer.close(True)
+        self._progress.close(unlink=True)
+
+    def _writer(self, rank: int) -> megatronapp_native.RingWriter:
+        place, worker = self.layout.coordinates[rank], self.layout.workers[rank]
+        comms = self._run.comms[rank]
+        metadata = {
+            "rank": rank,
+            "localRank": rank % 2,
+            "worker": worker,
+            "node": self.layout.nodes[rank],
+            "address": f"127.0.0.{2 + worker}",
+            "pid": os.getpid(),
+            "world": self.layout.world,
+            "layout": {"tensor": 1, "pipeline": 2, "virtualPipeline": 1, "data": 2, "context": 1, "expert": 1},
+            "coordinates": dataclasses.asdict(place),
+            "comms": [{"slot": slot, "kind": comm.kind, "members": list(comm.members)} for slot, comm in comms.items()],
+            "device": "cpu",
+            "totalIterations": self.total,
+            "numMicrobatches": 4,
+        }
+        path = self.shm / f"{self.prefixes[worker]}.rank{rank}.ring"
+        writer = megatronapp_native.RingWriter(str(path), 65536, 0, json.dumps(metadata).encode())
+        writer.clock_pair()
+        return writer
+
+    def _play(self) -> None:
+        while not self._stop.is_set() and self.step < self.total:
+            view = self._run.step(self.step)
+            duration_s = (view.end_ns - view.start_ns) / 1e9
+            shift = megatronapp_native.monotonic_ns() - view.start_ns
+            self._stop.wait(duration_s)
+            for row in view.records:
+                self._record(row, shift)
+            self._sample(self.step, duration_s)
+            self.step += 1
+
+    def _record(self, row: Any, shift: int) -> None:
+        step, ordinal, aux, comm, microbatch, kind, chunk, layer, flags = (int(row[name]) for name in FIELDS)
+        start_ns, duration_ns = int(row["start_ns"]) + shift, int(row["duration"]) * DURATION_UNIT_NS
+        self._writers[int(row["rank"])].record(
+            start_ns, duration_ns, step, ordinal, aux, comm, microbatch, kind, chunk, layer, flags
+        )
+
+    def _sample(self, step: int, duration_s: float) -> None:
+        loss = 2.2 + 6.0 / (1 + step / 18) + 0.05 * ((step * 7919) % 13 - 6) / 6
+        bits = struct.unpack("<I", struct.pack("<f", loss))[0]
+        now = megatronapp_native.monotonic_ns()
+        self._writers[2].record(now, 0, step, 0, bits, int(Metric.LOSS), NO_MICROBATCH, int(Kind.METRIC), 0, 0, 0)
+        tokens = 4 * 2 * 256 / duration_s
+        self._progress.write(
+            {
+                "attempt": 0,
+                "iteration": step + 1,
+                "totalIterations": self.total,
+                "loss": loss,
+                "learningRate": 1e-3,
+                "gradNorm": 1.0,
+                "tokensPerSecond": tokens,
+                "tflopsPerGpu": None,
+                "secondsLeft": (self.total - step - 1) * duration_s,
+                "consumedSamples": (step + 1) * 8,
+                "validationLoss": None,
+                "state": "training",
+                "updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            }
+        )
+
+
+@dataclasses.dataclass
+class Stack:
+    """A hub, its agents and the feed that they serve."""
+
+    url: str
+    token: str
+    feed: Feed
+    hub: subprocess.Popen[bytes]
+    start_hub: Callable[[int], subprocess.Popen[bytes]]
+
+    @property
+    def entry(self) -> str:
+        """Address that a person opens."""
+        return f"{self.url}/?token={self.token}"
+
+    def kill_hub(self) -> None:
+        self.hub.kill()
+        self.hub.wait()
+
+    def restart_hub(self) -> None:
+        """The same hub on the same port."""
+        self.hub = self.start_hub(int(self.url.rpartition(":")[2]))
+
+
+def start(module: str, arguments: list[str], environment: dict[str, str], log: pathlib.Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], env=os.environ | environment, stdout=output, stderr=output
+        )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[], str | None]:
+    """Reads the hub's address from its log."""
+
+    def probe() -> str | None:
+        text = log.read_text(encoding="utf-8")
+        assert process.poll() is None, text
+        found = re.search(r"listening on (http://\S+)", text)
+        return found[1] if found else None
+
+    return probe
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
+    """Start everything, and stop all of it again."""
+    secret, secret_file, job_file = new_secret(), folder / "secret", folder / "job.yaml"
+    secret_file.write_text(secret)
+    job_file.write_text(JOB)
+    base: dict[str, str] = {
+        Env.SECRET_FILE: str(secret_file),
+        Env.JOB: "tiny-gpt",
+        Env.JOB_UID: "7d1c",
+        Env.SHM_DIR: str(feed.shm),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(feed.stop)
+        log = folder / "hub.log"
+
+        def start_hub(port: int) -> subprocess.Popen[bytes]:
+            places = {"--job-file": job_file, "--state-dir": folder / "hub", "--frontend": DIST}
+            flags = ["--port", str(port), *(str(part) for pair in places.items() for part in pair)]
+            process = start("megatronapp_analyzer.hub", flags, base, log)
+            stack.callback(end, process)
+            address = wait_for("the hub's address", hub_url(log, process))
+            wait_for("the hub to answer", lambda: answers(f"{address}/healthz"))
+            return process
+
+        hub = start_hub(0)
+        url = wait_for("the hub's address", hub_url(log, hub))
+        for worker, prefix in enumerate(feed.prefixes):
+            own: dict[str, str] = {Env.ATTEMPT: "0", Env.WORKER_INDEX: str(worker), Env.NODE_NAME: f"node-{worker}"}
+            agent_environment = base | own | {Env.SHM_PREFIX: prefix, Env.HUB_URL: url}
+            agent = start("megatronapp_analyzer.agent", [], agent_environment, folder / f"agent-{worker}.log")
+            stack.callback(end, agent)
+        yield Stack(url=url, token=derive(secret, Role.VIEWER), feed=feed, hub=hub, start_hub=start_hub)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[pw.Browser]:
+    """One browser for a module, closed before tests of other modules start event loops of their own."""
+    assert (DIST / "index.html").exists(), "the page is not built; run `make setup`"
+    with pw.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A job whose rank 2 computes three times as long from step 40 on."""
+    folder = tmp_path_factory.mktemp("slow")
+    feed = Feed(shm=folder, faults=({"rank": 2, "kind": "compute", "factor": 3.0, "from_step": 40},))
+    with running_stack(folder, feed) as stack:
+        feed.start()
+        yield stack
+
+
+@pytest.fixture
+def healthy_stack(tmp_path: pathlib.Path) -> Iterator[Stack]:
+    """A job that nothing is wrong with; its ranks have come up and no step has ended until feed.start()."""
+    with running_stack(tmp_path, Feed(shm=tmp_path)) as stack:
+        yield stack
+
+
+@pytest.fixture
+def page(chromium: pw.Browser) -> Iterator[pw.Page]:
+    """A page, dark, 1440 pixels wide; errors that the page reports fail the test."""
+    context = chromium.new_context(
+        viewport={"width": 1440, "height": 900}, color_scheme="dark", reduced_motion="reduce"
+    )
+    shown = context.new_page()
+    problems: list[str] = []
+    shown.on("pageerror", lambda error: problems.append(str(error)))
+    yield shown
+    context.close()
+    assert problems == []

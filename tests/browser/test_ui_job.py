@@ -1,0 +1,201 @@
+"""One job's page against a real hub: it names the slow rank, leads to the evidence, and works by keyboard."""
+
+import re
+import urllib.parse
+from typing import Any
+
+import playwright.sync_api as pw
+import pytest
+
+pytestmark = pytest.mark.browser
+VERDICT_MS = 60_000
+PIXEL = """(canvas, [x, y]) => {
+  const ratio = window.devicePixelRatio;
+  return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data].slice(0, 3);
+}"""
+PICTURE = "canvas => canvas.toDataURL()"
+
+
+def query(page: pw.Page) -> dict[str, str]:
+    return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(page.url).query))
+
+
+@pytest.fixture
+def verdict(page: pw.Page, slow_rank_stack: Any) -> pw.Locator:
+    """The panel, once it names the rank."""
+    page.goto(slow_rank_stack.entry)
+    panel = page.get_by_test_id("verdict")
+    pw.expect(panel).to_contain_text("confirmed", timeout=VERDICT_MS)
+    return panel
+
+
+def choose_evidence(page: pw.Page, verdict: pw.Locator) -> int:
+    """Click the first evidence step; returns it."""
+    chip = verdict.get_by_role("button", name=re.compile(r"^step \d+$")).first
+    chip.click()
+    return int(query(page)["step"])
+
+
+def test_names_the_slow_rank_and_its_cost(page: pw.Page, verdict: pw.Locator) -> None:
+    pw.expect(verdict.get_by_role("heading", level=2)).to_contain_text("Rank 2")
+    pw.expect(verdict).to_contain_text("slow compute")
+    pw.expect(page).to_have_title("▲ Rank 2: slow compute (tiny-gpt)")
+    pw.expect(verdict).to_contain_text(re.compile(r"\+[\d.]+ ms\s*on every step"))
+    pw.expect(page.get_by_role("button", name=re.compile("^Rank 2 .*named by a verdict"))).to_be_visible()
+    pw.expect(page.get_by_role("button", name=re.compile("named by a verdict"))).to_have_count(1)
+
+
+def test_heat_map_paints_the_slow_rank_as_slow_and_its_peers_not(page: pw.Page, verdict: pw.Locator) -> None:
+    heat = page.get_by_test_id("heatmap")
+    box = heat.bounding_box()
+    assert box is not None
+    right = box["width"] - 30
+    rows = [heat.evaluate(PIXEL, [right, 28 * rank + 8]) for rank in range(4)]
+    assert rows[2][0] > rows[2][2] + 80, "orange: slower than its peers"
+    for rank in (0, 1, 3):
+        assert rows[rank][0] <= rows[rank][2], f"rank {rank} must not be orange: {rows}"
+
+
+def test_evidence_leads_all_panels_to_its_step(page: pw.Page, verdict: pw.Locator) -> None:
+    step = choose_evidence(page, verdict)
+    assert query(page) == {"step": str(step), "rank": "2"}
+    pw.expect(page.get_by_role("heading", name=f"Step {step} on all ranks")).to_be_visible()
+    pw.expect(page.get_by_text(f"8 steps up to {step}")).to_be_visible()
+    pw.expect(page.get_by_role("button", name=re.compile("^Rank 2 "))).to_have_attribute("aria-pressed", "true")
+
+
+def test_selection_survives_a_reload_and_the_back_button(page: pw.Page, verdict: pw.Locator) -> None:
+    step = choose_evidence(page, verdict)
+    page.reload()
+    pw.expect(page.get_by_role("heading", name=f"Step {step} on all ranks")).to_be_visible()
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
+    page.get_by_role("button", name="Next step").click()
+    pw.expect(page).to_have_url(re.compile(f"step={step + 1}"))
+    page.go_back()
+    pw.expect(page).to_have_url(re.compile(f"step={step}\\b"))
+
+
+def test_span_by_keyboard_then_to_the_other_end_of_its_transfer(page: pw.Page, verdict: pw.Locator) -> None:
+    choose_evidence(page, verdict)
+    timeline = page.get_by_test_id("timeline")
+    timeline.focus()
+    details = page.get_by_role("complementary", name="Selected span")
+    for _ in range(40):
+        page.keyboard.press("ArrowRight")
+        if details.get_by_role("button", name="Other end").count():
+            break
+    pw.expect(details).to_contain_text("Duration")
+    here = page.get_by_test_id("span-rank").inner_text()
+    page.keyboard.press("f")
+    pw.expect(page.get_by_test_id("span-rank")).not_to_have_text(here)
+    assert query(page)["rank"] != "2"
+    page.keyboard.press("Escape")
+    pw.expect(page).not_to_have_url(re.compile("span="))
+
+
+def test_timeline_zooms_by_wheel_and_key_pans_by_drag_and_fits(page: pw.Page, verdict: pw.Locator) -> None:
+    choose_evidence(page, verdict)
+    timeline = page.get_by_test_id("timeline")
+    timeline.scroll_into_view_if_needed()
+    page.mouse.move(5, 5)
+    settle(page)
+    whole = timeline.evaluate(PICTURE)
+    box = timeline.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 400, box["y"] + 60)
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -400)
+    page.keyboard.up("Control")
+    zoomed = changed_from(page, timeline, whole)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 250, box["y"] + 60, steps=4)
+    page.mouse.up()
+    panned = changed_from(page, timeline, zoomed)
+    timeline.focus()
+    page.keyboard.press("+")
+    changed_from(page, timeline, panned)
+    page.keyboard.press("0")
+    page.mouse.move(5, 5)
+    settle(page)
+    assert timeline.evaluate(PICTURE) == whole
+
+
+def settle(page: pw.Page) -> None:
+    """Two frames later everything that was asked for is painted."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def changed_from(page: pw.Page, canvas: pw.Locator, before: str) -> str:
+    settle(page)
+    after: str = canvas.evaluate(PICTURE)
+    assert after != before
+    return after
+
+
+def test_wheel_without_control_scrolls_the_page(page: pw.Page, verdict: pw.Locator) -> None:
+    heat = page.get_by_test_id("heatmap")
+    heat.hover()
+    page.mouse.wheel(0, 300)
+    page.wait_for_function("window.scrollY > 0")
+
+
+def test_heat_map_by_keyboard(page: pw.Page, verdict: pw.Locator) -> None:
+    page.get_by_test_id("heatmap").focus()
+    page.keyboard.press("Home")
+    pw.expect(page).to_have_url(re.compile(r"step=0\b"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert query(page) == {"step": "1", "rank": "2"}
+    pw.expect(page.get_by_text(re.compile("^step 1, rank 2: Slowdown against peers"))).to_be_attached()
+
+
+def test_metric_switch_and_table_show_the_same_numbers_as_the_hub(page: pw.Page, verdict: pw.Locator) -> None:
+    page.get_by_role("radio", name="Compute").check()
+    pw.expect(page).to_have_url(re.compile("metric=compute"))
+    pw.expect(page.get_by_role("img", name="Colours: Compute time")).to_be_visible()
+    page.get_by_role("button", name="Table", exact=True).click()
+    rows = page.get_by_role("region", name="Ranks by steps as a table").get_by_role("row")
+    head, *cells = re.split(r"\s*\t\s*", rows.nth(5).inner_text())  # at once: rows move on with every step
+    step, shown = int(head), cells[2]
+    answer = page.request.get(f"{page.url.split('?')[0]}api/v1/heatmap?metric=compute&from={step}&to={step}").json()
+    value = answer["values"][2][0]
+    assert shown == (f"{value * 1e3:.1f} ms" if value < 0.0995 else f"{value * 1e3:.0f} ms")
+
+
+def test_all_evidence_as_a_table(page: pw.Page, verdict: pw.Locator) -> None:
+    verdict.get_by_role("button", name=re.compile("as a table")).click()
+    table = verdict.get_by_role("table")
+    pw.expect(table.get_by_role("columnheader")).to_have_count(5)
+    assert table.get_by_role("row").count() > 2
+
+
+def test_is_live(page: pw.Page, verdict: pw.Locator, slow_rank_stack: Any) -> None:
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
+    target = slow_rank_stack.feed.step + 5
+    page.wait_for_function(
+        "target => Number(document.querySelector('.fact b').textContent.replace(/,/g, '')) > target", arg=target
+    )
+
+
+def test_fault_can_be_injected_and_ended(page: pw.Page, verdict: pw.Locator) -> None:
+    form = page.get_by_role("form", name="Inject a fault")
+    form.get_by_label("Rank").select_option("1")
+    form.get_by_label("Kind").select_option("host")
+    form.get_by_label("Factor").fill("2.5")
+    form.get_by_label("Steps").fill("500")
+    form.get_by_role("button", name="Inject").click()
+    fault = page.get_by_test_id("fault")
+    pw.expect(fault).to_have_count(1)
+    pw.expect(fault).to_contain_text("2.50")
+    pw.expect(page.get_by_text("fault injected", exact=True)).to_be_visible()
+    fault.get_by_role("button", name="End").click()
+    pw.expect(fault).to_have_count(0)
+
+
+def test_jobs_page_lists_the_job_and_leads_back(page: pw.Page, verdict: pw.Locator) -> None:
+    page.get_by_role("navigation").get_by_role("link", name="Jobs").click()
+    row = page.get_by_role("row").nth(1)
+    pw.expect(row).to_contain_text("Rank 2")
+    row.get_by_role("link", name="tiny-gpt").click()
+    pw.expect(page.get_by_role("heading", name="tiny-gpt")).to_be_visible()

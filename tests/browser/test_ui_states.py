@@ -1,0 +1,85 @@
+"""What the page looks like while there is nothing, nothing yet, nothing any more, or no access."""
+
+import re
+from typing import Any
+
+import playwright.sync_api as pw
+import pytest
+
+pytestmark = pytest.mark.browser
+
+
+def state(page: pw.Page, kind: str) -> pw.Locator:
+    return page.locator(f"[data-state={kind}]")
+
+
+def test_loading_then_empty_then_steps(page: pw.Page, healthy_stack: Any) -> None:
+    held: list[pw.Route] = []
+
+    def hold(route: pw.Route) -> None:
+        held.append(route)
+
+    page.route("**/api/v1/job", hold)
+    page.route_web_socket("**/api/v1/live", lambda socket: None)
+    page.goto(healthy_stack.entry)
+    pw.expect(state(page, "loading")).to_contain_text("Asking the hub")
+    for route in held:
+        route.continue_()
+    pw.expect(state(page, "empty").first).to_contain_text("No step has ended yet")
+    page.unroute_all()
+    page.reload()
+    pw.expect(page.get_by_test_id("verdict")).to_contain_text("No step has ended yet")
+    healthy_stack.feed.start()
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    pw.expect(page.get_by_test_id("verdict")).to_contain_text("No rank stands out")
+    pw.expect(state(page, "empty")).to_have_count(0)
+
+
+def test_error_says_what_to_do_and_heals_by_retry(page: pw.Page, healthy_stack: Any) -> None:
+    page.route("**/api/v1/job", lambda route: route.fulfill(status=500, json={}))
+    page.goto(healthy_stack.entry)
+    pw.expect(state(page, "error")).to_contain_text("500")
+    page.unroute("**/api/v1/job")
+    page.get_by_role("button", name="Try again").click()
+    pw.expect(page.get_by_role("heading", name="tiny-gpt")).to_be_visible()
+
+
+def test_lost_connection_keeps_the_picture_says_since_when_and_heals(page: pw.Page, healthy_stack: Any) -> None:
+    healthy_stack.feed.start()
+    page.goto(healthy_stack.entry)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    healthy_stack.kill_hub()
+    banner = state(page, "stale")
+    pw.expect(banner).to_contain_text(re.compile(r"Connection lost at \d\d:\d\d:\d\d"))
+    pw.expect(banner).to_contain_text(re.compile(r"Next try in \d+ s|Trying now"))
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Not connected")
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
+    healthy_stack.restart_hub()
+    page.get_by_role("button", name="Connect now").click()
+    pw.expect(banner).to_have_count(0, timeout=30_000)
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
+
+
+def test_without_a_token_nothing_is_shown(page: pw.Page, healthy_stack: Any) -> None:
+    answer = page.goto(healthy_stack.url)
+    assert answer is not None and answer.status == 401
+    pw.expect(page.locator("body")).to_contain_text("megatronapp ui")
+
+
+def test_refused_page_says_how_to_open_it(page: pw.Page, healthy_stack: Any) -> None:
+    refusal = {"code": "unauthorised", "message": "missing or wrong token", "hint": ""}
+    page.route("**/api/v1/**", lambda route: route.fulfill(status=401, json=refusal))
+    page.goto(healthy_stack.entry)
+    pw.expect(page.get_by_role("heading", name="This page needs the job's token")).to_be_visible()
+    pw.expect(page.locator("pre")).to_have_text("megatronapp ui JOB")
+
+
+def test_step_that_is_no_longer_held_is_an_error_of_the_timeline_only(page: pw.Page, healthy_stack: Any) -> None:
+    healthy_stack.feed.start()
+    page.goto(healthy_stack.entry)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=30_000)
+    page.goto(f"{healthy_stack.url}/?step=99999")
+    pw.expect(state(page, "error")).to_contain_text("99999")
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible()
+    page.get_by_role("button", name="Try again").click()
+    pw.expect(page.get_by_test_id("timeline")).to_be_visible()

@@ -1,0 +1,74 @@
+"""The page of a real small training that the process backend runs: two ranks, a pipeline of two stages."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import playwright.sync_api as pw
+import pytest
+
+pytestmark = [pytest.mark.browser, pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(400)]
+COMMAND = [sys.executable, "-m", "megatronapp_common.cli"]
+ITERATIONS = 12
+START_MS = 240_000
+"""Importing torch and megatron-core takes long on a busy machine."""
+MANIFEST = f"""\
+apiVersion: megatronapp.io/v1alpha1
+kind: MegatronJob
+metadata: {{name: page-test}}
+spec:
+  nodes: 2
+  procPerNode: 1
+  parallelism: {{pipeline: 2}}
+  model: {{type: gpt, numLayers: 2, hiddenSize: 32, numAttentionHeads: 2, seqLength: 16, vocabSize: 64}}
+  training: {{microBatchSize: 1, globalBatchSize: 4, trainIters: {ITERATIONS}, lr: 1.0e-3}}
+  data: {{mock: true}}
+  trace: {{enabled: true}}
+  analyzer: {{enabled: true, retainSeconds: 300}}
+  faults: [{{rank: 1, kind: compute, factor: 3, fromStep: 6, steps: 100}}]
+"""
+
+
+@pytest.fixture
+def address(tmp_path: pathlib.Path) -> Iterator[str]:
+    """Where the pages of the running job are."""
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(MANIFEST)
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(
+            [*COMMAND, *words], check=False, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    call("run", str(manifest), "--detach")
+    try:
+        yield call("ui", "page-test", "--print")
+    finally:
+        call("delete", "page-test", "--ignore-not-found")
+
+
+def test_shows_a_real_training_to_its_end(page: pw.Page, address: str) -> None:
+    page.goto(address)
+    pw.expect(page.get_by_role("heading", name="page-test")).to_be_visible()
+    state = page.get_by_role("region", name="State of the job")
+    pw.expect(state).to_contain_text(f"{ITERATIONS} / {ITERATIONS}", timeout=START_MS)
+    pw.expect(state).to_contain_text("PP2")
+    pw.expect(state).to_contain_text("2 ranks on 2 workers")
+    pw.expect(page.get_by_role("img", name=re.compile(r"^Loss over steps, newest \d"))).to_be_visible()
+    page.goto(f"{address.partition('?')[0]}?step=7&rank=1")
+    timeline = page.get_by_test_id("timeline")
+    timeline.focus()
+    details = page.get_by_role("complementary", name="Selected span")
+    for _ in range(60):
+        page.keyboard.press("ArrowRight")
+        if details.get_by_role("heading", name="Forward, microbatch").count():
+            break
+    pw.expect(page.get_by_test_id("span-rank")).to_contain_text("rank 1")
+    pw.expect(page.get_by_test_id("span-rank")).to_contain_text("fault injected here")
+    pw.expect(page.get_by_test_id("fault")).to_contain_text("compute")

@@ -1,0 +1,177 @@
+"""Real agents with real rings against a real hub."""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from megatronapp_common.pages import PageReader, PageWriter
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 20.0
+
+
+async def test_agent_brings_rings_and_ends_with_them(hub: Any, worker: Any, until: Any) -> None:
+    mine = worker(hub.url)
+    progress = PageWriter(mine.shm_dir / f"{mine.prefix}.progress")
+    progress.write({"attempt": 0, "iteration": 4, "loss": 3.5, "state": "training"})
+    async with mine.agent() as process:
+        mine.open_rings()
+        mine.write_steps(range(5))
+
+        async def arrived() -> bool:
+            return len(await hub.get("/api/v1/steps")) == 5
+
+        await until(arrived)
+
+        async def training() -> bool:
+            mine.heartbeat()
+            return [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]] == ["training"] * 2
+
+        await until(training)
+        job = await hub.get("/api/v1/job")
+        assert job["progress"]["loss"] == 3.5
+        assert job["phase"] == "Running"
+        mine.write_steps(range(5, 8))
+        mine.close_rings(unlink=True)
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+    job = await hub.get("/api/v1/job")
+    assert [rank["state"] for rank in job["ranks"]] == ["ended", "ended"]
+    assert [rank["step"] for rank in job["ranks"]] == [7, 7]
+    progress.close()
+
+
+async def test_agent_puts_faults_on_the_control_page(hub: Any, worker: Any, until: Any) -> None:
+    mine = worker(hub.url)
+    mine.open_rings()
+    mine.write_steps(range(2))
+    page = PageReader(mine.shm_dir / f"{mine.prefix}.control")
+    async with mine.agent():
+
+        async def alive() -> bool:
+            mine.heartbeat()
+            states = (await hub.get("/api/v1/job"))["ranks"]
+            return len(states) == 2 and all(rank["state"] == "training" for rank in states)
+
+        await until(alive)
+        async with hub.client() as client:
+            fault = {"rank": 1, "kind": "compute", "factor": 3.0, "fromStep": 10, "steps": 5}
+            answer = await client.post("/api/v1/faults", json=fault)
+            assert answer.status_code == 201
+            given = answer.json()
+
+            async def on_page() -> bool:
+                return bool((page.read() or {}).get("faults"))
+
+            await until(on_page)
+            assert (page.read() or {})["faults"] == [given]
+            assert given | {"id": None} == fault | {"id": None, "peer": None}
+            assert (await client.delete(f"/api/v1/faults/{given['id']}")).status_code == 204
+
+            async def gone() -> bool:
+                return not (page.read() or {}).get("faults")
+
+            await until(gone)
+    page.close()
+    mine.close_rings(unlink=True)
+
+
+async def test_sigterm_drains_once_more(hub: Any, worker: Any, until: Any) -> None:
+    mine = worker(hub.url)
+    mine.open_rings()
+    mine.write_steps(range(2))
+    async with mine.agent() as process:
+
+        async def arrived() -> bool:
+            return len(await hub.get("/api/v1/steps")) == 2
+
+        await until(arrived)
+        mine.write_steps(range(2, 40))
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+    assert len(await hub.get("/api/v1/steps")) == 40
+    mine.close_rings(unlink=True)
+
+
+async def test_agent_without_environment_says_what_is_missing(worker: Any) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "megatronapp_analyzer.agent", stderr=asyncio.subprocess.PIPE, env={"PATH": os.defpath}
+    )
+    _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 64
+    assert b"MEGATRONAPP_" in stderr
+
+
+async def test_a_killed_agent_is_replaced_without_loss(hub: Any, worker: Any, until: Any) -> None:
+    mine = worker(hub.url)
+    mine.open_rings()
+
+    async def has(count: int) -> None:
+        async def arrived() -> bool:
+            return len(await hub.get("/api/v1/steps")) == count
+
+        await until(arrived)
+
+    async with mine.agent() as first:
+        mine.write_steps(range(10))
+        await has(10)
+        first.kill()
+        await first.wait()
+    mine.write_steps(range(10, 30))
+    async with mine.agent():
+        await has(30)
+    job = await hub.get("/api/v1/job")
+    assert job["tracer"]["lost"] == 0
+    assert [step["complete"] for step in await hub.get("/api/v1/steps")] == [True] * 30
+    mine.close_rings(unlink=True)
+
+
+RANK_PROCESS = """
+import json, sys, time
+from megatronapp_native import RingWriter
+directory, prefix, jobs = sys.argv[1], sys.argv[2], json.load(sys.stdin)
+writers = []
+for job in jobs:
+    path = f"{directory}/{prefix}.rank{job['rank']}.ring"
+    writers.append(RingWriter(path, 4096, 0, json.dumps(job["metadata"]).encode()))
+    for record in job["records"]:
+        writers[-1].record(*record)
+print("written", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_records_of_a_killed_rank_are_brought_and_the_agent_ends(hub: Any, worker: Any, until: Any) -> None:
+    mine = worker(hub.url)
+    given = [
+        {
+            "rank": rank,
+            "metadata": mine.job.ring_header(rank)["metadata"],
+            "records": [fields for step in range(6) for fields in mine.fields(rank, step)],
+        }
+        for rank in (0, 1)
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", RANK_PROCESS, str(mine.shm_dir), mine.prefix),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(given).encode())
+    process.stdin.close()
+    assert await asyncio.wait_for(process.stdout.readline(), DEADLINE_S) == b"written\n"
+    async with mine.agent() as agent:
+
+        async def arrived() -> bool:
+            return len(await hub.get("/api/v1/steps")) == 6
+
+        await until(arrived)
+        process.kill()
+        await process.wait()
+        assert await asyncio.wait_for(agent.wait(), DEADLINE_S) == 0
+    assert [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]] == ["ended"] * 2

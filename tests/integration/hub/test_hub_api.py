@@ -1,0 +1,330 @@
+"""Answers of the interface, the live socket, and Prometheus."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatronapp_analyzer.hub.app import build_api
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 20.0
+
+
+def slow_rank(state: State = State.CONFIRMED, **changes: Any) -> Verdict:
+    fields: dict[str, Any] = {
+        "id": "v1",
+        "subject": Subject(type=SubjectType.RANK, ranks=(2,), worker=1, node="node-1"),
+        "cause": Cause.COMPUTE,
+        "state": state,
+        "seconds_per_step": 0.004,
+        "slowdown": 2.0,
+        "confidence": 0.97,
+        "evidence_steps": (3, 4),
+        "evidence_text": ("compute twice as long",),
+        "since": When(attempt=0, step=3, time=1.0),
+        "sentence": "Rank 2 computes slowly.",
+    }
+    return Verdict(**(fields | changes))
+
+
+@pytest.fixture
+def feed(hub: Any, until: Any) -> Callable[..., Any]:
+    """Bring steps of all workers and wait until the hub has them."""
+
+    async def bring(job: Any, steps: range, **how: Any) -> None:
+        for worker in range(job.workers):
+            async with hub.agent(job, worker) as agent:
+                await agent.hello()
+                await agent.rings()
+                await agent.steps(steps, **how)
+                await agent.status()
+
+        async def has_all() -> bool:
+            got = {(step["attempt"], step["step"]) for step in await hub.get("/api/v1/steps")}
+            return {(job.attempt, step) for step in steps} <= got
+
+        await until(has_all)
+
+    return bring
+
+
+async def families(hub: Any) -> dict[str, Any]:
+    async with hub.client() as client:
+        text = (await client.get("/metrics")).text
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+async def next_frame(page: Any, kind: int, accept: Callable[[Frame], bool] = lambda frame: True) -> Frame:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            frame = frames.decode(await page.recv())
+            if frame.type == kind and accept(frame):
+                return frame
+
+
+async def test_openapi_document_is_the_committed_one(hub: Any) -> None:
+    served = await hub.get("/api/v1/openapi.json")
+    committed = Path(__file__).parents[3] / "frontend" / "src" / "api" / "openapi.json"
+    assert json.loads(committed.read_text()) == json.loads(json.dumps(build_api().openapi()))
+    assert served == json.loads(committed.read_text())
+
+
+async def test_empty_hub_answers(hub: Any) -> None:
+    job = await hub.get("/api/v1/job")
+    assert (job["phase"], job["ranks"], job["progress"]) == ("Pending", [], None)
+    assert job["tracer"]["state"] == "off"
+    assert (await hub.get("/api/v1/heatmap"))["values"] == []
+    assert await hub.get("/api/v1/verdicts") == []
+    async with hub.client() as client:
+        for path in ("/api/v1/timeline", "/api/v1/timeline?step=4", "/api/v1/trace"):
+            answer = await client.get(path)
+            assert answer.status_code == 404
+            assert answer.json()["code"] == "step-not-held"
+        answer = await client.get("/api/v1/heatmap?metric=colour")
+        assert answer.status_code == 422
+        assert "colour" in answer.text or "metric" in answer.json()["message"]
+        assert set(answer.json()) == {"code", "message", "hint"}
+
+
+async def test_ranges_are_inclusive(hub: Any, fake_job: Any, feed: Any) -> None:
+    await feed(fake_job(), range(10))
+    assert [step["step"] for step in await hub.get("/api/v1/steps?from=3&to=5")] == [3, 4, 5]
+    assert (await hub.get("/api/v1/heatmap?metric=step&from=8"))["steps"] == [8, 9]
+    assert (await hub.get("/api/v1/metrics/series?name=loss&to=1"))["steps"] == [0, 1]
+    heat = await hub.get("/api/v1/heatmap?metric=compute&from=2&to=2")
+    assert heat["values"] == [[pytest.approx(0.006)]] * 4
+    slow = await hub.get("/api/v1/heatmap?metric=slowdown&from=2&to=2")
+    assert slow["values"] == [[pytest.approx(1.0)]] * 4
+
+
+async def test_a_resumed_attempt_repeats_steps(hub: Any, fake_job: Any, feed: Any) -> None:
+    await feed(fake_job(), range(6))
+    await feed(fake_job(attempt=1), range(3, 8))
+    steps = [(step["attempt"], step["step"]) for step in await hub.get("/api/v1/steps")]
+    assert steps == [(0, step) for step in range(6)] + [(1, step) for step in range(3, 8)]
+    assert (await hub.get("/api/v1/job"))["attempt"] == 1
+    assert (await hub.get("/api/v1/timeline?step=4"))["attempt"] == 1
+    assert (await hub.get("/api/v1/timeline?step=4&attempt=0"))["attempt"] == 0
+
+
+async def test_memory_is_bounded_and_sums_stay(tmp_path: Path, serve: Any, fake_job: Any, until: Any) -> None:
+    job = fake_job(data=1)
+    with serve(tmp_path / "state", limits=StoreLimits(full_steps=5)) as hub:
+        async with hub.agent(job, 0) as agent:
+            await agent.hello()
+            await agent.rings()
+            await agent.steps(range(12))
+
+            async def has_all() -> bool:
+                return len(await hub.get("/api/v1/steps")) == 12
+
+            await until(has_all)
+        async with hub.client() as client:
+            assert (await client.get("/api/v1/timeline?step=6")).status_code == 404
+            assert (await client.get("/api/v1/timeline?step=7")).status_code == 200
+        assert len((await hub.get("/api/v1/heatmap"))["steps"]) == 12
+
+
+async def test_trace_opens_with_arrows(hub: Any, fake_job: Any, feed: Any) -> None:
+    await feed(fake_job(), range(3))
+    trace = await hub.get("/api/v1/trace?from=1&to=2")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {event["args"]["step"] for event in spans} == {1, 2}
+    assert {(event["pid"], event["tid"]) for event in spans} == {(0, 0), (0, 1), (1, 2), (1, 3)}
+    starts = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "s"}
+    ends = {event["id"]: event for event in trace["traceEvents"] if event["ph"] == "f"}
+    assert len(starts) == 8
+    assert starts.keys() == ends.keys()
+    assert all(ends[key]["ts"] > starts[key]["ts"] and ends[key]["tid"] != starts[key]["tid"] for key in starts)
+    losses = [event for event in trace["traceEvents"] if event["ph"] == "C" and event["name"] == "loss"]
+    assert [event["args"]["value"] for event in losses] == pytest.approx([4.99, 4.98])
+
+
+async def test_page_hears_state_steps_metrics_and_verdicts(hub: Any, fake_job: Any, feed: Any) -> None:
+    hub.script.by_step[3] = [slow_rank()]
+    async with hub.page() as page:
+        first = frames.decode(await page.recv())
+        assert (first.type, first.header["phase"]) == (FrameType.SNAPSHOT, "Pending")
+        assert first.header["serverTime"] > 0
+        assert frames.decode(await page.recv()).header == {"verdicts": []}
+        feeding = asyncio.create_task(feed(fake_job(), range(5)))
+        steps = await next_frame(page, FrameType.STEPS)
+        header = steps.header
+        table = np.frombuffer(steps.body, "<f4").reshape(len(header["metrics"]), len(header["ranks"]), -1)
+        assert table.shape[2] == len(header["steps"]) == len(header["startsNs"])
+        assert table[header["metrics"].index("step")] == pytest.approx(0.01)
+        metrics = await next_frame(page, FrameType.METRICS)
+        assert metrics.header["series"]["loss"]["values"][0] == pytest.approx(5.0)
+        verdicts = await next_frame(page, FrameType.VERDICTS)
+        assert verdicts.header["verdicts"][0]["sentence"] == "Rank 2 computes slowly."
+        await next_frame(page, FrameType.SNAPSHOT, lambda frame: frame.header["phase"] == "Running")
+        await feeding
+
+
+async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    hub.script.by_step[2] = [slow_rank(State.SUSPECT)]
+    hub.script.by_step[4] = [slow_rank()]
+    await feed(fake_job(), range(6))
+
+    async def named() -> bool:
+        return bool((await hub.get("/api/v1/summary"))["slowRanks"])
+
+    await until(named)
+    verdict = (await hub.get("/api/v1/summary"))["slowRanks"][0]
+    assert verdict["subject"] == {"type": "rank", "ranks": [2], "worker": 1, "node": "node-1"}
+    assert verdict["effect"] == {"secondsPerStep": 0.004, "slowdown": 2.0}
+    assert await hub.get("/api/v1/verdicts") == [verdict]
+    assert json.loads((hub.state_dir / "verdicts.json").read_text()) == [verdict]
+
+
+async def test_a_failing_detector_stops_nothing(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    hub.script.by_step[2] = RuntimeError("broken")
+    hub.script.by_step[4] = [slow_rank()]
+    await feed(fake_job(), range(6))
+
+    async def named() -> bool:
+        return bool(await hub.get("/api/v1/verdicts"))
+
+    await until(named)
+    assert len(hub.script.layouts) == 2
+    failures = (await families(hub))["megascan_analyzer_failures"]
+    assert [sample.value for sample in failures.samples if sample.name.endswith("_total")] == [1.0]
+
+
+async def test_hung_and_silent_ranks(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    job = fake_job()
+    await feed(job, range(4))
+    hung = Subject(type=SubjectType.RANK, ranks=(1,), worker=0, node="node-0")
+    hub.script.hung = [slow_rank(id="h", subject=hung, cause=Cause.HANG)]
+    async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other:
+        await agent.hello()
+        await other.hello()
+        await agent.status(openSpan={"kind": 3, "step": 4, "microbatch": 1, "startNs": 0})
+        await other.status(heartbeatNs=0)
+
+        async def judged() -> bool:
+            states = [rank["state"] for rank in (await hub.get("/api/v1/job"))["ranks"]]
+            return states == ["training", "hung", "silent", "silent"]
+
+        await until(judged)
+        assert (await hub.get("/api/v1/summary"))["hungRanks"] == [1]
+        span = (await hub.get("/api/v1/job"))["ranks"][0]["openSpan"]
+        assert (span["kind"], span["step"], span["microbatch"]) == ("forward", 4, 1)
+        await other.status(closed=True)
+
+        async def ended() -> bool:
+            return bool((await hub.get("/api/v1/job"))["ranks"][3]["state"] == "ended")
+
+        await until(ended)
+        async with hub.client() as client:
+            fault = {"rank": 3, "kind": "link", "factor": 2, "fromStep": 10, "steps": 5, "peer": 1}
+            answer = await client.post("/api/v1/faults", json=fault)
+            assert (answer.status_code, answer.json()["code"]) == (409, "rank-gone")
+            answer = await client.post("/api/v1/faults", json=fault | {"rank": 0, "factor": 0.5})
+            assert answer.status_code == 422
+            assert (await client.delete("/api/v1/faults/none")).status_code == 404
+
+
+async def test_a_fault_that_would_never_act_is_refused(hub: Any, fake_job: Any, feed: Any) -> None:
+    job = fake_job()
+    await feed(job, range(8))
+    async with hub.agent(job, 0) as agent, hub.agent(job, 1) as other, hub.client() as client:
+        for one in (agent, other):
+            await one.hello()
+            await one.status()
+        fault = {"rank": 0, "kind": "host", "factor": 2, "fromStep": 3, "steps": 5}
+        answer = await client.post("/api/v1/faults", json=fault)
+        assert (answer.status_code, answer.json()["code"]) == (409, "steps-over")
+        assert "step 7 is finished already" in answer.json()["message"]
+        assert "step 12" in answer.json()["hint"]
+        assert (await client.post("/api/v1/faults", json=fault | {"steps": 6})).status_code == 201
+        object.__setattr__(hub.hub, "identity", dataclasses.replace(hub.hub.identity, traced=False))
+        answer = await client.post("/api/v1/faults", json=fault | {"steps": 6})
+        assert (answer.status_code, answer.json()["code"]) == (409, "tracing-off")
+        assert "spec.trace.enabled" in answer.json()["hint"]
+
+
+async def test_faults_that_have_ended_make_room_and_a_full_page_is_refused(hub: Any, fake_job: Any, feed: Any) -> None:
+    job = fake_job()
+    await feed(job, range(8))
+    async with hub.agent(job, 0) as agent, hub.client() as client:
+        await agent.hello()
+        await agent.status()
+        fault = {"rank": 0, "kind": "host", "factor": 2, "fromStep": 8, "steps": 1}
+        codes: list[int] = []
+        while not codes or codes[-1] == 201:
+            codes.append((await client.post("/api/v1/faults", json=fault)).status_code)
+            assert len(codes) < 500
+        assert codes[-1] == 409
+        await feed(job, range(8, 12))
+        assert (await client.post("/api/v1/faults", json=fault | {"fromStep": 20})).status_code == 201
+        assert [one["fromStep"] for one in hub.hub.faults.control_page()["faults"]] == [20]
+        assert len(await hub.get("/api/v1/faults")) == 101
+
+
+async def test_a_hub_whose_analysis_ends_is_not_ready_and_says_so_to_its_process(hub: Any, until: Any) -> None:
+    ended = threading.Event()
+    hub.hub.on_failure = ended.set
+
+    def broken(_now_s: float) -> None:
+        raise RuntimeError("broken")
+
+    hub.hub.publish = broken
+
+    async def unready() -> bool:
+        async with hub.client() as client:
+            return bool((await client.get("/readyz")).status_code == 503)
+
+    await until(unready)
+    assert hub.hub.failed and ended.is_set()
+
+
+async def test_metrics_are_valid_bounded_and_go_away(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
+    hub.script.by_step[2] = [slow_rank()]
+    hub.script.by_step[5] = [slow_rank(State.CLEARED, until=When(attempt=0, step=5, time=2.0))]
+    await feed(fake_job(), range(4))
+
+    async def suspected() -> bool:
+        return bool((await families(hub))["megascan_suspect_info"].samples)
+
+    await until(suspected)
+    found = await families(hub)
+    suspect = found["megascan_suspect_info"].samples[0]
+    assert suspect.labels == {
+        "job_id": "demo",
+        "rank": "2",
+        "node": "node-1",
+        "gpu": "0",
+        "cause": "compute",
+        "state": "confirmed",
+    }
+    count = [s.value for s in found["megascan_step_duration_seconds"].samples if s.name.endswith("_count")]
+    assert count == [4.0]
+    phases = found["megascan_phase_duration_seconds"].samples
+    forward = [s.value for s in phases if s.labels["phase"] == "forward" and s.labels["pod"] == "demo-worker-0"]
+    assert sorted(forward) == pytest.approx([4 * 2 * 0.003, 8.0])
+    for family in found.values():
+        for sample in family.samples:
+            assert not {"step", "microbatch", "timestamp", "uid"} & set(sample.labels)
+    job = fake_job()
+    await feed(job, range(4, 8))
+
+    async def cleared() -> bool:
+        return not (await families(hub))["megascan_suspect_info"].samples
+
+    await until(cleared)
+    assert not (await families(hub))["megascan_rank_slowdown_ratio"].samples
+    wasted = {s.labels["cause"]: s.value for s in (await families(hub))["megascan_wasted_gpu_seconds"].samples}
+    assert wasted["compute"] >= 0.004 * 4

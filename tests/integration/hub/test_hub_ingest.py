@@ -1,0 +1,68 @@
+"""A real hub on loopback, fed by fake agents over real WebSockets."""
+
+from typing import Any
+
+import pytest
+
+from megatronapp_common.frames import FrameType
+
+pytestmark = pytest.mark.asyncio
+
+
+async def feed(hub: Any, job: Any, steps: range) -> None:
+    for worker in range(job.workers):
+        async with hub.agent(job, worker) as agent:
+            welcome = await agent.hello()
+            assert welcome.type == FrameType.WELCOME
+            await agent.rings()
+            await agent.steps(steps)
+            await agent.status(progress={"iteration": steps[-1], "state": "training", "loss": 4.2})
+            await agent.send(FrameType.BYE, {"reason": "test"})
+
+
+async def test_steps_of_two_workers_are_put_together(hub: Any, fake_job: Any, until: Any) -> None:
+    job = fake_job()
+    await feed(hub, job, range(12))
+
+    async def has_all() -> bool:
+        return len(await hub.get("/api/v1/steps")) == 12
+
+    await until(has_all)
+    steps = await hub.get("/api/v1/steps")
+    assert [step["step"] for step in steps] == list(range(12))
+    assert all(step["complete"] and step["durationNs"] == 10_000_000 for step in steps)
+    assert steps[1]["startNs"] - steps[0]["startNs"] == 10_000_000
+    summary = await hub.get("/api/v1/summary")
+    assert summary["ranks"] == 4
+    assert summary["progress"]["loss"] == 4.2
+    assert summary["tracer"] | {"lagSeconds": 0, "agents": 0} == {
+        "state": "ok",
+        "lost": 0,
+        "rings": 4,
+        "agents": 0,
+        "lagSeconds": 0,
+    }
+
+
+async def test_timeline_has_flows_between_matched_ends(hub: Any, fake_job: Any, until: Any) -> None:
+    await feed(hub, fake_job(), range(4))
+
+    async def has_all() -> bool:
+        return len(await hub.get("/api/v1/steps")) == 4
+
+    await until(has_all)
+    timeline = await hub.get("/api/v1/timeline?step=2")
+    assert timeline["ranks"] == [0, 1, 2, 3]
+    assert len(timeline["flows"]) == 4
+    for send, receive in timeline["flows"]:
+        assert timeline["kindNames"][str(timeline["kind"][send])] == "send_post"
+        assert timeline["kindNames"][str(timeline["kind"][receive])] == "recv_wait"
+        assert timeline["peer"][send] == timeline["rank"][receive]
+        assert timeline["peer"][receive] == timeline["rank"][send]
+        assert timeline["bytes"][send] == 1024
+    lengths = {len(column) for name, column in timeline.items() if name in ("rank", "kind", "startNs", "bytes", "peer")}
+    assert len(lengths) == 1
+    assert min(timeline["startNs"]) == 0
+    series = await hub.get("/api/v1/metrics/series?name=loss")
+    assert series["steps"] == [0, 1, 2, 3]
+    assert series["values"] == pytest.approx([5.0, 4.99, 4.98, 4.97])

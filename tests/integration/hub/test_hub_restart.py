@@ -1,0 +1,147 @@
+"""A hub that is killed comes back with what it had, and agents bring what it missed."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from megatronapp_common.names import Env
+from megatronapp_common.tokens import Role, derive
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 30.0
+
+
+class HubProcess:
+    """`python -m megatronapp_analyzer.hub`, started again as often as a test wants."""
+
+    def __init__(self, folder: Path, secret: str) -> None:
+        self.folder = folder
+        self.secret_file = folder / "secret"
+        self.secret_file.write_text(secret)
+        self.headers = {"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"}
+        job = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": {"name": "demo"}}
+        job |= {"spec": {"trace": {"enabled": True}}}
+        (folder / "job.yaml").write_text(json.dumps(job))
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def arguments(self) -> list[str]:
+        words = ["--port", str(self.port), "--job-file", str(self.folder / "job.yaml")]
+        return ["-m", "megatronapp_analyzer.hub", *words, "--state-dir", str(self.folder / "hub")]
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
+        environment = os.environ | {Env.JOB.value: "demo", Env.JOB_UID.value: "uid-1"}
+        environment[Env.SECRET_FILE.value] = str(self.secret_file)
+        process = await asyncio.create_subprocess_exec(sys.executable, *self.arguments(), env=environment)
+        try:
+            await self.wait_until_ready()
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def wait_until_ready(self) -> None:
+        async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(base_url=self.url) as client:
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if (await client.get("/readyz")).status_code == 200:
+                        return
+                await asyncio.sleep(0.05)
+
+    async def get(self, path: str) -> Any:
+        async with httpx.AsyncClient(base_url=self.url, headers=self.headers) as client:
+            answer = await client.get(path)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+
+async def test_killed_hub_loses_nothing(tmp_path: Path, secret: str, worker: Any, fake_job: Any, until: Any) -> None:
+    hub = HubProcess(tmp_path, secret)
+    job = fake_job(data=2)
+    workers = [worker(hub.url, index=index, job=job) for index in range(job.workers)]
+    for mine in workers:
+        mine.open_rings()
+
+    def write(steps: range) -> None:
+        for mine in workers:
+            mine.write_steps(steps)
+
+    async def has(count: int) -> None:
+        async def arrived() -> bool:
+            return len(await hub.get("/api/v1/steps")) == count
+
+        await until(arrived)
+
+    async with contextlib.AsyncExitStack() as agents:
+        for mine in workers:
+            await agents.enter_async_context(mine.agent())
+        write(range(20))
+        async with hub.running() as process:
+            await has(20)
+            async with httpx.AsyncClient(base_url=hub.url, headers=hub.headers) as client:
+                fault = {"rank": 1, "kind": "host", "factor": 2, "fromStep": 1000, "steps": 1}
+                assert (await client.post("/api/v1/faults", json=fault)).status_code == 201
+            write(range(20, 60))
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+        write(range(60, 80))
+        async with hub.running():
+            await has(80)
+            steps = await hub.get("/api/v1/steps")
+            assert [step["step"] for step in steps] == list(range(80))
+            assert all(step["complete"] for step in steps)
+            series = await hub.get("/api/v1/metrics/series?name=loss")
+            assert series["steps"] == list(range(80))
+            job_view = await hub.get("/api/v1/job")
+            assert job_view["tracer"]["lost"] == 0
+            assert [fault["kind"] for fault in job_view["faults"]] == ["host"]
+    for mine in workers:
+        mine.close_rings(unlink=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--host", "0.0.0.0"], "--allow-remote"),
+        (["--job-file", "/does/not/exist"], "/does/not/exist"),
+    ],
+    ids=["remote-bind", "no-job-file"],
+)
+async def test_wrong_flags_are_refused(tmp_path: Path, secret: str, extra: list[str], said: str) -> None:
+    hub = HubProcess(tmp_path, secret)
+    environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *hub.arguments(), *extra, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 64
+    assert said in stderr.decode()
+    assert "Traceback" not in stderr.decode()
+
+
+async def test_taken_port_is_said(tmp_path: Path, secret: str) -> None:
+    hub = HubProcess(tmp_path, secret)
+    environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", hub.port))
+        sock.listen()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *hub.arguments(), stderr=asyncio.subprocess.PIPE, env=environment
+        )
+        _, stderr = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 64
+    assert str(hub.port) in stderr.decode()

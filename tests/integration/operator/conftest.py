@@ -1,0 +1,286 @@
+"""A desk to run jobs on: real backend, real processes, stand-ins for launcher, agent and hub."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatronapp_operator.backends.process import kin
+
+DEADLINE_S = 90.0
+
+MANIFEST = """
+apiVersion: megatronapp.io/v1alpha1
+kind: MegatronJob
+metadata: {name: NAME}
+spec:
+  nodes: 2
+  procPerNode: 1
+  parallelism: {pipeline: 2}
+  model: {type: gpt, numLayers: 2, hiddenSize: 8, numAttentionHeads: 1, seqLength: 8, vocabSize: 32}
+  training: {microBatchSize: 1, globalBatchSize: 1, trainIters: 5, lr: 0.001}
+  data: {mock: true}
+  trace: {enabled: ANALYZER}
+  analyzer: {enabled: ANALYZER, port: PORT, retainSeconds: RETAIN}
+  runPolicy: {maxRestarts: 2, backoff: {initialSeconds: 0}, terminationGracePeriodSeconds: GRACE}
+  env: [{name: CONTROL, value: "FOLDER"}]
+"""
+
+LAUNCHER = """
+    import json, os, pathlib, signal, subprocess, sys, time
+    from megatronapp_common.pages import PageWriter
+    control, run = pathlib.Path(os.environ["CONTROL"]), pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
+    attempt, worker = os.environ["MEGATRONAPP_ATTEMPT"], os.environ["MEGATRONAPP_WORKER_INDEX"]
+    files = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"]) / os.environ["MEGATRONAPP_SHM_PREFIX"]
+
+    def end(code, reason):
+        record = {"code": code, "reason": reason, "message": "words", "rank": int(worker), "signal": None}
+        (run / "termination.json").write_text(json.dumps(record))
+        os._exit(code)
+
+    if (control / "stubborn").exists():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: end(75, "Preempted"))
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    subprocess.Popen(sleeper)
+    subprocess.Popen(sleeper, start_new_session=True)  # one that leaves the group
+    pathlib.Path(f"{files}.rank{worker}.ring").write_bytes(bytes(64))
+    page = PageWriter(pathlib.Path(f"{files}.progress"))
+    page.write({"attempt": int(attempt), "iteration": 3, "totalIterations": 5, "loss": 1.5, "state": "training"})
+    print("launcher says hello", flush=True)
+    (run / f"rank-{worker}.log").write_text(f"line of rank {worker}, attempt {attempt}\\n")
+    table = {"attempt": int(attempt), "digest": "d", "masterAddr": "127.0.0.2", "masterPort": 1, "workers": []}
+    (run / "new").write_text(json.dumps(table))
+    (run / "new").rename(run / "rank-table.json")
+    while True:
+        for name in ("end", f"end-{worker}", f"end-{worker}-{attempt}"):
+            if (control / name).exists():
+                code = int((control / name).read_text())
+                end(code, "Told")
+        time.sleep(0.02)
+"""
+
+SLEEPER = "import time; time.sleep(600)"
+
+HUB = """
+    import http.server, json, sys
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, status, document):
+            data = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self):
+            self.answer(200, {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": [], "ranks": 2})
+
+        def do_POST(self):
+            fault = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not self.headers["Authorization"].startswith("Bearer "):
+                self.answer(401, {"code": "no", "message": "no token", "hint": "give one"})
+            elif fault["rank"] > 1:
+                self.answer(409, {"code": "rank-gone", "message": "that rank is gone", "hint": "take another"})
+            else:
+                self.answer(201, fault | {"id": "f1"})
+
+        def log_message(self, *words):
+            pass
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+DRIVER = """
+    import sys
+    from megatronapp_operator.backends.process.settings import Commands
+    from megatronapp_operator.cli import run
+    commands = Commands(
+        launcher=(sys.executable, {launcher!r}),
+        agent=(sys.executable, "-S", "-c", {sleeper!r}),
+        hub=(sys.executable, {hub!r}),
+    )
+    run.build_commands = lambda job: commands
+    from megatronapp_common.cli import main
+    sys.exit(main())
+"""
+
+
+class Terminal:
+    """Our side of a pseudo-terminal."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._text = ""
+        os.set_blocking(fd, False)
+
+    def read(self) -> str:
+        """Everything that was printed so far."""
+        with contextlib.suppress(BlockingIOError):
+            self._text += os.read(self._fd, 65536).decode()
+        return self._text
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+@dataclasses.dataclass
+class Desk:
+    """Everything of one test lies below `folder`."""
+
+    folder: pathlib.Path
+    environment: dict[str, str]
+    backends: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
+    terminals: list["Terminal"] = dataclasses.field(default_factory=list)
+
+    @property
+    def control(self) -> pathlib.Path:
+        return self.folder / "control"
+
+    def job(self, name: str = "job") -> pathlib.Path:
+        return self.folder / "state" / "megatronapp" / "jobs" / name
+
+    def manifest(
+        self, name: str = "job", *, analyzer: bool = False, grace_s: int = 60, retain_s: int = 0, port: int = 0
+    ) -> str:
+        path = self.folder / f"{name}.yaml"
+        words = {"NAME": name, "ANALYZER": str(analyzer).lower(), "GRACE": str(grace_s), "FOLDER": str(self.control)}
+        words |= {"RETAIN": str(retain_s), "PORT": str(port)}
+        text = MANIFEST
+        for word, value in words.items():
+            text = text.replace(word, value)
+        path.write_text(text)
+        return str(path)
+
+    def run(self, *words: str) -> subprocess.Popen[bytes]:
+        """`megatronapp run` in the foreground, in a session of its own, as in a terminal."""
+        with (self.folder / "backend.out").open("ab") as out:
+            command = [sys.executable, str(self.folder / "driver.py"), "run", *words]
+            backend = subprocess.Popen(
+                command, env=self.environment, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.backends.append(backend)
+        return backend
+
+    def run_on_terminal(self, *words: str) -> tuple["Terminal", subprocess.Popen[bytes]]:
+        """The same with a pseudo-terminal as standard output."""
+        ours, theirs = pty.openpty()
+        command = [sys.executable, str(self.folder / "driver.py"), "run", *words]
+        backend = subprocess.Popen(
+            command,
+            env=self.environment,
+            stdout=theirs,
+            stderr=theirs,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self.backends.append(backend)
+        self.terminals.append(Terminal(ours))
+        return self.terminals[-1], backend
+
+    def cli(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(self.folder / "driver.py"), *words]
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+
+    def status(self, name: str = "job") -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads((self.job(name) / "status.json").read_text())
+        except (FileNotFoundError, ValueError):
+            return {"phase": "absent", "attempt": -1}
+        return document
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                said = (self.folder / "backend.out").read_text() if (self.folder / "backend.out").exists() else ""
+                raise AssertionError(f"not within {DEADLINE_S} s: {what}; status {self.status()}; output {said}")
+            time.sleep(0.02)
+
+    def until_phase(self, phase: str, *, attempt: int = 0, name: str = "job") -> None:
+        def reached() -> bool:
+            status = self.status(name)
+            return (status["phase"], status["attempt"]) == (phase, attempt)
+
+        self.until(reached, f"phase {phase} of attempt {attempt}")
+
+    def end(self, code: int = 0, which: str = "") -> None:
+        """Tell the launchers to end with this code: all of them, '-WORKER' or '-WORKER-ATTEMPT'."""
+        draft = self.control / "draft"
+        draft.write_text(str(code))
+        draft.rename(self.control / f"end{which}")
+
+    def uid(self, name: str = "job") -> str:
+        uid: str = json.loads((self.job(name) / "backend.json").read_text())["uid"]
+        return uid
+
+    def processes(self, uid: str, worker: int | None = None, word: str = "") -> list[int]:
+        found = kin.find(kin.Kin(uid=uid, worker=worker))
+        return [pid for pid in found if word in command_line(pid)]
+
+    def shared_memory(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "shm").iterdir())
+
+    def guardians(self, uid: str) -> list[int]:
+        pids = (int(path.name) for path in pathlib.Path("/proc").iterdir() if path.name.isdigit())
+        return [pid for pid in pids if f"process.guardian\0{uid}\0" in command_line(pid)]
+
+    def until_nothing_of(self, uid: str) -> None:
+        self.until(lambda: not self.processes(uid) and not self.guardians(uid), "no process of that job is left")
+
+    def until_nothing_is_left(self, uid: str) -> None:
+        self.until(lambda: not self.processes(uid), "no process of the job is left")
+        self.until(lambda: not self.shared_memory(), "no shared memory is left")
+        self.until(lambda: not self.guardians(uid), "the guardian has ended")
+
+
+def command_line(pid: int) -> str:
+    try:
+        return (pathlib.Path("/proc") / str(pid) / "cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def desk(tmp_path: pathlib.Path) -> Iterator[Desk]:
+    for name in ("control", "shm", "state"):
+        (tmp_path / name).mkdir()
+    scripts = {"launcher.py": LAUNCHER, "hub.py": HUB}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    paths = {name.removesuffix(".py"): str(tmp_path / name) for name in scripts}
+    (tmp_path / "driver.py").write_text(textwrap.dedent(DRIVER).format(**paths, sleeper=SLEEPER))
+    environment = os.environ | {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "MEGATRONAPP_SHM_DIR": str(tmp_path / "shm"),
+    }
+    made = Desk(tmp_path, environment)
+    yield made
+    for terminal in made.terminals:
+        terminal.close()
+    for backend in made.backends:
+        backend.kill()
+        backend.wait()
+    for left in made.folder.glob("state/megatronapp/jobs/*/backend.json"):
+        backend_record = json.loads(left.read_text())
+        if f"{made.folder}" in command_line(backend_record["pid"]):
+            os.kill(backend_record["pid"], signal.SIGKILL)
+        kin.sweep(kin.Kin(uid=backend_record["uid"]))

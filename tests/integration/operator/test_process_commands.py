@@ -1,0 +1,127 @@
+"""The commands beside `run`, against a backend that runs."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def shown(desk: Any) -> Any:
+    """A desk with a detached job that runs, its agents and its hub, which stays after the end."""
+    started = desk.cli("run", desk.manifest(analyzer=True, grace_s=5, retain_s=3600), "--detach")
+    assert started.returncode == 0, started.stderr
+    desk.until_phase("Running")
+    return desk
+
+
+def told(desk: Any, *words: str) -> str:
+    """Output of a command that must succeed."""
+    done = desk.cli(*words)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def test_get_and_describe_show_the_running_job(shown: Any) -> None:
+    heading, row = told(shown, "get").splitlines()
+    assert heading.split() == ["NAME", "PHASE", "WORKERS", "RESTARTS", "ITERATION", "SLOW", "AGE"]
+    assert row.split()[:5] == ["job", "Running", "2/2", "0", "3/5"]
+    assert told(shown, "get", "job", "-o", "name") == "megatronjob.megatronapp.io/job\n"
+    one = json.loads(told(shown, "get", "job", "-o", "json"))
+    assert (one["kind"], one["status"]["worldSize"], one["metadata"]["name"]) == ("MegatronJob", 2, "job")
+    many = yaml.safe_load(told(shown, "get", "-o", "yaml"))
+    assert [item["metadata"]["uid"] for item in many["items"]] == [one["metadata"]["uid"]]
+    assert one["status"]["hubUrl"] in told(shown, "get", "--no-headers", "-o", "wide")
+    text = told(shown, "describe", "job")
+    assert re.search(r"^Backend: +running$", text, re.MULTILINE)
+    assert "GangCreated" in text
+
+
+def test_logs_are_of_the_reporting_rank_unless_another_is_named(shown: Any) -> None:
+    assert told(shown, "logs", "job") == "line of rank 1, attempt 0\n"
+    assert told(shown, "logs", "job", "--rank", "0") == "line of rank 0, attempt 0\n"
+    assert told(shown, "logs", "job", "--worker", "1", "--tail", "1") == "launcher says hello\n"
+    for words, message in (
+        (("--rank", "2"), "rank 2 is outside"),
+        (("--worker", "2"), "there is no worker 2; take 0 to 1"),
+        (("--attempt", "4"), "there is no attempt 4; there are: 0"),
+    ):
+        refused = shown.cli("logs", "job", *words)
+        assert (refused.returncode, message in refused.stderr) == (1, True), refused.stderr
+
+
+def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: Any) -> None:
+    command = [sys.executable, str(shown.folder / "driver.py"), "logs", "job", "-f"]
+    with subprocess.Popen(command, env=shown.environment, stdout=subprocess.PIPE, text=True) as following:
+        assert following.stdout is not None
+        assert following.stdout.readline() == "line of rank 1, attempt 0\n"
+        shown.end(1, "-0-0")
+        assert following.stdout.readline() == "line of rank 1, attempt 1\n"
+        shown.end(0)
+        assert following.wait(60) == 0
+
+
+def test_the_pages_have_an_address_with_a_token_that_lets_in(shown: Any) -> None:
+    address = told(shown, "ui", "job", "--print").strip()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{64}", address)
+    fault = ("--kind", "compute", "--factor", "3", "--from-step", "2", "--steps", "3")
+    assert told(shown, "inject", "job", "--rank", "1", *fault) == "fault f1: rank 1, compute x 3, steps 2 to 4\n"
+    refused = shown.cli("inject", "job", "--rank", "7", *fault)
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "error: rank 7 is outside of this world of 2; take 0 to 1\n",
+    )
+
+
+def test_wait_ends_when_the_condition_is_met_and_when_it_cannot_be(shown: Any) -> None:
+    assert "condition met" in told(shown, "wait", "job", "--for=condition=Running", "--timeout=60s")
+    late = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=0s")
+    assert (late.returncode, "timed out waiting" in late.stderr) == (1, True)
+    shown.end(64)
+    hopeless = shown.cli("wait", "job", "--for=condition=Complete", "--timeout=80s")
+    assert hopeless.returncode == 1
+    assert "has ended as Failed" in hopeless.stderr
+
+
+def test_a_finished_job_whose_pages_are_open_gives_way_to_a_new_one(shown: Any) -> None:
+    first = shown.uid()
+    shown.end(0)
+    shown.until_phase("Succeeded")
+    assert "token=" in told(shown, "ui", "job", "--print")
+    (shown.control / "end").unlink()
+    assert shown.cli("run", shown.manifest(), "--detach").returncode == 0
+    shown.until_nothing_of(first)
+    shown.until_phase("Running")
+    assert shown.uid() != first
+    told(shown, "delete", "job")
+    assert "deleted" in told(shown, "wait", "job", "--for=delete")
+
+
+def test_what_does_not_exist_is_said_so(desk: Any) -> None:
+    for words in (("get", "no"), ("describe", "no"), ("logs", "no"), ("delete", "no"), ("ui", "no")):
+        refused = desk.cli(*words)
+        assert (refused.returncode, '"no" not found' in refused.stderr) == (1, True), words
+    assert desk.cli("delete", "no", "--ignore-not-found").returncode == 0
+    empty = desk.cli("get")
+    assert (empty.returncode, empty.stdout, empty.stderr) == (0, "", "No jobs found.\n")
+
+
+def test_a_port_in_use_is_one_clear_error_and_a_failed_job(desk: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = desk.cli("run", desk.manifest(analyzer=True, port=port))
+        assert refused.returncode == 1
+        assert f"error: job: the backend had to give up: 127.0.0.1:{port}: cannot listen there" in refused.stderr
+        detached = desk.cli("run", desk.manifest(analyzer=True, port=port), "--detach")
+        assert (detached.returncode, f"127.0.0.1:{port}: cannot listen" in detached.stderr) == (1, True)
+    status = desk.status()
+    assert status["phase"] == "Failed"
+    assert next(one for one in status["conditions"] if one["type"] == "Failed")["reason"] == "BackendFailed"
+    assert desk.shared_memory() == []

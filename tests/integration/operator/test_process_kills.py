@@ -1,0 +1,129 @@
+"""The process backend when something is killed or stopped: nothing stays behind, and what is shown is true."""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+@pytest.fixture
+def running(desk: Any) -> Any:
+    """A desk with a job that runs, its agents and its hub."""
+    desk.backend = desk.run(desk.manifest(analyzer=True, grace_s=2))
+    desk.until_phase("Running")
+    desk.job_uid = desk.uid()
+    desk.until(lambda: len(desk.processes(desk.job_uid)) == 9, "2 x (launcher, 2 children, agent) and the hub")
+    return desk
+
+
+def agents_of(desk: Any) -> set[int]:
+    """Children of the backend that only sleep; the ranks of the stand-ins sleep, too, but below a launcher."""
+    return {one.pid for one in psutil.Process(desk.backend.pid).children() if sleeps(one)}
+
+
+def sleeps(process: psutil.Process) -> bool:
+    """Whether it only sleeps; one that ends meanwhile does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "time.sleep" in process.cmdline()[-1]
+    except (psutil.NoSuchProcess, IndexError):
+        return False
+
+
+def finish(desk: Any) -> None:
+    desk.end(0)
+    assert desk.backend.wait(60) == 0
+    desk.until_nothing_is_left(desk.job_uid)
+
+
+def test_kill_9_of_the_backend_leaves_nothing_and_is_told(running: Any) -> None:
+    running.backend.kill()
+    running.backend.wait()
+    running.until_nothing_is_left(running.job_uid)
+    shown = running.cli("get", "job", "-o", "json")
+    status = json.loads(shown.stdout)["status"]
+    assert status["phase"] == "Failed"
+    assert next(one for one in status["conditions"] if one["type"] == "Failed")["reason"] == "BackendLost"
+    assert "hubUrl" not in status
+    assert running.cli("wait", "job", "--for=condition=Complete", "--timeout=60s").returncode == 1
+
+
+def test_kill_9_of_the_backend_and_its_guardian_is_cleaned_up_by_the_next_command(running: Any) -> None:
+    kill(running.guardians(running.job_uid), signal.SIGSTOP)
+    running.backend.kill()
+    running.backend.wait()
+    kill(running.guardians(running.job_uid))
+    assert running.shared_memory(), "nobody is there to remove it"
+    assert running.cli("get").returncode == 0
+    running.until_nothing_is_left(running.job_uid)
+
+
+def test_kill_9_of_the_guardian_brings_a_new_one(running: Any) -> None:
+    (old,) = running.guardians(running.job_uid)
+    kill([old])
+    running.until(lambda: set(running.guardians(running.job_uid)) - {old}, "a new guardian")
+    finish(running)
+
+
+def test_kill_9_of_a_launcher_takes_its_ranks_and_restarts_the_gang(running: Any) -> None:
+    old = running.processes(running.job_uid, 1)
+    kill(running.processes(running.job_uid, 1, "launcher.py"))
+    running.until_phase("Running", attempt=1)
+    assert not set(old) & set(running.processes(running.job_uid))
+    failure = running.status()["failures"][0]
+    assert (failure["worker"], failure["signal"], failure["reason"]) == (1, 9, "LauncherKilled")
+    finish(running)
+
+
+def test_kill_9_of_an_agent_brings_a_new_one_and_changes_nothing_else(running: Any) -> None:
+    agents = agents_of(running)
+    assert len(agents) == 2
+    kill(sorted(agents)[:1])
+    running.until(lambda: len(agents_of(running) | agents) == 3, "a new agent")
+    assert running.status()["attempt"] == 0
+    finish(running)
+
+
+def test_kill_9_of_the_hub_brings_it_back_at_the_same_address(running: Any) -> None:
+    url = running.status()["hubUrl"]
+    (old,) = running.processes(running.job_uid, word="hub.py")
+    kill([old])
+    running.until(lambda: set(running.processes(running.job_uid, word="hub.py")) - {old}, "a new hub")
+    assert running.status()["hubUrl"] == url
+    assert running.cli("ui", "job", "--print").stdout.startswith(url)
+    finish(running)
+
+
+def test_stopped_processes_do_not_hold_up_the_end(running: Any) -> None:
+    kill(running.processes(running.job_uid), signal.SIGSTOP)
+    kill(running.guardians(running.job_uid), signal.SIGSTOP)
+    running.backend.send_signal(signal.SIGINT)
+    assert running.backend.wait(90) == 130
+    running.until(lambda: not running.processes(running.job_uid), "no process is left")
+    assert running.shared_memory() == []
+
+
+def test_delete_ends_a_backend_that_is_stopped(running: Any) -> None:
+    running.backend.send_signal(signal.SIGSTOP)
+    deleted = running.cli("delete", "job", "--force")
+    assert deleted.returncode == 0, deleted.stderr
+    running.until_nothing_is_left(running.job_uid)
+
+
+def test_a_backend_that_was_stopped_goes_on(running: Any) -> None:
+    """Longer than it waits for signals: its wait is over when it is continued."""
+    running.backend.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    running.backend.send_signal(signal.SIGCONT)
+    finish(running)

@@ -1,0 +1,193 @@
+"""The process backend with real processes: ends that are in order."""
+
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+
+def test_a_job_runs_to_its_end_and_leaves_nothing(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    assert len(desk.processes(uid)) == 6, "two launchers with two children each"
+    desk.end(0)
+    assert backend.wait(60) == 0
+    desk.until_nothing_is_left(uid)
+    status = desk.status()
+    assert status["phase"] == "Succeeded"
+    assert status["progress"]["iteration"] == 3
+    assert status["rankTable"]["digest"] == "d"
+    assert not (desk.job() / "backend.json").exists()
+
+
+def test_the_first_ctrl_c_asks_for_a_checkpoint(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 130
+    desk.until_nothing_is_left(uid)
+    record = json.loads((desk.job() / "attempt-0" / "worker-1" / "termination.json").read_text())
+    assert record["code"] == 75, "the launcher was asked, not killed"
+    failed = next(one for one in desk.status()["conditions"] if one["type"] == "Failed")
+    assert failed["reason"] == "Interrupted"
+
+
+def test_the_second_ctrl_c_kills(desk: Any) -> None:
+    (desk.control / "stubborn").touch()
+    backend = desk.run(desk.manifest(grace_s=3600))
+    desk.until_phase("Running")
+    uid = desk.uid()
+    backend.send_signal(signal.SIGINT)
+    desk.until(lambda: any(one["type"] == "FailureTarget" for one in desk.status()["conditions"]), "first is seen")
+    assert backend.poll() is None
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 130
+    desk.until_nothing_is_left(uid)
+
+
+def test_a_worker_that_does_not_stop_is_killed_after_its_grace(desk: Any) -> None:
+    (desk.control / "stubborn").touch()
+    backend = desk.run(desk.manifest(grace_s=1))
+    desk.until_phase("Running")
+    uid = desk.uid()
+    backend.send_signal(signal.SIGTERM)
+    assert backend.wait(60) == 130
+    desk.until_nothing_is_left(uid)
+
+
+def test_the_job_ends_with_its_terminal(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    backend.send_signal(signal.SIGHUP)
+    assert backend.wait(60) == 130
+    desk.until_nothing_is_left(uid)
+
+
+def test_a_detached_job_has_left_the_session_and_ends_by_delete(desk: Any) -> None:
+    started = desk.cli("run", desk.manifest(), "--detach")
+    assert (started.returncode, started.stdout) == (0, "megatronjob.megatronapp.io/job created\n")
+    desk.until_phase("Running")
+    uid, pid = desk.uid(), json.loads((desk.job() / "backend.json").read_text())["pid"]
+    assert os.getsid(pid) not in {os.getsid(0), pid}, "no session of ours, and it cannot get a terminal again"
+    deleted = desk.cli("delete", "job")
+    assert deleted.returncode == 0, deleted.stderr
+    stopping, done = deleted.stdout.splitlines()
+    assert re.fullmatch(r"stopping; .*, at most \d+ s", stopping) or "nothing is saved" in stopping
+    assert done == 'megatronjob.megatronapp.io "job" deleted'
+    desk.until_nothing_is_left(uid)
+    assert not desk.job().exists()
+
+
+def test_a_running_job_is_not_replaced_and_a_finished_one_is(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    for words in ((), ("--detach",)):
+        refused = desk.cli("run", desk.manifest(), *words)
+        assert refused.returncode == 1
+        assert 'is running; stop it with "megatronapp delete job"' in refused.stderr
+    beside = desk.run(desk.manifest(), "--name", "other")
+    desk.until_phase("Running", name="other")
+    first = desk.uid()
+    desk.end(0)
+    assert (backend.wait(60), beside.wait(60)) == (0, 0)
+    again = desk.run(desk.manifest())
+    assert again.wait(60) == 0
+    assert first not in (desk.job() / "job.yaml").read_text()
+
+
+def test_a_failing_worker_restarts_the_gang(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    desk.end(1, "-1-0")
+    desk.until_phase("Running", attempt=1)
+    assert not [name for name in desk.shared_memory() if "-a0-" in name]
+    failure = desk.status()["failures"][0]
+    assert (failure["worker"], failure["rank"], failure["exitCode"], failure["action"]) == (1, 1, 1, "RestartJob")
+    desk.end(0)
+    assert backend.wait(60) == 0
+    assert desk.status()["restarts"] == 1
+    desk.until_nothing_is_left(uid)
+
+
+def test_a_usage_error_fails_the_job_at_once(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    desk.end(64, "-0")
+    assert backend.wait(60) == 1
+    desk.until_nothing_is_left(uid)
+    assert (desk.status()["phase"], desk.status()["restarts"]) == ("Failed", 0)
+
+
+def test_the_budget_of_restarts_ends(desk: Any) -> None:
+    desk.end(1, "-1")
+    backend = desk.run(desk.manifest())
+    assert backend.wait(90) == 1
+    status = desk.status()
+    assert (status["restarts"], len(status["failures"])) == (2, 3)
+    assert status["failures"][-1]["action"] == "FailJob"
+
+
+def test_a_state_that_cannot_be_written_does_not_end_the_training(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    events = desk.job() / "events.jsonl"
+    events.unlink()
+    events.mkdir()
+    desk.end(0)
+    assert backend.wait(60) == 0
+    assert "the state cannot be written" in (desk.folder / "backend.out").read_text()
+
+
+def test_on_a_terminal_the_pages_stay_open_until_ctrl_c(desk: Any) -> None:
+    terminal, backend = desk.run_on_terminal(desk.manifest(analyzer=True, retain_s=3600))
+    desk.until_phase("Running")
+    desk.end(0)
+    desk.until_phase("Succeeded")
+    desk.until(lambda: "Ctrl-C closes them" in terminal.read(), "it says that the pages stay")
+    uid = desk.uid()
+    assert desk.processes(uid, word="hub.py")
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 0
+    desk.until_nothing_is_left(uid)
+    assert "hubUrl" not in desk.status()
+
+
+def test_a_terminal_that_is_gone_silences_the_job_and_does_not_end_it(desk: Any) -> None:
+    terminal, backend = desk.run_on_terminal(desk.manifest(), "--follow")
+    desk.until_phase("Running")
+    terminal.close()
+    desk.end(1, "-0-0")
+    desk.until_phase("Running", attempt=1)
+    desk.end(0)
+    assert backend.wait(60) == 0
+
+
+def test_follow_prints_the_log_of_the_reporting_rank(desk: Any) -> None:
+    backend = desk.run(desk.manifest(), "--follow")
+    desk.until_phase("Running")
+    desk.end(0)
+    assert backend.wait(60) == 0
+    lines = (desk.folder / "backend.out").read_text().splitlines()
+    assert "line of rank 1, attempt 0" in lines
+    assert "step 3/5  loss 1.5000" in lines
+    assert lines[-1] == "job: Succeeded"
+
+
+def test_a_bad_manifest_is_refused_with_code_2(desk: Any) -> None:
+    path = desk.folder / "bad.yaml"
+    path.write_text("kind: MegatronJob\n")
+    done = desk.cli("run", str(path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    missing = desk.cli("run", str(desk.folder / "absent.yaml"))
+    assert (missing.returncode, "cannot read the manifest" in missing.stderr) == (2, True)

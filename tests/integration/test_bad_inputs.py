@@ -1,0 +1,219 @@
+"""Bad input through the real commands: one clear message, and an exit code that is not 0.
+
+Fields of manifests, flags and checkpoints have tables of their own beside their parts (test_common_bad_manifests,
+test_trainer_flags, test_data_prepare, test_checkpoint_failures, test_hub_restart); a port in use is in
+test_process_commands. Here is what people see of it in the end.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.process
+
+MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
+DEADLINE_S = 240
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "megatronapp.io/v1alpha1",
+    "kind": "MegatronJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "nodes": 1,
+        "procPerNode": 1,
+        "model": {
+            "type": "gpt",
+            "numLayers": 2,
+            "hiddenSize": 128,
+            "numAttentionHeads": 4,
+            "seqLength": 16,
+            "vocabSize": 300,
+        },
+        "training": {
+            "microBatchSize": 1,
+            "globalBatchSize": 1,
+            "trainIters": 2,
+            "lr": 0.001,
+            "logInterval": 1,
+            "evalIters": 0,
+        },
+        "data": {"mock": True},
+        "trace": {"enabled": False},
+        "analyzer": {"enabled": False},
+        "runPolicy": {"maxRestarts": 0, "terminationGracePeriodSeconds": 5},
+    },
+}
+MOUNT = 'mount -t tmpfs -o size=1m none "$0" && head -c "$1" /dev/zero > "$0/filling" 2> /dev/null; shift; exec "$@"'
+LIMIT = 'ulimit -f 2000; shift; exec "$@"'  # dash counts in 512 bytes
+MOUNTING = ("unshare", "--mount", "--map-root-user")
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """Runs the command line on a state folder of its own."""
+
+    folder: pathlib.Path
+
+    def path(self, document: dict[str, Any] | str) -> str:
+        path = self.folder / "job.yaml"
+        path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+        return str(path)
+
+    def __call__(
+        self, *words: str, before: tuple[str, ...] = (), **environment: str
+    ) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*before, *MEGATRONAPP, *words],
+            env=os.environ | {"XDG_STATE_HOME": str(self.folder / "state")} | environment,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+
+    def status(self) -> dict[str, Any]:
+        shown = self("get", "job", "-o", "json")
+        assert shown.returncode == 0, shown.stderr
+        status: dict[str, Any] = json.loads(shown.stdout)["status"]
+        return status
+
+
+@pytest.fixture
+def megatronapp(tmp_path: pathlib.Path) -> Runner:
+    return Runner(tmp_path)
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    document = copy.deepcopy(MANIFEST)
+    document["spec"] |= spec
+    return document
+
+
+def may_mount(folder: pathlib.Path) -> bool:
+    try:
+        done = subprocess.run(
+            [*MOUNTING, "mount", "-t", "tmpfs", "none", str(folder)], check=False, capture_output=True
+        )
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({**MANIFEST, "kind": "MegatronJobs"}, "kind: 'MegatronJobs' is not possible; write MegatronJob"),
+        ({**MANIFEST, "specs": {}}, "specs: unknown field; did you mean spec?"),
+        ("spec: [1", "job.yaml: line 1, column 9: expected"),
+        ("", "holds 0 objects; write one MegatronJob per file"),
+    ],
+)
+def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, said: str) -> None:
+    refused = megatronapp("run", megatronapp.path(document))
+    assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr
+    assert refused.stderr.startswith("error: ")
+    assert "Traceback" not in refused.stderr
+    assert megatronapp("get").stderr == "No jobs found.\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
+        (["--fp16"], "--fp16"),
+        (["--train-iters", "many"], "--train-iters"),
+        (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size"),
+    ],
+)
+def test_bad_flags(megatronapp: Runner, args: list[str], said: str) -> None:
+    refused = megatronapp("run", megatronapp.path(manifest(args=args)))
+    assert_one_message(refused, said)
+    assert megatronapp.status()["failures"][0]["exitCode"] == 64
+
+
+def assert_one_message(done: "subprocess.CompletedProcess[str]", said: str) -> None:
+    told = done.stdout + done.stderr
+    assert done.returncode == 1, told
+    assert said in told
+    assert "Traceback" not in told
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A prepared corpus; `<folder>/corpus_text_document`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    flags = ("--output", str(folder / "corpus"), "--train-tokenizer", "--vocab-size", "300", "--append-eod")
+    made = Runner(folder)("data", "prepare", "--input", str(folder / "text.txt"), *flags)
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size_bytes", "said"),
+    [
+        (None, 0, "copy/corpus_text_document"),
+        (".bin", 100, "corpus_text_document.bin"),
+        (".bin", 0, "corpus_text_document.bin"),
+        (".idx", 20, "corpus_text_document.idx"),
+    ],
+    ids=["missing", "cut", "empty", "index cut"],
+)
+def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None, size_bytes: int, said: str) -> None:
+    copied = megatronapp.folder / "copy"
+    if suffix is not None:
+        shutil.copytree(corpus, copied)
+        os.truncate(copied / f"corpus_text_document{suffix}", size_bytes)
+    data = {"path": [str(copied / "corpus_text_document")], "tokenizer": str(corpus / "tokenizer.json")}
+    refused = megatronapp("run", megatronapp.path(manifest(data=data)))
+    assert_one_message(refused, said)
+    assert megatronapp.status()["failures"][0]["exitCode"] == 65
+
+
+def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> None:
+    (megatronapp.folder / "file").touch()
+    save = str(megatronapp.folder / "file" / "checkpoints")
+    refused = megatronapp("run", megatronapp.path(manifest(checkpoint={"save": save, "saveInterval": 1})))
+    assert_one_message(refused, save)
+    assert "Not a directory" in refused.stdout + refused.stderr
+
+
+def test_a_full_disk_at_a_checkpoint(megatronapp: Runner) -> None:
+    save = megatronapp.folder / "save"
+    save.mkdir()
+    before: tuple[str, ...] = ("sh", "-c", LIMIT, str(save), "0")
+    if may_mount(save):
+        before = (*MOUNTING, "sh", "-c", MOUNT, str(save), "0")
+    elif shutil.which("sh") is None:
+        pytest.skip("no right to mount, and no shell to set a limit of file sizes")
+    document = manifest(checkpoint={"save": str(save), "saveInterval": 1})
+    refused = megatronapp("run", megatronapp.path(document), before=before)
+    told = refused.stdout + refused.stderr
+    assert refused.returncode == 1, told
+    assert "could not be written" in told
+    assert "Traceback" not in told
+    assert megatronapp.status()["failures"][0]["exitCode"] == 67
+
+
+def test_full_shared_memory_turns_tracing_off_and_nothing_else(megatronapp: Runner) -> None:
+    shm = megatronapp.folder / "shm"
+    shm.mkdir()
+    if not may_mount(shm):
+        pytest.skip("this user may not mount a small tmpfs")
+    document = manifest(trace={"enabled": True}, analyzer={"enabled": True})
+    full = (*MOUNTING, "sh", "-c", MOUNT, str(shm), "2m")
+    done = megatronapp("run", megatronapp.path(document), "--follow", before=full, MEGATRONAPP_SHM_DIR=str(shm))
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert "tracing is off on rank 0" in told
+    assert "iteration        2/       2" in told
+    assert "Traceback" not in told

@@ -1,0 +1,284 @@
+"""Starts ranks of torch by forking a process that has already imported torch and megatron-core.
+
+Importing the two costs seconds of CPU and 0.7 GB per process; a fork costs neither. The server only imports: it never
+computes, opens a process group or asks CUDA, because children forked after an OpenMP region hang.
+
+    pytest --(Unix socket: Request)--> server --fork--> handler --fork--> rank 0 .. world-1
+           <-------------------------- pickled results of the ranks ----
+
+Every process dies with its parent, and a handler kills ranks that outlive their deadline.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import importlib.util
+import inspect
+import os
+import pathlib
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+START_TIMEOUT_S = 180
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<Q")
+_OUTPUT_CHARACTERS = 4000
+
+
+class RanksFailedError(Exception):
+    """Some rank raised, died or was late. The text holds each one's traceback and output."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to run on every rank."""
+
+    file: str
+    function: str
+    arguments: tuple[Any, ...]
+    world: int
+    timeout_s: float
+    environment: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one rank."""
+
+    ok: bool
+    value: Any
+    text: str = ""
+
+
+class ForkServer:
+    """The client: starts the server at the first use and sends requests."""
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        self._path = directory / "torch.sock"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = 120,
+        environment: dict[str, str] | None = None,
+    ) -> list[Any]:
+        """Call ``function(*arguments)`` on ``world`` ranks; their results by rank.
+
+        The function is found again by file and name, so it must stand at the top of a file. Ranks find RANK,
+        WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises RanksFailedError.
+        """
+        self._ensure_started()
+        source = inspect.getsourcefile(function)
+        assert source is not None
+        request = Request(
+            file=source,
+            function=function.__qualname__,
+            arguments=arguments,
+            world=world,
+            timeout_s=timeout_s,
+            environment=environment or {},
+        )
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self._path))
+            connection.settimeout(timeout_s + 30)
+            _send(connection, request)
+            outcomes: list[Outcome] = _receive(connection)
+        failed = [f"rank {rank}: {outcome.text}" for rank, outcome in enumerate(outcomes) if not outcome.ok]
+        if failed:
+            raise RanksFailedError("\n".join(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def stop(self) -> None:
+        """End the server and all it started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def _ensure_started(self) -> None:
+        if self._process is not None:
+            return
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(self._path)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(START_TIMEOUT_S) or self._process.stdout.readline() != b"ready\n":
+                raise RanksFailedError("the fork server did not start")
+
+
+def _send(connection: socket.socket, value: object) -> None:
+    data = pickle.dumps(_plain(value))
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _plain(value: object) -> object:
+    """Requests and outcomes as dicts: the server knows these classes under another module name than pytest does."""
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return vars(value) if isinstance(value, Request | Outcome) else value
+
+
+def _receive(connection: socket.socket) -> Any:
+    with connection.makefile("rb") as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        value = pickle.loads(file.read(length))
+    if isinstance(value, list):
+        return [Outcome(**part) for part in value]
+    return Request(**value)
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(path: str) -> None:
+    """Import, then fork a handler for each request, for ever."""
+
+    from megatronapp_trainer.device import cpu
+
+    cpu.install()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            parent = os.getpid()
+            if os.fork() == 0:
+                listener.close()
+                _die_with_parent(parent)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _handle(connection)
+                os._exit(0)
+            connection.close()
+
+
+def _handle(connection: socket.socket) -> None:
+    """Run one request and answer it."""
+    request: Request = _receive(connection)
+    with tempfile.TemporaryDirectory() as directory:
+        pids, pipes = [], []
+        for rank in range(request.world):
+            pid, pipe = _fork_rank(request, rank, pathlib.Path(directory) / f"rank{rank}.log")
+            pids.append(pid)
+            pipes.append(pipe)
+        answers = _collect(pipes, time.monotonic() + request.timeout_s)
+        outcomes = []
+        for rank, pid in enumerate(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            output = (pathlib.Path(directory) / f"rank{rank}.log").read_text(errors="replace")
+            outcomes.append(_outcome(answers[rank], status, output[-_OUTPUT_CHARACTERS:]))
+    _send(connection, outcomes)
+
+
+def _fork_rank(request: Request, rank: int, log: pathlib.Path) -> tuple[int, int]:
+    """Process id of the rank, and the pipe that its pickled outcome comes through."""
+    reading, writing = os.pipe()
+    handler = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    _die_with_parent(handler)
+    os.close(reading)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(_rank_environment(request, rank, handler))
+    outcome = _call(request)
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _rank_environment(request: Request, rank: int, handler: int) -> dict[str, str]:
+    """Each request has a loopback address of its own, so a fixed port is free."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(request.world),
+        "LOCAL_WORLD_SIZE": str(request.world),
+        "MASTER_ADDR": f"127.{1 + handler // 65536 % 200}.{handler // 256 % 256}.{handler % 256}",
+        "MASTER_PORT": str(20000 + handler % 10000),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **request.environment,
+    }
+
+
+def _call(request: Request) -> bytes:
+    """The pickled outcome of the function, whatever it raises."""
+    try:
+        spec = importlib.util.spec_from_file_location("forked_rank", request.file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["forked_rank"] = module
+        spec.loader.exec_module(module)
+        return pickle.dumps((True, getattr(module, request.function)(*request.arguments)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _collect(pipes: list[int], deadline: float) -> list[bytes | None]:
+    """What came through each pipe until it was closed; None for those still open at the deadline.
+
+    Once a rank has failed, the others get five seconds: they may wait for it for ever.
+    """
+    received: list[bytes] = [b""] * len(pipes)
+    done: list[bytes | None] = [None] * len(pipes)
+    with selectors.DefaultSelector() as selector:
+        for rank, pipe in enumerate(pipes):
+            selector.register(pipe, selectors.EVENT_READ, rank)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                data = os.read(key.fd, 1 << 20)
+                received[key.data] += data
+                if not data:
+                    selector.unregister(key.fd)
+                    done[key.data] = received[key.data]
+                    if not received[key.data] or not pickle.loads(received[key.data])[0]:
+                        deadline = min(deadline, time.monotonic() + 5)
+    return done
+
+
+def _outcome(answer: bytes | None, status: int, output: str) -> Outcome:
+    if not answer:
+        why = "was late and killed" if answer is None else f"died with wait status {status}"
+        return Outcome(ok=False, value=None, text=f"{why}; its output:\n{output}")
+    ok, value = pickle.loads(answer)
+    return Outcome(ok=True, value=value) if ok else Outcome(ok=False, value=None, text=f"{value}\n{output}")
+
+
+if __name__ == "__main__":
+    _die_with_parent(os.getppid())
+    serve(sys.argv[1])

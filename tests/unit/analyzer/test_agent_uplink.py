@@ -1,0 +1,96 @@
+"""The agent's connection to the hub, without a hub."""
+
+import asyncio
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from megatronapp_analyzer.agent.buffer import SendBuffer
+from megatronapp_analyzer.agent.rings import RingLibrary
+from megatronapp_analyzer.agent.service import Agent
+from megatronapp_analyzer.agent.settings import AgentSettings
+from megatronapp_analyzer.agent.uplink import Uplink
+
+SETTLED_S = 20.0
+
+
+@pytest.fixture
+def settings(tmp_path: pathlib.Path) -> AgentSettings:
+    return AgentSettings(
+        job="demo",
+        uid="u",
+        attempt=0,
+        worker=0,
+        node="node-0",
+        address="127.0.0.2",
+        shm_dir=tmp_path,
+        shm_prefix="p",
+        hub_url="http://127.0.0.1:9",
+        token="t",
+    )
+
+
+class Wire:
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    async def send(self, data: bytes) -> None:
+        self.sent.append(data)
+
+
+@pytest.mark.asyncio
+async def test_one_frame_of_each_ring_waits_while_the_hub_is_away(settings: AgentSettings) -> None:
+    uplink = Uplink(
+        settings,
+        SendBuffer(limit_bytes=1000, resend_bytes=1000),
+        ring_frames=list,
+        status=dict,
+        on_command=lambda page: None,
+    )
+    for number in range(1000):
+        uplink.send_first("ring 0", f"0: {number}".encode())
+        uplink.send_first("ring 1", f"1: {number}".encode())
+    wire = Wire()
+    sender = asyncio.create_task(uplink._send_all(wire))  # type: ignore[arg-type]
+    async with asyncio.timeout(SETTLED_S):
+        await uplink.flushed()
+    sender.cancel()
+    await asyncio.gather(sender, return_exceptions=True)
+    assert wire.sent == [b"0: 999", b"1: 999"]
+
+
+@pytest.mark.asyncio
+async def test_an_agent_whose_uplink_fails_ends_with_its_error(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: Uplink) -> None:
+        raise RuntimeError("unexpected")
+
+    def no_ring(path: str) -> None:
+        raise ValueError(path)
+
+    monkeypatch.setattr(Uplink, "run", fail)
+    library = RingLibrary(open=no_ring, error=ValueError)  # type: ignore[arg-type]
+    agent = Agent(settings, library, monotonic_ns=lambda: 0)
+    async with asyncio.timeout(SETTLED_S):
+        with pytest.raises(RuntimeError, match="unexpected"):
+            await agent.run()
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 15), (9, 9)], ids=["none set", "SIGKILL of the backend"])
+def test_a_parent_death_signal_that_is_set_stays(before: int, after: int) -> None:
+    script = (
+        "import ctypes, os\n"
+        "from megatronapp_analyzer.process import die_with_parent\n"
+        "libc, found = ctypes.CDLL(None), ctypes.c_int()\n"
+        f"libc.prctl(1, {before}, 0, 0, 0)\n"
+        "die_with_parent(os.getppid())\n"
+        "libc.prctl(2, ctypes.byref(found), 0, 0, 0)\n"
+        "print(found.value)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == after

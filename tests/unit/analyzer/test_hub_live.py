@@ -1,0 +1,214 @@
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_analyzer.hub.analysis import MAX_WAITING, Analysis, Liveness
+from megatronapp_analyzer.hub.curves import Point
+from megatronapp_analyzer.hub.digest import METRICS, StepDigest, against_others
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.live import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
+from megatronapp_analyzer.hub.store import StoredStep, StoreLimits
+from megatronapp_analyzer.hub.verdicts import VerdictBook
+from megatronapp_analyzer.model import (
+    Cause,
+    JobLayout,
+    RankLiveness,
+    State,
+    StepView,
+    Subject,
+    SubjectType,
+    Verdict,
+    When,
+)
+from megatronapp_common import frames
+
+LAYOUT = JobLayout.grid(pp=2)
+
+
+def test_every_page_gets_every_frame() -> None:
+    pages = Broadcaster()
+    one, two = pages.subscribe(), pages.subscribe()
+    pages.publish(b"a")
+    pages.unsubscribe(two)
+    pages.publish(b"b")
+    assert [one.get_nowait(), one.get_nowait()] == [b"a", b"b"]
+    assert two.qsize() == 1
+
+
+def test_a_slow_page_is_let_go_and_others_are_not() -> None:
+    pages = Broadcaster()
+    slow, quick = pages.subscribe(), pages.subscribe()
+    for number in range(QUEUE_FRAMES + 5):
+        pages.publish(str(number).encode())
+        quick.get_nowait()
+    assert len(pages) == 1
+    assert slow.get_nowait() is None
+    assert slow.empty()
+
+
+def test_steps_frame_is_metric_by_rank_by_step() -> None:
+    digests = [
+        StepDigest(
+            attempt=1,
+            step=step,
+            start_real_ns=step * 10,
+            duration_ns=7,
+            complete=True,
+            values=np.arange(8, dtype=np.float32).reshape(4, 2) + 100 * step,
+        )
+        for step in (3, 4, 5)
+    ]
+    frame = frames.decode(steps_frame(1, digests))
+    table = np.frombuffer(frame.body, "<f4").reshape(len(METRICS), 2, 3)
+    assert frame.header["steps"] == [3, 4, 5]
+    assert frame.header["startsNs"] == [30, 40, 50]
+    assert table[1, 0].tolist() == [302, 402, 502]
+
+
+def test_metrics_frame_groups_by_name() -> None:
+    points = [Point("loss", 0, 1, 2.0, 0, 3), Point("gradNorm", 0, 1, 0.5, 0, 3), Point("loss", 0, 2, 1.5, 0, 3)]
+    series = frames.decode(metrics_frame(points)).header["series"]
+    assert series == {
+        "loss": {"attempts": [0, 0], "steps": [1, 2], "values": [2.0, 1.5]},
+        "gradNorm": {"attempts": [0], "steps": [1], "values": [0.5]},
+    }
+
+
+def test_each_rank_is_measured_against_the_others() -> None:
+    assert against_others(np.array([2.0, 1.0])).tolist() == [2.0, 0.5]
+    assert against_others(np.array([1.0, 1.0, 3.0, 1.0])).tolist() == [1.0, 1.0, 3.0, 1.0]
+    assert np.isnan(against_others(np.array([1.0]))).all()
+
+
+def verdict(state: State = State.CONFIRMED) -> Verdict:
+    return Verdict(
+        id="v",
+        subject=Subject(type=SubjectType.RANK, ranks=(0,)),
+        cause=Cause.COMPUTE,
+        state=state,
+        seconds_per_step=0.25,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(1,),
+        evidence_text=(),
+        since=When(attempt=0, step=1, time=0.0),
+    )
+
+
+class Judge:
+    """Confirms in step 1, fails in step 3, and counts."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.heard: list[list[int]] = []
+
+    def observe(self, step: StepView) -> list[Verdict]:
+        self.steps.append(step.step)
+        if step.step == 3:
+            raise RuntimeError("broken")
+        return [verdict()] if step.step == 1 else []
+
+    def observe_liveness(self, now_ns: int, ranks: Sequence[RankLiveness]) -> list[Verdict]:
+        self.heard.append([rank.rank for rank in ranks])
+        return []
+
+
+@pytest.fixture
+def stored(step_rows: Any, ring_header: Any) -> list[StoredStep]:
+    ingest = Ingest(StoreLimits())
+    for rank in (0, 1):
+        ingest.add_ring(0, ring_header(rank))
+    found: list[StoredStep] = []
+    first = [0, 0]
+    for step in range(5):
+        for rank in (0, 1):
+            body = step_rows(rank, step)
+            header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
+            found += ingest.add_records(0, header, body.tobytes()).finished
+            first[rank] += len(body)
+    return found
+
+
+def analysis(judges: list[Judge], book: VerdictBook, now_s: float = 1_700_000_002.0) -> Analysis:
+    def make(layout: JobLayout) -> Judge:
+        judges.append(Judge())
+        return judges[-1]
+
+    return Analysis(make, book, liveness=lambda: None, real_time_s=lambda: now_s)
+
+
+@pytest.mark.asyncio
+async def test_steps_are_judged_in_order_and_waste_adds_up(stored: list[StoredStep]) -> None:
+    judges: list[Judge] = []
+    book = VerdictBook(None)
+    queue = analysis(judges, book)
+    queue.add(LAYOUT, stored[:3])
+    await queue.drain_batch()
+    assert judges[0].steps == [0, 1, 2]
+    assert queue.wasted_s == {"compute": 0.25 * 2 * 2}
+    assert queue.lag_s == pytest.approx(1_700_000_002.0 - 1_700_000_001.03)
+
+
+@pytest.mark.asyncio
+async def test_a_failing_detector_is_replaced_and_its_verdicts_end(stored: list[StoredStep]) -> None:
+    judges: list[Judge] = []
+    book = VerdictBook(None)
+    queue = analysis(judges, book)
+    queue.add(LAYOUT, stored)
+    await queue.drain_batch()
+    assert [judge.steps for judge in judges] == [[0, 1, 2, 3], [4]]
+    assert queue.failures == 1
+    assert book.active() == []
+    assert [entry["state"] for entry in book.all()] == ["cleared"]
+
+
+@pytest.mark.asyncio
+async def test_another_layout_begins_afresh(stored: list[StoredStep]) -> None:
+    judges: list[Judge] = []
+    book = VerdictBook(None)
+    queue = analysis(judges, book)
+    queue.add(LAYOUT, stored[:2])
+    await queue.drain_batch()
+    assert [entry.id for entry in book.active()] == ["v"]
+    queue.add(JobLayout.grid(pp=2, ranks_per_node=1), stored[2:3])
+    await queue.drain_batch()
+    assert len(judges) == 2
+    assert book.active() == []
+    assert [entry["state"] for entry in book.all()] == ["cleared"]
+
+
+def test_a_detector_that_is_too_slow_skips_the_oldest(stored: list[StoredStep]) -> None:
+    queue = analysis([], VerdictBook(None))
+    for _ in range(MAX_WAITING + 10):
+        queue.add(LAYOUT, stored[:1])
+    assert queue.skipped == 10
+
+
+@pytest.mark.asyncio
+async def test_liveness_is_judged_at_every_tick() -> None:
+    judges: list[Judge] = []
+    done = asyncio.Event()
+    asked = 0
+
+    def heard() -> Liveness | None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            done.set()
+        return Liveness(layout=LAYOUT, now_ns=asked, ranks=[]) if asked > 1 else None
+
+    def make(layout: JobLayout) -> Judge:
+        judges.append(Judge())
+        return judges[-1]
+
+    queue = Analysis(make, VerdictBook(None), liveness=heard)
+    task = asyncio.create_task(queue.run(0.001))
+    async with asyncio.timeout(20):
+        await done.wait()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(judges) == 1
+    assert judges[0].heard[:1] == [[]]

@@ -1,0 +1,235 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronapp_analyzer.errors import ProtocolError, SettingsError
+from megatronapp_analyzer.hub import ranks, schemas
+from megatronapp_analyzer.hub.access import cookie_name, same_origin
+from megatronapp_analyzer.hub.faults import FaultBook
+from megatronapp_analyzer.hub.settings import check_bind, load_job_file
+from megatronapp_analyzer.hub.verdicts import MAX_VERDICTS, VerdictBook
+from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
+from megatronapp_common.tokens import new_secret
+from megatronapp_common.trace import Kind
+
+S = 1_000_000_000
+
+
+def status(**changes: Any) -> ranks.RankStatus:
+    entry = {
+        "rank": 0,
+        "heartbeatNs": 100 * S,
+        "nowNs": 100 * S,
+        "openSpan": None,
+        "lost": 0,
+        "closed": False,
+        "alive": True,
+        "processState": "S",
+    }
+    return ranks.parse_status(entry | changes, 50 * S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "now_s", "usual_step_s", "hung", "expected"),
+    [
+        ({}, 50, 1.0, (), "training"),
+        ({}, 54, 1.0, (), "training"),
+        ({}, 56, 1.0, (), "silent"),
+        ({"heartbeatNs": 91 * S}, 50, 1.0, (), "silent"),
+        ({"heartbeatNs": 91 * S}, 50, 2.0, (), "training"),
+        ({"heartbeatNs": 50 * S}, 50, None, (), "training"),
+        ({"heartbeatNs": 50 * S}, 50, 1.0, (0,), "hung"),
+        ({"closed": True}, 50, 1.0, (0,), "ended"),
+        ({"alive": False}, 90, 1.0, (), "ended"),
+    ],
+)
+def test_rank_state(
+    changes: dict[str, Any], now_s: int, usual_step_s: float | None, hung: tuple[int, ...], expected: str
+) -> None:
+    state = ranks.rank_state(status(**changes), now_ns=now_s * S, usual_step_s=usual_step_s, hung=hung)
+    assert state == expected
+
+
+def test_a_rank_that_was_never_heard_of_is_silent() -> None:
+    assert ranks.rank_state(None, now_ns=0, usual_step_s=None, hung=()) == "silent"
+
+
+def test_open_span_is_read() -> None:
+    span = {"kind": int(Kind.RECV_WAIT), "step": 4, "microbatch": None, "startNs": 98 * S}
+    found = status(openSpan=span)
+    assert found.open_span_age_s == 2.0
+    assert found.liveness.open_span is not None
+    assert found.liveness.open_span.microbatch == 0xFFFF
+
+
+def test_unheard_agents_are_not_judged() -> None:
+    statuses = {0: status(), 1: status(rank=1)}
+    assert [entry.rank for entry in ranks.fresh(statuses, 52 * S)] == [0, 1]
+    assert ranks.fresh(statuses, 60 * S) == []
+
+
+def test_evaluation_is_no_hang() -> None:
+    inside = status(openSpan={"kind": int(Kind.RECV_WAIT), "step": 4, "microbatch": 1, "startNs": 0}).liveness
+    quiet = status(rank=1).liveness
+    assert ranks.in_pause([inside, quiet], "training") == [inside, quiet]
+    assert ranks.in_pause([inside, quiet], None) == [inside, quiet]
+    same, paused = ranks.in_pause([inside, quiet], "evaluating")
+    assert same == inside
+    assert paused.open_span is not None
+    assert paused.open_span.kind == Kind.EVALUATE
+
+
+@pytest.mark.parametrize("rings", [None, {}, [1], [{"heartbeatNs": 1}]])
+def test_garbled_status_is_refused(rings: Any) -> None:
+    with pytest.raises(ProtocolError, match="rings"):
+        ranks.parse_agent_status({"rings": rings}, 0)
+
+
+def test_the_workers_own_ring_is_no_rank() -> None:
+    entry = {"rank": None, "heartbeatNs": 0, "nowNs": 0, "openSpan": None, "lost": 0, "closed": False, "alive": True}
+    assert ranks.parse_agent_status({"rings": [entry], "progress": None}, 0).ranks == []
+    with pytest.raises(ProtocolError, match="progress"):
+        ranks.parse_agent_status({"rings": [], "progress": 3}, 0)
+
+
+@pytest.mark.parametrize("missing", ["heartbeatNs", "nowNs", "closed", "alive", "lost", "openSpan"])
+def test_status_without_a_field_is_refused(missing: str) -> None:
+    entry = {"rank": 0, "heartbeatNs": 0, "nowNs": 0, "openSpan": None, "lost": 0, "closed": False, "alive": True}
+    del entry[missing]
+    with pytest.raises(ProtocolError, match=missing):
+        ranks.parse_status(entry, 0)
+
+
+def test_kind_of_a_newer_release_has_a_name() -> None:
+    assert ranks.kind_name(Kind.RECV_WAIT) == "recv_wait"
+    assert ranks.kind_name(250) == "kind-250"
+
+
+def test_faults_survive_and_their_version_grows(tmp_path: Path) -> None:
+    manifest = schemas.Fault(id="manifest-0", rank=1, kind="host", factor=2, from_step=0, steps=1)
+    book = FaultBook(tmp_path / "faults.json", [manifest])
+    seen: list[int] = []
+    book.on_change = lambda: seen.append(book.version)
+    given = book.add(schemas.FaultRequest(rank=0, kind="link", factor=3, from_step=5, steps=2, peer=1))
+    assert given is not None
+    assert book.current() == [manifest, given]
+    assert book.control_page()["faults"] == [given.model_dump()]
+    assert given.model_dump()["fromStep"] == 5
+    again = FaultBook(tmp_path / "faults.json", [manifest])
+    assert again.current() == [manifest, given]
+    assert again.version > book.version
+    other = again.add(schemas.FaultRequest(rank=0, kind="host", factor=3, from_step=5, steps=2))
+    assert other is not None and other.id != given.id
+    assert again.remove(given.id)
+    assert not again.remove(given.id)
+    assert not again.remove("manifest-0")
+    assert again.is_of_manifest("manifest-0")
+    assert seen == [2]
+
+
+def test_progress_that_is_no_number_is_null() -> None:
+    page = json.loads('{"iteration": 3, "loss": NaN, "gradNorm": -Infinity, "updatedAt": "2026-11-21T10:33:16Z"}')
+    found = schemas.Progress.model_validate(page)
+    assert (found.loss, found.grad_norm, found.iteration) == (None, None, 3)
+    assert "NaN" not in json.dumps(found.model_dump())
+
+
+def verdict(id_: str, state: State = State.CONFIRMED, time: float = 1.0, cause: Cause = Cause.COMPUTE) -> Verdict:
+    return Verdict(
+        id=id_,
+        subject=Subject(type=SubjectType.RANK, ranks=(3,)),
+        cause=cause,
+        state=state,
+        seconds_per_step=0.5,
+        slowdown=2.0,
+        confidence=0.9,
+        evidence_steps=(7, 8),
+        evidence_text=(),
+        since=When(attempt=0, step=5, time=time),
+    )
+
+
+def test_verdicts_newest_first_and_versions() -> None:
+    book = VerdictBook(None)
+    assert book.update([verdict("a", time=1.0), verdict("b", time=2.0, cause=Cause.HANG)])
+    assert not book.update([verdict("a", time=1.0)])
+    assert book.version == 1
+    assert [entry["id"] for entry in book.all()] == ["b", "a"]
+    assert book.hung_ranks() == [3]
+    book.update([verdict("b", State.CLEARED, time=2.0, cause=Cause.HANG)])
+    assert book.hung_ranks() == []
+    assert [entry.id for entry in book.active()] == ["a"]
+
+
+def test_verdicts_not_said_again_after_a_restart_are_over(tmp_path: Path) -> None:
+    VerdictBook(tmp_path / "v.json").update([verdict("a"), verdict("b")])
+    book = VerdictBook(tmp_path / "v.json")
+    book.update([verdict("a")])
+    book.clear_unsaid(9.0)
+    by_id = {entry["id"]: entry for entry in VerdictBook(tmp_path / "v.json").all()}
+    assert by_id["a"]["state"] == "confirmed"
+    assert by_id["b"]["state"] == "cleared"
+    assert by_id["b"]["until"] == {"attempt": 0, "step": 8, "time": 9.0}
+    book.clear_all(10.0)
+    assert {entry["state"] for entry in book.all()} == {"cleared"}
+    assert book.active() == []
+
+
+def test_old_cleared_verdicts_are_forgotten() -> None:
+    book = VerdictBook(None)
+    book.update([verdict("first", time=0.0)])
+    book.update(verdict(str(n), State.CLEARED, time=float(n + 1)) for n in range(2 * MAX_VERDICTS))
+    ids = [entry["id"] for entry in book.all()]
+    assert len(ids) <= MAX_VERDICTS + 1
+    assert "first" in ids
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])
+def test_loopback_needs_no_permission(host: str) -> None:
+    check_bind(host, allow_remote=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_other_addresses_need_permission(host: str) -> None:
+    with pytest.raises(SettingsError, match="--allow-remote"):
+        check_bind(host, allow_remote=False)
+    check_bind(host, allow_remote=True)
+
+
+def test_job_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "metadata: {name: demo, namespace: team}\n"
+        "spec: {nodes: 2, faults: [{rank: 1, kind: host, factor: 2, fromStep: 5, steps: 3}]}\n"
+    )
+    job = load_job_file(path, name=None, uid="u")
+    assert (job.name, job.namespace, job.uid) == ("demo", "team", "u")
+    assert len(job.spec_digest) == 16
+    assert [(fault.id, fault.rank, fault.from_step) for fault in job.faults] == [("manifest-0", 1, 5)]
+    path.write_text("metadata: {name: demo}\nspec: {faults: [{rank: -1}]}\n")
+    with pytest.raises(SettingsError, match=r"spec.faults\[0\]"):
+        load_job_file(path, name=None, uid=None)
+    for text in ("[1, 2]", "a: [", "{}"):
+        path.write_text(text)
+        with pytest.raises(SettingsError, match=r"job\.yaml"):
+            load_job_file(path, name=None, uid=None)
+
+
+def test_cookies_of_two_jobs_do_not_meet() -> None:
+    assert cookie_name(new_secret()) != cookie_name(new_secret())
+
+
+@pytest.mark.parametrize(
+    ("headers", "allowed"),
+    [
+        ({"host": "127.0.0.1:8"}, True),
+        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:8"}, True),
+        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:9"}, False),
+        ({"host": "127.0.0.1:8", "origin": "null"}, False),
+        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:8.evil.example"}, False),
+    ],
+)
+def test_same_origin(headers: dict[str, str], allowed: bool) -> None:
+    assert same_origin(headers) is allowed

@@ -1,0 +1,152 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.restore import curve_frame, digest_frame, restore
+from megatronapp_analyzer.hub.spool import JsonFile, SpoolLimits, SpoolReader, SpoolWriter, read_frames
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+
+def records_frame(rank: int, first: int, body: bytes) -> bytes:
+    header = {"rank": rank, "worker": rank, "first": first, "lost": 0}
+    return frames.encode(Frame(FrameType.RECORDS, header, body))
+
+
+def spool_steps(writer: SpoolWriter, step_rows: Any, ring_header: Any, steps: range, attempt: int = 0) -> None:
+    """What a hub writes while it takes in `steps` of two ranks."""
+    ingest = Ingest(StoreLimits())
+    first = [0, 0]
+    for rank in (0, 1):
+        ingest.add_ring(attempt, ring_header(rank))
+        writer.append_ring(attempt, frames.encode(Frame(FrameType.RING, ring_header(rank))))
+    for step in steps:
+        for rank in (0, 1):
+            raw = records_frame(rank, first[rank], step_rows(rank, step).tobytes())
+            first[rank] += len(step_rows(rank, step))
+            frame = frames.decode(raw)
+            taken = ingest.add_records(attempt, frame.header, frame.body)
+            writer.append_records(attempt, raw)
+            if taken.points:
+                writer.append_curve(attempt, curve_frame(taken.points))
+            for stored in taken.finished:
+                writer.append_digest(attempt, digest_frame(stored.digest))
+
+
+def test_everything_comes_back(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+    writer = SpoolWriter(tmp_path, SpoolLimits())
+    spool_steps(writer, step_rows, ring_header, range(6))
+    writer.close()
+    ingest = Ingest(StoreLimits())
+    finished = restore(SpoolReader(tmp_path), ingest, newest_segments=None)
+    assert [stored.view.step for stored in finished] == list(range(6))
+    assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(6))
+    assert [point.value for point in ingest.curves.curve("loss")] == [4.0 + step for step in range(6)]
+    assert all(stored.digest.complete for stored in finished)
+    assert ingest.attempts[0].next_index == {(0, 0): 30, (1, 1): 36}
+
+
+def test_old_segments_are_deleted_and_sums_stay(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+    limits = SpoolLimits(segment_bytes=1000, total_bytes=4000)
+    writer = SpoolWriter(tmp_path, limits)
+    spool_steps(writer, step_rows, ring_header, range(40))
+    writer.close()
+    segments = SpoolReader(tmp_path).segments(0)
+    assert sum(path.stat().st_size for path in segments) <= limits.total_bytes
+    assert all(path.stat().st_size <= limits.segment_bytes for path in segments)
+    ingest = Ingest(StoreLimits())
+    finished = restore(SpoolReader(tmp_path), ingest, newest_segments=2)
+    assert 0 < len(finished) < 40
+    assert [digest.step for digest in ingest.store.digests(None, None)] == list(range(40))
+    assert len(list(ingest.curves.curve("loss"))) == 40
+
+
+def test_a_second_life_appends_after_the_first(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+    limits = SpoolLimits(segment_bytes=1000, total_bytes=4000)
+    for steps in (range(20), range(20, 40)):
+        writer = SpoolWriter(tmp_path, limits)
+        spool_steps(writer, step_rows, ring_header, steps)
+        writer.close()
+    paths = SpoolReader(tmp_path).segments(0)
+    assert sum(path.stat().st_size for path in paths) <= limits.total_bytes
+    numbers = [int(path.stem.removeprefix("records-")) for path in paths]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_budget_holds_over_attempts(tmp_path: Path, step_rows: Any, ring_header: Any) -> None:
+    limits = SpoolLimits(segment_bytes=1000, total_bytes=4000)
+    writer = SpoolWriter(tmp_path, limits)
+    for attempt in range(3):
+        spool_steps(writer, step_rows, ring_header, range(20), attempt)
+    writer.close()
+    reader = SpoolReader(tmp_path)
+    assert reader.attempts() == [0, 1, 2]
+    sizes = [path.stat().st_size for attempt in reader.attempts() for path in reader.segments(attempt)]
+    # Each attempt's open segment may come on top.
+    assert sum(sizes) <= limits.total_bytes + 2 * limits.segment_bytes
+
+
+@given(cut=st.integers(0, 150), garbage=st.binary(max_size=40))
+def test_a_torn_tail_is_left_out(tmp_path_factory: pytest.TempPathFactory, cut: int, garbage: bytes) -> None:
+    path = tmp_path_factory.mktemp("spool") / "x.frames"
+    whole = [frames.encode(Frame(200, {"n": n}, bytes(n))) for n in range(5)]
+    data = b"".join(whole)
+    path.write_bytes(data[: len(data) - cut] if cut else data)
+    found = [frame.header["n"] for frame in read_frames(path)]
+    kept, size = 0, len(data) - cut
+    while kept < 5 and sum(map(len, whole[: kept + 1])) <= size:
+        kept += 1
+    assert found == list(range(kept))
+    path.write_bytes(data + garbage)
+    assert [frame.header["n"] for frame in read_frames(path)][:5] == list(range(5))
+
+
+def test_missing_files_are_empty(tmp_path: Path) -> None:
+    assert list(read_frames(tmp_path / "none")) == []
+    assert SpoolReader(tmp_path / "none").attempts() == []
+    assert JsonFile(tmp_path / "none").read() is None
+    JsonFile(tmp_path / "some.json").write({"a": [1]})
+    assert JsonFile(tmp_path / "some.json").read() == {"a": [1]}
+
+
+def test_a_json_file_on_a_full_disk_gets_old_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = JsonFile(tmp_path / "some.json")
+    file.write(1)
+    (tmp_path / "some.new").symlink_to("/dev/full")
+    file.write(2)
+    file.write(3)
+    assert file.read() == 1
+    assert len([record for record in caplog.records if "cannot be written" in record.message]) == 1
+    (tmp_path / "some.new").unlink()
+    file.write(4)
+    assert file.read() == 4
+
+
+def test_a_frame_that_was_written_in_part_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, whole = SpoolWriter(tmp_path, SpoolLimits()), os.write
+    frames_ = [frames.encode(Frame(FrameType.BYE, {"reason": str(number)})) for number in range(3)]
+    writer.append_digest(0, frames_[0])
+    monkeypatch.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[: len(data) // 2]))
+    writer.append_digest(0, frames_[1])
+    monkeypatch.setattr(os, "write", whole)
+    writer.append_digest(0, frames_[2])
+    writer.close()
+    assert writer.failed_writes == 1
+    assert [frame.header["reason"] for frame in SpoolReader(tmp_path).digests(0)] == ["0", "2"]
+
+
+def test_full_disk_is_counted_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "attempt-0000").mkdir()
+    (tmp_path / "attempt-0000" / "digests.frames").symlink_to("/dev/full")
+    writer = SpoolWriter(tmp_path, SpoolLimits())
+    for _ in range(3):
+        writer.append_digest(0, frames.encode(Frame(FrameType.BYE, {})))
+    writer.close()
+    assert writer.failed_writes == 3
+    assert len([record for record in caplog.records if "cannot store traces" in record.message]) == 1

@@ -1,0 +1,211 @@
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.bounded import ThinningList
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_common.trace import Kind
+
+
+class Feeder:
+    """Brings steps of two ranks, one frame per rank and step."""
+
+    def __init__(self, ingest: Ingest, step_rows: Any, ring_header: Any) -> None:
+        self.ingest = ingest
+        self.step_rows = step_rows
+        self.ring_header = ring_header
+        self.first: dict[tuple[int, int], int] = {}
+
+    def rings(self, attempt: int = 0, **changes: Any) -> None:
+        for rank in (0, 1):
+            self.ingest.add_ring(attempt, self.ring_header(rank, **changes))
+
+    def send(self, rank: int, rows: Any, *, attempt: int = 0, lost: int = 0, skip: int = 0) -> Any:
+        first = self.first.get((attempt, rank), 0) + skip
+        self.first[attempt, rank] = first + len(rows)
+        header = {"rank": rank, "worker": rank, "first": first, "lost": lost}
+        return self.ingest.add_records(attempt, header, rows.tobytes())
+
+    def step(self, step: int, attempt: int = 0, **how: Any) -> list[Any]:
+        return [
+            stored
+            for rank in (0, 1)
+            for stored in self.send(rank, self.step_rows(rank, step, **how), attempt=attempt).finished
+        ]
+
+
+@pytest.fixture
+def feeder(step_rows: Any, ring_header: Any) -> Feeder:
+    return Feeder(Ingest(StoreLimits(full_steps=4)), step_rows, ring_header)
+
+
+def test_step_has_real_time_and_digest(feeder: Feeder) -> None:
+    feeder.rings()
+    (stored,) = feeder.step(2)
+    assert stored.digest.duration_ns == 10_000_000
+    assert stored.digest.start_real_ns == 1_700_000_000_000_000_000 + 1_020_000_000
+    assert stored.view.real_time_s == pytest.approx(1_700_000_001.03)
+    assert stored.digest.complete
+    compute, wait, step, _ = stored.digest.values
+    assert compute == pytest.approx([0.006, 0.006])
+    assert wait == pytest.approx([0.001, 0.001])
+    assert step == pytest.approx([0.01, 0.01])
+
+
+def test_slowdown_without_peers_is_against_own_history(feeder: Feeder) -> None:
+    feeder.rings()
+    for step in range(8):
+        (stored,) = feeder.step(step)
+    assert stored.digest.values[3] == pytest.approx([1.0, 1.0])
+    (stored,) = feeder.step(8, compute_ms=6.0)
+    assert stored.digest.values[3] == pytest.approx([2.0, 2.0])
+
+
+def test_only_the_newest_steps_are_held_in_full(feeder: Feeder) -> None:
+    feeder.rings()
+    for step in range(10):
+        feeder.step(step)
+    store = feeder.ingest.store
+    assert store.full_steps == 4
+    assert [digest.step for digest in store.digests(None, None)] == list(range(10))
+    assert store.find(5, None) is None
+    newest = store.find(None, None)
+    assert newest is not None
+    assert newest.view.step == 9
+    assert [held.view.step for held in store.select(7, 8, newest=1)] == [7, 8]
+    assert [held.view.step for held in store.select(None, None, newest=2)] == [8, 9]
+    assert store.full_bytes == sum(held.view.records.nbytes for held in store.select(0, None, newest=0))
+
+
+def test_byte_budget_beats_the_number_of_steps(step_rows: Any, ring_header: Any) -> None:
+    feeder = Feeder(Ingest(StoreLimits(full_steps=100, full_bytes=2000)), step_rows, ring_header)
+    feeder.rings()
+    for step in range(30):
+        feeder.step(step)
+        assert feeder.ingest.store.full_bytes <= 2000
+    assert 0 < feeder.ingest.store.full_steps < 30
+
+
+def test_repeated_records_are_skipped_and_gaps_are_lost(feeder: Feeder, step_rows: Any) -> None:
+    feeder.rings()
+    rows = step_rows(0, 0)
+    assert feeder.send(0, rows).records == len(rows)
+    feeder.first[0, 0] = 0
+    assert feeder.send(0, rows).records == 0
+    feeder.first[0, 0] = len(rows) - 2
+    assert feeder.send(0, step_rows(0, 1)).records == len(rows) - 2
+    state = feeder.ingest.attempts[0]
+    assert sum(state.lost.values()) == 0
+    feeder.send(0, step_rows(0, 2), skip=7)
+    assert state.lost == {(0, 0): 7}
+
+
+def test_first_contact_counts_what_the_ring_says_it_lost(feeder: Feeder, step_rows: Any) -> None:
+    feeder.rings()
+    feeder.send(0, step_rows(0, 40), lost=3, skip=500)
+    assert feeder.ingest.attempts[0].lost == {(0, 0): 3}
+
+
+def test_late_span_joins_its_step(feeder: Feeder, rows: Any) -> None:
+    feeder.rings()
+    (before,) = feeder.step(0)
+    feeder.send(0, rows([{"kind": Kind.CHECKPOINT, "step": 0, "start_ns": 2_000_000_000, "duration": 5}]))
+    held = feeder.ingest.store.find(0, 0)
+    assert held is not None
+    assert len(held.view.records) == len(before.view.records) + 1
+    assert len([digest for digest in feeder.ingest.store.digests(None, None)]) == 1
+
+
+def test_new_attempt_ends_the_old_one(feeder: Feeder, step_rows: Any, ring_header: Any) -> None:
+    feeder.rings()
+    feeder.step(0)
+    feeder.send(0, step_rows(0, 1))
+    (left,) = feeder.ingest.add_ring(1, ring_header(0))
+    assert (left.view.attempt, left.view.step, left.digest.complete) == (0, 1, False)
+    newest = feeder.ingest.newest
+    assert newest is not None
+    assert newest.attempt == 1
+
+
+def test_curves_come_from_metric_records(feeder: Feeder) -> None:
+    feeder.rings()
+    for step in range(3):
+        feeder.step(step)
+    points = list(feeder.ingest.curves.curve("loss"))
+    assert [(point.step, point.value) for point in points] == [(0, 4.0), (1, 5.0), (2, 6.0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rank": 2}, "rank 2 of a world of 2"),
+        ({"bootId": None, "metadata": {}}, "localRank"),
+        ({"clockPairs": [["x"]]}, "RING"),
+    ],
+)
+def test_bad_ring_is_refused(feeder: Feeder, ring_header: Any, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        feeder.ingest.add_ring(0, ring_header(0) | change)
+
+
+def test_rings_must_agree_on_the_world(feeder: Feeder, ring_header: Any) -> None:
+    feeder.ingest.add_ring(0, ring_header(0))
+    other = ring_header(1)
+    other["metadata"] = other["metadata"] | {"world": 4}
+    with pytest.raises(ProtocolError, match="world of 4"):
+        feeder.ingest.add_ring(0, other)
+
+
+def test_records_must_be_whole_and_announced(feeder: Feeder) -> None:
+    header = {"rank": 0, "worker": 0, "first": 0, "lost": 0}
+    with pytest.raises(ProtocolError, match="before its RING"):
+        feeder.ingest.add_records(0, header, b"")
+    feeder.rings()
+    with pytest.raises(ProtocolError, match="not whole records"):
+        feeder.ingest.add_records(0, header, b"x" * 33)
+    with pytest.raises(ProtocolError, match="first"):
+        feeder.ingest.add_records(0, {"rank": 0, "worker": 0, "lost": 0}, b"")
+
+
+def test_nodes_with_other_clocks_are_tied_by_their_messages(step_rows: Any, ring_header: Any) -> None:
+    """Rank 1's real clock is 30 ms off; the messages of the step tie its spans to those of rank 0."""
+    feeder = Feeder(Ingest(StoreLimits()), step_rows, ring_header)
+    feeder.ingest.add_ring(0, ring_header(0, boot_id="a"))
+    feeder.ingest.add_ring(0, ring_header(1, boot_id="b", offset_ns=1_700_000_000_030_000_000 - 5_000_000_000))
+    for step in range(6):
+        feeder.send(0, step_rows(0, step))
+        shifted = step_rows(1, step)
+        shifted["start_ns"] += np.uint64(5_000_000_000)
+        (stored,) = feeder.send(1, shifted).finished
+    assert abs(int(stored.offsets_ns[1]) + 5_000_000_000 - int(stored.offsets_ns[0])) < 3_000_000
+
+
+@given(st.integers(2, 50), st.integers(0, 300))
+def test_thinning_keeps_the_newest_and_the_order(capacity: int, count: int) -> None:
+    kept: ThinningList[int] = ThinningList(capacity)
+    for value in range(count):
+        kept.append(value)
+    values = list(kept)
+    assert len(values) <= capacity
+    assert values == sorted(set(values))
+    assert values[-(capacity // 2) :] == list(range(count))[-len(values[-(capacity // 2) :]) :] or not values
+    if values:
+        assert values[0] == 0
+        assert kept.newest() == count - 1
+    assert kept.tail(3) == values[-3:]
+    assert kept.tail(0) == []
+
+
+def test_stored_values_are_not_changed_by_late_spans(feeder: Feeder, rows: Any) -> None:
+    feeder.rings()
+    (before,) = feeder.step(0)
+    copy = dataclasses.replace(before)
+    length = len(before.view.records)
+    feeder.send(1, rows([{"kind": Kind.EVALUATE, "step": 0, "start_ns": 1, "duration": 5}]))
+    assert len(copy.view.records) == length

@@ -1,0 +1,164 @@
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatronapp_analyzer import cli, export, fetch
+from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
+from megatronapp_analyzer.hub.ingest import Ingest
+from megatronapp_analyzer.hub.spool import SpoolLimits, SpoolWriter
+from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.tokens import new_secret
+from megatronapp_common.trace import Counter, Flag, Kind
+
+
+@pytest.fixture
+def ingest(step_rows: Any, ring_header: Any, rows: Any) -> Ingest:
+    """Steps 0 to 2; a fault in step 1 of rank 1; a counter of worker 0."""
+    filled = Ingest(StoreLimits())
+    for rank in (0, 1):
+        filled.add_ring(0, ring_header(rank))
+    fault = {"kind": Kind.FAULT, "step": 1, "start_ns": 1_011_000_000, "duration": 1000, "flags": Flag.INJECTED}
+    first = [0, 0]
+    for step in range(3):
+        for rank in (0, 1):
+            parts = [rows([fault])] if (rank, step) == (1, 1) else []
+            for part in [*parts, step_rows(rank, step)]:
+                header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
+                filled.add_records(0, header, part.tobytes())
+                first[rank] += len(part)
+    half = {"kind": Kind.COUNTER, "comm": Counter.CPU_PRESSURE, "start_ns": 1_015_000_000, "aux": 0x3F000000}
+    filled.add_records(0, {"rank": None, "worker": 0, "first": 0, "lost": 0}, rows([half]).tobytes())
+    return filled
+
+
+def export_all(ingest: Ingest, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    steps = ingest.store.select(first, last, newest=50)
+    return export.chrome_trace(export.source_of(ingest, "demo", steps))
+
+
+def events(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in document["traceEvents"] if event["ph"] == phase]
+
+
+def test_workers_are_processes_and_ranks_are_threads(ingest: Ingest) -> None:
+    document = export_all(ingest)
+    names = {
+        (event["pid"], event.get("tid")): event["args"]["name"]
+        for event in events(document, "M")
+        if "name" in event["args"]
+    }
+    assert names[0, None] == "worker 0 on node-0"
+    assert names[1, 1] == "rank 1 (pp 1, dp 0, tp 0)"
+    assert {(event["pid"], event["tid"]) for event in events(document, "X")} == {(0, 0), (1, 1)}
+    json.dumps(document, allow_nan=False)
+
+
+def test_spans_carry_times_and_what_they_mean(ingest: Ingest) -> None:
+    spans = events(export_all(ingest, 1, 1), "X")
+    forward = next(event for event in spans if event["name"] == "forward 0" and event["tid"] == 0)
+    assert (forward["ts"], forward["dur"]) == (0.0, 3000.0)
+    send = next(event for event in spans if event["name"] == "send_post")
+    assert (send["args"]["bytes"], send["args"]["peer"], send["args"]["step"]) == (1024, 1, 1)
+    fault = next(event for event in spans if event["cat"] == "fault")
+    assert (fault["name"], fault["tid"], fault["args"]["injected"]) == ("fault", 1, True)
+
+
+def test_arrows_join_matched_ends(ingest: Ingest) -> None:
+    document = export_all(ingest)
+    starts, ends = events(document, "s"), events(document, "f")
+    assert len(starts) == len(ends) == 6
+    assert len({event["id"] for event in starts}) == 6
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"]
+        assert start["tid"] != end["tid"]
+        assert end["ts"] >= start["ts"]
+
+
+def test_curves_and_counters_are_tracks(ingest: Ingest) -> None:
+    tracks = {(event["name"], event["pid"]): event["args"]["value"] for event in events(export_all(ingest, 1, 1), "C")}
+    assert tracks == {("loss", export.JOB_PID): 5.0, ("cpu_pressure 0", 0): 0.5}
+
+
+def test_no_steps_are_an_error(ingest: Ingest) -> None:
+    with pytest.raises(ExportError, match="demo"):
+        export_all(ingest, 100)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.register(parser.add_subparsers())
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_rows: Any, ring_header: Any) -> Path:
+    """State of a job that has ended, with stored traces."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder = tmp_path / "megatronapp" / "jobs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "secret").write_text(new_secret())
+    writer = SpoolWriter(folder / "hub" / "traces", SpoolLimits())
+    first = [0, 0]
+    for rank in (0, 1):
+        writer.append_ring(0, frames.encode(Frame(FrameType.RING, ring_header(rank))))
+    for step in range(4):
+        for rank in (0, 1):
+            body = step_rows(rank, step)
+            header = {"rank": rank, "worker": rank, "first": first[rank], "lost": 0}
+            writer.append_records(0, frames.encode(Frame(FrameType.RECORDS, header, body.tobytes())))
+            first[rank] += len(body)
+    writer.close()
+    return folder
+
+
+def test_export_after_the_job_reads_the_stored_traces(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "trace.json"
+    (job / "hub.json").write_text(json.dumps({"url": "http://127.0.0.1:9"}))
+    arguments = parse(["trace", "export", "demo", "-o", str(target), "--from", "1", "--to", "2"])
+    assert arguments.func(arguments) == 0
+    document = json.loads(target.read_text())
+    assert {event["args"]["step"] for event in events(document, "X")} == {1, 2}
+    assert "stored traces" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.part")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["other"], 'megatronjobs.megatronapp.io "other" not found; "megatronapp get" lists the jobs'),
+        (["../demo"], "not found"),
+        (["demo", "--from", "90"], r"no steps 90 to the end are stored; take --from and --to between \d+ and \d+$"),
+        (["demo", "--from", "2", "--to", "1"], "--to is before --from"),
+    ],
+)
+def test_export_says_what_is_wrong(job: Path, tmp_path: Path, words: list[str], said: str) -> None:
+    arguments = parse(["trace", "export", *words, "-o", str(tmp_path / "trace.json")])
+    with pytest.raises(AnalyzerError, match=said):
+        arguments.func(arguments)
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_unwritable_output_is_said(job: Path, tmp_path: Path) -> None:
+    arguments = parse(["trace", "export", "demo", "-o", str(tmp_path / "none" / "trace.json")])
+    with pytest.raises(ExportError, match="cannot write"):
+        arguments.func(arguments)
+
+
+def test_garbled_hub_address_is_said(job: Path) -> None:
+    (job / "hub.json").write_text("[]")
+    with pytest.raises(HubError, match=r"hub\.json"):
+        fetch.from_hub(job, None, None)
+
+
+@pytest.mark.parametrize("step", ["x", "1.5", "1e3"])
+def test_steps_are_whole_numbers(step: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["trace", "export", "demo", "-o", "f", "--from", step])
+    assert "is not a step" in capsys.readouterr().err

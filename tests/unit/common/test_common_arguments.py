@@ -1,0 +1,170 @@
+"""A job's fields become the flags that the trainer takes."""
+
+import pathlib
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from megatronapp_common.job import Spec, load_job, megatron_arguments
+from megatronapp_common.job.arguments import FLAGS
+from megatronapp_common.job.fields import model_of
+from megatronapp_trainer.config import build_parser, parse
+
+EVERYTHING: dict[str, Any] = {
+    "spec.parallelism": {"tensor": 2, "pipeline": 2, "virtualPipeline": 2, "sequenceParallel": True},
+    "spec.model": {
+        "numLayers": 8,
+        "hiddenSize": 64,
+        "numAttentionHeads": 8,
+        "seqLength": 32,
+        "ffnHiddenSize": 96,
+        "numQueryGroups": 2,
+        "kvChannels": 16,
+        "maxPositionEmbeddings": 64,
+        "positionEmbeddingType": "rope",
+        "rotaryBase": 5000,
+        "rotaryPercent": 0.5,
+        "normalization": "RMSNorm",
+        "normEpsilon": 1e-6,
+        "swiglu": True,
+        "untieEmbeddingsAndOutputWeights": True,
+        "disableBiasLinear": True,
+        "addQkvBias": True,
+        "attentionDropout": 0.0,
+        "hiddenDropout": 0.25,
+        "initMethodStd": 0.01,
+        "transformerImpl": "local",
+        "vocabSize": 1000,
+        "makeVocabSizeDivisibleBy": 64,
+    },
+    "spec.training": {
+        "microBatchSize": 1,
+        "globalBatchSize": 8,
+        "rampupBatchSize": [4, 4, 100],
+        "trainIters": 100,
+        "lr": 1e-3,
+        "minLr": 1e-4,
+        "lrDecayStyle": "WSD",
+        "lrDecayIters": 90,
+        "lrWarmupFraction": 0.1,
+        "lrWsdDecayIters": 10,
+        "lrWsdDecayStyle": "linear",
+        "weightDecay": 0.1,
+        "startWeightDecay": 0.0,
+        "endWeightDecay": 0.1,
+        "weightDecayIncrStyle": "linear",
+        "clipGrad": 0.5,
+        "adamBeta1": 0.8,
+        "adamBeta2": 0.95,
+        "adamEps": 1e-6,
+        "precision": "bf16",
+        "seed": 7,
+        "useDistributedOptimizer": True,
+        "overlapGradReduce": True,
+        "overlapParamGather": True,
+        "recompute": {"granularity": "full", "method": "uniform", "numLayers": 1},
+        "calculatePerTokenLoss": True,
+        "logInterval": 5,
+        "evalInterval": 20,
+        "evalIters": 2,
+        "exitInterval": 50,
+        "exitDurationMinutes": 30.0,
+        "tensorboardDir": "tb",
+        "manualGc": True,
+        "manualGcInterval": 10,
+        "deterministic": True,
+        "distributedTimeoutMinutes": 3.0,
+    },
+    "spec.data": {
+        "path": ["0.3", "a", "0.7", "b"],
+        "split": "98,1,1",
+        "cachePath": "cache",
+        "tokenizer": "tokenizer.json",
+        "eodMaskLoss": True,
+        "resetAttentionMask": True,
+        "numWorkers": 1,
+    },
+    "spec.checkpoint": {
+        "save": "out",
+        "load": "in",
+        "saveInterval": 10,
+        "keep": 3,
+        "finetune": True,
+        "exitOnMissing": True,
+    },
+    "spec.trace": {"enabled": True, "capacity": 4096},
+    "spec.faults": [{"rank": 1, "kind": "link", "factor": 2.0, "fromStep": 10, "steps": 5, "peer": 0}],
+    "spec.args": ["--seed", "9"],
+}
+
+
+def test_demo_flags(repository: pathlib.Path) -> None:
+    words = megatron_arguments(load_job((repository / "examples/demo.yaml").read_text(encoding="utf-8")))
+    line = " ".join(words)
+    for part in (
+        "--pipeline-model-parallel-size 2",
+        "--data-path .demo/corpus_text_document",
+        "--tokenizer-file .demo/tokenizer.json",
+        "--split 98,2,0",
+        "--lr 0.002",
+        "--use-distributed-optimizer",
+    ):
+        assert f" {part} " in line
+    assert "--bf16" not in words
+    assert "--swiglu" not in words
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["small", "everything"])
+def test_the_trainer_takes_every_flag(build: Any, changes: dict[str, Any]) -> None:
+    parse(megatron_arguments(load_job(build(changes))))
+
+
+def test_values_arrive_in_the_trainer(build: Any) -> None:
+    config = parse(megatron_arguments(load_job(build(EVERYTHING))))
+    assert config.model.group_query_attention
+    assert config.model.num_query_groups == 2
+    assert config.model.attention_dropout == 0.0
+    assert config.parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert config.precision.bf16
+    assert config.precision.recompute_granularity == "full"
+    assert config.training.rampup_batch_size == (4, 4, 100)
+    assert config.training.seed == 9  # spec.args come last
+    assert config.optimizer.adam_eps == 1e-6
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.checkpoint.keep_last == 3
+    assert config.logging.faults == '[{"rank":1,"kind":"link","factor":2.0,"fromStep":10,"steps":5,"peer":0}]'
+
+
+def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
+    words = set(megatron_arguments(load_job(build(EVERYTHING))))
+    without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
+    missing = {entry.flag for entry in FLAGS} - words
+    assert missing == without
+
+
+def test_the_table_knows_the_trainers_flags_only() -> None:
+    known = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert {entry.flag for entry in FLAGS} <= known
+
+
+def test_every_field_of_the_training_has_a_flag() -> None:
+    said = {entry.field for entry in FLAGS} | {"model.type", "parallelism.data", "training.precision"}
+    blocks = {"model", "training", "parallelism", "data", "checkpoint", "trace"}
+    fields = {path for name in blocks for path in leaves(model_of(Spec.model_fields[name].annotation), name)}
+    assert fields == said
+
+
+def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:
+    assert model is not None
+    found: set[str] = set()
+    for name, field in model.model_fields.items():
+        nested = model_of(field.annotation)
+        found |= leaves(nested, f"{prefix}.{name}") if nested else {f"{prefix}.{name}"}
+    return found
+
+
+def test_arguments_are_text_that_yaml_keeps(build: Any) -> None:
+    words = megatron_arguments(load_job(build(EVERYTHING)))
+    assert yaml.safe_load(yaml.safe_dump(words)) == words

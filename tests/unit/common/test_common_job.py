@@ -1,0 +1,150 @@
+"""Loading of manifests, and the world that follows from nodes, processes and groups."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job import (
+    Condition,
+    Data,
+    MegatronJob,
+    Metadata,
+    Model,
+    Parallelism,
+    Spec,
+    Status,
+    Training,
+    derive_world,
+    load_job,
+    parse_manifest,
+)
+
+
+def test_every_example_is_accepted(repository: pathlib.Path) -> None:
+    examples = sorted(repository.glob("examples/*.yaml"))
+    assert examples
+    for path in examples:
+        load_job(path.read_text(encoding="utf-8"))
+
+
+def test_numbers_are_read_as_the_api_server_reads_them() -> None:
+    document = parse_manifest("a: 1e-4\nb: 1.5E+3\nc: 12\nd: 2026-01-02\ne: 1e4x\nf: .5\ng: '1e-4'\n")
+    assert document == {"a": 1e-4, "b": 1500.0, "c": 12, "d": "2026-01-02", "e": "1e4x", "f": 0.5, "g": "1e-4"}
+
+
+def test_whole_numbers_stand_for_numbers(build: Any) -> None:
+    assert load_job(build({"spec.training.weightDecay": 0})).spec.training.weight_decay == 0.0
+
+
+def test_what_is_dumped_loads_to_the_same_job(build: Any) -> None:
+    job = load_job(build({"spec.faults": [{"rank": 1, "kind": "host", "factor": 2, "fromStep": 1, "steps": 2}]}))
+    assert load_job(job.to_dict()) == job
+    assert load_job(yaml.safe_dump(job.to_dict())) == job
+    assert load_job(json.dumps(job.to_dict())) == job
+
+
+def test_an_object_of_the_api_server_is_accepted(build: Any) -> None:
+    server_side = {
+        "metadata.uid": "0c2e",
+        "metadata.resourceVersion": "77",
+        "metadata.generation": 2,
+        "metadata.creationTimestamp": "2026-01-02T03:04:05Z",
+        "metadata.managedFields": [{"manager": "kubectl"}],
+        "status": {"phase": "Running", "attempt": 1, "fieldOfANewerRelease": 3},
+    }
+    job = load_job(build(server_side))
+    assert (job.metadata.uid, job.status.phase, job.status.attempt) == ("0c2e", "Running", 1)
+
+
+def test_status_round_trip_leaves_absent_fields_out() -> None:
+    condition = Condition(type="Running", status="True", reason="Training", last_transition_time="2026-01-02T03:04:05Z")
+    status = Status(phase="Running", conditions=(condition,), slow_ranks=({"id": "v1"},))
+    dumped = status.to_dict()
+    assert dumped["conditions"][0]["lastTransitionTime"] == "2026-01-02T03:04:05Z"
+    assert "completionTime" not in dumped
+    assert Status.model_validate_json(json.dumps(dumped)) == status
+
+
+def test_jobs_do_not_change(build: Any) -> None:
+    job = load_job(build())
+    with pytest.raises(ValueError, match="frozen"):
+        job.spec = job.spec  # type: ignore[misc]
+
+
+def make_spec(nodes: int | None, per_node: int | None, gpus: int, **layout: Any) -> Spec:
+    return Spec(
+        nodes=nodes,
+        proc_per_node=per_node,
+        gpus_per_node=gpus,
+        parallelism=Parallelism(**layout),
+        model=Model(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32),
+        training=Training(micro_batch_size=1, train_iters=10, lr=1e-3),
+        data=Data(path=("a",)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "gpus", "layout", "expected", "data"),
+    [
+        (2, 2, 0, {"pipeline": 2}, (2, 2), 2),  # data derived
+        (2, 2, 0, {"pipeline": 2, "data": 2}, (2, 2), 2),  # both agree
+        (None, None, 0, {"pipeline": 2, "data": 2}, (4,), 2),  # all on one node
+        (2, None, 0, {"pipeline": 2, "data": 2}, (2, 2), 2),
+        (None, 1, 0, {"pipeline": 2, "data": 2}, (1, 1, 1, 1), 2),
+        (None, None, 8, {"tensor": 4, "data": 4}, (8, 8), 4),  # gpusPerNode ranks on each
+        (None, None, 8, {"tensor": 2, "data": 2}, (4,), 2),  # fewer ranks than GPUs of a node
+        (2, None, 8, {"tensor": 2}, (8, 8), 8),
+        (2, None, 0, {"tensor": 2, "pipeline": 2}, (2, 2), 1),
+        (None, None, 0, {}, (1,), 1),
+        (3, 2, 0, {"context": 3}, (2, 2, 2), 2),
+    ],
+)
+def test_world(
+    *, nodes: int | None, per_node: int | None, gpus: int, layout: dict[str, int], expected: tuple[int, ...], data: int
+) -> None:
+    world = derive_world(make_spec(nodes, per_node, gpus, **layout))
+    assert (world.proc_per_node, world.data_parallel_size) == (expected, data)
+    assert world.world_size == sum(expected)
+    assert world.nodes == len(expected)
+
+
+sizes = st.integers(1, 5)
+maybe = st.none() | st.integers(1, 8)
+
+
+@given(nodes=maybe, per_node=maybe, gpus=st.integers(0, 8), tensor=sizes, pipeline=sizes, context=sizes, data=maybe)
+def test_a_world_holds_what_was_asked_or_is_refused(
+    *, nodes: int | None, per_node: int | None, gpus: int, tensor: int, pipeline: int, context: int, data: int | None
+) -> None:
+    spec = make_spec(nodes, per_node, gpus, tensor=tensor, pipeline=pipeline, context=context, data=data)
+    try:
+        world = derive_world(spec)
+    except JobError as error:
+        assert len(error.problems) == 1
+        return
+    assert world.world_size == tensor * pipeline * context * world.data_parallel_size
+    assert nodes in {None, world.nodes}
+    assert per_node is None or set(world.proc_per_node) == {per_node}
+    assert data in {None, world.data_parallel_size}
+    assert world.placement.world_size == world.topology.world_size == world.world_size
+
+
+def test_experts_that_do_not_divide_the_replicas_are_refused() -> None:
+    with pytest.raises(JobError, match=r"spec\.parallelism\.expert: 3 does not divide"):
+        derive_world(make_spec(1, 4, 0, expert=3))
+
+
+def test_the_job_knows_its_world() -> None:
+    job = MegatronJob(
+        api_version="megatronapp.io/v1alpha1",
+        kind="MegatronJob",
+        metadata=Metadata(name="a"),
+        spec=make_spec(2, 2, 0, tensor=2),
+    )
+    assert job.world.data_parallel_size == 2

@@ -1,0 +1,151 @@
+"""Pages: a reader in another process sees whole documents only."""
+
+import pathlib
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.errors import PageError
+from megatronapp_common.pages import PAGE_BYTES, PageReader, PageWriter
+
+WRITER = """
+import pathlib, sys
+from megatronapp_common.pages import PageWriter
+page = PageWriter(pathlib.Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    page.write({"number": number, "again": [number] * (number % 700)})
+"""
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "page"
+
+
+def test_a_document_is_read_back(path: pathlib.Path) -> None:
+    writer, reader = PageWriter(path), PageReader(path)
+    assert reader.read() is None, "nothing was written yet"
+    writer.write({"a": 1, "b": [None, "ü"]})
+    assert reader.read() == {"a": 1, "b": [None, "ü"]}
+    writer.write({})
+    assert reader.read() == {}
+
+
+def test_a_page_may_come_later(path: pathlib.Path) -> None:
+    reader = PageReader(path)
+    assert reader.read() is None
+    path.write_bytes(b"")
+    assert reader.read() is None, "a file that is not whole yet"
+    PageWriter(path).write({"a": 1})
+    assert reader.read() == {"a": 1}
+
+
+def test_only_changes_are_new(path: pathlib.Path) -> None:
+    writer, reader = PageWriter(path), PageReader(path)
+    assert reader.read_new() is None
+    writer.write({"a": 1})
+    assert reader.read_new() == {"a": 1}
+    assert reader.read_new() is None
+    writer.write({"a": 1})
+    assert reader.read_new() == {"a": 1}
+
+
+def test_the_file_is_for_owner_and_group(path: pathlib.Path) -> None:
+    PageWriter(path)
+    assert path.stat().st_mode & 0o777 & ~0o640 == 0
+    assert path.stat().st_size == PAGE_BYTES
+
+
+def test_a_closed_page_is_gone_if_asked(path: pathlib.Path) -> None:
+    PageWriter(path).close()
+    assert path.exists()
+    writer = PageWriter(path)
+    path.unlink()
+    writer.close(unlink=True)
+    assert not path.exists()
+
+
+def test_a_reader_keeps_what_it_mapped(path: pathlib.Path) -> None:
+    writer, reader = PageWriter(path), PageReader(path)
+    writer.write({"a": 1})
+    assert reader.read() == {"a": 1}
+    writer.close(unlink=True)
+    assert reader.read() == {"a": 1}
+    reader.close()
+    assert reader.read() is None
+
+
+def test_a_new_writer_takes_over_without_harm_to_readers(path: pathlib.Path) -> None:
+    PageWriter(path).write({"a": 1})
+    reader = PageReader(path)
+    assert reader.read_new() == {"a": 1}
+    writer = PageWriter(path)
+    assert reader.read() == {"a": 1}, "the mapped file was not cut"
+    writer.write({"a": 2})
+    assert reader.read_new() == {"a": 2}
+
+
+def test_a_new_writer_goes_on_after_a_write_that_never_ended(path: pathlib.Path) -> None:
+    PageWriter(path).write({"a": 1})
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<Q", content, 0, 5)
+    path.write_bytes(content)
+    reader = PageReader(path)
+    assert reader.read() is None
+    PageWriter(path).write({"a": 2})
+    assert reader.read_new() == {"a": 2}
+
+
+def test_a_document_past_the_page_is_refused(path: pathlib.Path) -> None:
+    writer = PageWriter(path)
+    writer.write({"a": 1})
+    with pytest.raises(PageError, match="does not fit into"):
+        writer.write({"a": "x" * PAGE_BYTES})
+    assert PageReader(path).read() == {"a": 1}, "the old document stays"
+
+
+def test_a_page_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(PageError, match="cannot create a page"):
+        PageWriter(tmp_path / "absent" / "page")
+
+
+@given(at=st.integers(16, 60), value=st.integers(0, 255))
+def test_a_torn_document_is_never_returned(tmp_path_factory: pytest.TempPathFactory, at: int, value: int) -> None:
+    path = tmp_path_factory.mktemp("page") / "page"
+    writer = PageWriter(path)
+    document = {"text": "y" * 60}
+    writer.write(document)
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content)
+    assert PageReader(path).read() in (None, document)
+
+
+def test_a_document_in_the_making_is_not_returned(path: pathlib.Path) -> None:
+    PageWriter(path).write({"a": 1})
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<Q", content, 0, 3)
+    path.write_bytes(content)
+    assert PageReader(path).read() is None
+
+
+def test_two_processes(path: pathlib.Path) -> None:
+    count = 3000
+    command = [sys.executable, "-c", WRITER, str(path), str(count)]
+    reader, seen = PageReader(path), []
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            document = reader.read_new()
+            if document is not None:
+                seen.append(document["number"])
+                assert document["again"] == [document["number"]] * (document["number"] % 700)
+        assert process.wait(DEADLINE_S) == 0
+    assert seen == sorted(set(seen)), "never backwards, never twice"
+    last = PageReader(path).read()
+    assert last is not None
+    assert last["number"] == count - 1

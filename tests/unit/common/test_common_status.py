@@ -1,0 +1,53 @@
+"""What the backend writes into the status is what the types (and so the CRD) say."""
+
+import json
+
+from megatronapp_common.job import Status
+from megatronapp_operator import plan
+from megatronapp_operator.document import status_document
+from megatronapp_operator.plan.observed import Progress, SlowRank
+from megatronapp_operator.plan.status import Condition, ConditionType, Failure, FailureAction, Phase, Replicas
+
+T0_S = 1_763_700_000.0
+
+
+def full_status(phase: Phase) -> plan.Status:
+    return plan.Status(
+        phase=phase,
+        conditions=tuple(
+            Condition(type=kind, status=True, reason="R", message="m", since=T0_S, generation=1)
+            for kind in ConditionType
+        ),
+        generation=1,
+        attempt=2,
+        restarts=2,
+        restarts_towards_max=1,
+        start_time=T0_S,
+        running_time=T0_S,
+        last_restart_time=T0_S,
+        completion_time=T0_S,
+        progress=Progress(attempt=2, iteration=7, total_iterations=9, loss=4.5, updated_at=T0_S),
+        slow_ranks=(SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="s"),),
+        hung_ranks=(3,),
+        replicas=Replicas(desired=2, running=2),
+        failures=tuple(
+            Failure(
+                time=T0_S, attempt=0, reason="R", message="m", action=action, worker=1, rank=3, exit_code=1, signal=9
+            )
+            for action in FailureAction
+        ),
+    )
+
+
+def test_every_status_of_the_backend_keeps_to_the_types() -> None:
+    for phase in Phase:
+        document = status_document(full_status(phase))
+        assert Status.model_validate_json(json.dumps(document)).to_dict() == document
+
+
+def test_an_empty_status_keeps_to_the_types() -> None:
+    document = status_document(plan.Status())
+    assert Status.model_validate_json(json.dumps(document)).to_dict() == {
+        **document,
+        "replicaStatuses": {"ready": 0, **document["replicaStatuses"]},
+    }

@@ -1,0 +1,42 @@
+"""Tokens are derived from one secret and cannot stand in for each other."""
+
+import hashlib
+import hmac
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.tokens import SECRET_BYTES, Role, derive, matches, new_secret, read_secret
+
+secrets = st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES).map(bytes.hex)
+
+
+def test_a_known_token() -> None:
+    expected = hmac.new(bytes(32), b"megatronapp:agent", hashlib.sha256).hexdigest()
+    assert derive("00" * 32, Role.AGENT) == expected
+
+
+@given(secrets, secrets)
+def test_a_token_proves_its_role_under_its_secret_only(one: str, other: str) -> None:
+    for role in Role:
+        token = derive(one, role)
+        assert {r for r in Role if matches(one, r, token)} == {role}
+        assert matches(other, role, token) == (one == other)
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64, "x"])
+def test_wrong_tokens(token: str) -> None:
+    assert not matches("11" * 32, Role.VIEWER, token)
+
+
+def test_secrets_are_fresh() -> None:
+    made = {new_secret() for _ in range(50)}
+    assert len(made) == 50
+    assert all(len(bytes.fromhex(secret)) == SECRET_BYTES for secret in made)
+
+
+def test_a_secret_is_read_without_its_line_end(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "secret").write_text("ab" * 32 + "\n", encoding="ascii")
+    assert read_secret(tmp_path / "secret") == "ab" * 32

@@ -1,0 +1,159 @@
+"""Rank arithmetic by its own laws; against megatron-core in test_common_topology_megatron."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.errors import TopologyError
+from megatronapp_common.topology import Group, Placement, Topology, fbd_world, fbd_world_of
+
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> Topology:
+    context, data = draw(sizes), draw(sizes)
+    divisors = [size for size in range(1, context * data + 1) if context * data % size == 0]
+    expert = draw(st.sampled_from(divisors))
+    return Topology(tensor=draw(sizes), context=context, expert=expert, data=data, pipeline=draw(sizes))
+
+
+def test_tensor_is_fastest_and_pipeline_slowest() -> None:
+    topology = Topology(tensor=2, context=1, data=2, pipeline=2)
+    places = [topology.coordinates(rank) for rank in range(8)]
+    assert [(at.tp, at.dp, at.pp) for at in places] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 1, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+        (0, 1, 1),
+        (1, 1, 1),
+    ]
+
+
+def test_groups_of_a_known_layout() -> None:
+    topology = Topology(tensor=2, data=2, pipeline=2)
+    assert topology.groups(Group.TENSOR) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert topology.groups(Group.DATA) == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert topology.groups(Group.PIPELINE) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.groups(Group.MODEL) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert Topology(pipeline=3).groups(Group.EMBEDDING) == ((0, 2),)
+    assert Topology(pipeline=3).groups(Group.POSITION_EMBEDDING) == ((0,),)
+    assert Topology(data=2).groups(Group.EMBEDDING) == ((0,), (1,))
+
+
+@given(topologies())
+def test_coordinates_and_ranks_are_inverse(topology: Topology) -> None:
+    for rank in range(topology.world_size):
+        at = topology.coordinates(rank)
+        assert topology.rank(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == rank
+        assert at.ep == (at.cp + topology.context * at.dp) % topology.expert
+
+
+@given(topologies(), st.sampled_from(list(Group)))
+def test_groups_part_the_world(topology: Topology, kind: Group) -> None:
+    groups = topology.groups(kind)
+    members = [rank for group in groups for rank in group]
+    assert len(set(members)) == len(members)
+    if kind not in {Group.EMBEDDING, Group.POSITION_EMBEDDING}:
+        assert sorted(members) == list(range(topology.world_size))
+        assert len({len(group) for group in groups}) == 1
+    for group in groups:
+        assert all(topology.group_of(kind, rank) == group for rank in group)
+
+
+@given(topologies())
+def test_a_middle_stage_is_in_no_embedding_group(topology: Topology) -> None:
+    for rank in range(topology.world_size):
+        outside = not (topology.is_first_stage(rank) or topology.is_last_stage(rank))
+        assert (topology.group_of(Group.EMBEDDING, rank) == ()) == outside
+
+
+@given(topologies())
+def test_pipeline_neighbours_go_around_once(topology: Topology) -> None:
+    for group in topology.groups(Group.PIPELINE):
+        for place, rank in enumerate(group):
+            assert topology.pipeline_next(rank) == group[(place + 1) % len(group)]
+            assert topology.pipeline_previous(topology.pipeline_next(rank)) == rank
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology(tensor=0), "tensor: the size is 0; write 1 or more"),
+        (lambda: Topology(expert=3, data=4), "expert: 3 does not divide context 1 x data 4 = 4"),
+        (lambda: Topology.of_world(6, tensor=4), "6 ranks cannot be divided into replicas of 4"),
+        (lambda: Topology.of_world(0), "0 ranks cannot be divided"),
+        (lambda: Topology(data=2).coordinates(2), "rank 2 is outside of this world of 2; take 0 to 1"),
+        (lambda: Topology(data=2).rank(tp=1), "tp 1 is outside of its 1 ranks"),
+        (lambda: Topology(data=2).group_of(Group.TENSOR, -1), "rank -1 is outside"),
+        (lambda: Placement(()), "every worker needs 1 or more"),
+        (lambda: Placement((2, 0)), "every worker needs 1 or more"),
+        (lambda: Placement((2, 2)).worker_of(4), "rank 4 is outside of this world of 4"),
+        (lambda: Placement((2,)).ranks_of(1), "worker 1 does not exist; there are 1"),
+        (lambda: Placement((2,)).by_rank(["a", "b"]), "2 addresses for 1 workers"),
+        (lambda: fbd_world_of(6, tensor=2, pipeline=1), "6 ranks cannot be divided into replicas of 4"),
+        (lambda: fbd_world_of(4, tensor=2, pipeline=1, merged=True), "replicas of 3 forward and backward"),
+    ],
+)
+def test_layouts_that_do_not_exist_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(TopologyError, match=message.replace("(", r"\(")):
+        make()
+
+
+def test_of_world_derives_the_replicas() -> None:
+    assert Topology.of_world(24, tensor=2, pipeline=3) == Topology(tensor=2, pipeline=3, data=4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9))
+def test_placement_of_uneven_workers(counts: list[int]) -> None:
+    placement = Placement(tuple(counts))
+    seen = [(placement.worker_of(rank), placement.local_rank(rank)) for rank in range(placement.world_size)]
+    assert seen == [(worker, local) for worker, count in enumerate(counts) for local in range(count)]
+    for worker, count in enumerate(counts):
+        assert len(placement.ranks_of(worker)) == count
+    addresses = [f"10.0.0.{worker}" for worker in range(len(counts))]
+    assert placement.by_rank(addresses) == tuple(addresses[worker] for worker, _ in seen)
+
+
+def test_one_address_per_rank() -> None:
+    assert Placement((2, 1)).by_rank(["10.0.0.1", "10.0.0.2"]) == ("10.0.0.1", "10.0.0.1", "10.0.0.2")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "merged", "world", "forward"),
+    [
+        (1, 2, 2, False, 8, 4),
+        (2, 2, 1, False, 8, 4),
+        (2, 2, 1, True, 6, 2),
+        (2, 1, 1, True, 3, 1),
+        (4, 2, 3, True, 30, 6),
+        (1, 2, 2, True, 8, 4),
+    ],
+)
+def test_fbd_worlds(*, tensor: int, pipeline: int, data: int, merged: bool, world: int, forward: int) -> None:
+    fbd = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
+    assert (fbd.world_size, fbd.forward_ranks) == (world, forward)
+    assert fbd.backward_ranks == fbd.trained.world_size
+
+
+@given(sizes, sizes, sizes)
+def test_merging_needs_the_seeds_share_of_the_ranks(tensor: int, pipeline: int, data: int) -> None:
+    doubled = fbd_world(tensor=tensor, pipeline=pipeline, data=data).world_size
+    merged = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=True).world_size
+    assert merged * 2 * tensor == doubled * (tensor + 1)
+
+
+@given(sizes, sizes, sizes, st.booleans())
+def test_both_spellings_of_fbd_agree(tensor: int, pipeline: int, data: int, merged: bool) -> None:
+    by_data = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
+    assert fbd_world_of(by_data.world_size, tensor=tensor, pipeline=pipeline, merged=merged) == by_data
+
+
+def test_a_fixed_world_trains_with_half_the_replicas() -> None:
+    plain = Topology.of_world(16, tensor=2, pipeline=2)
+    assert fbd_world_of(16, tensor=2, pipeline=2).trained.data == plain.data // 2

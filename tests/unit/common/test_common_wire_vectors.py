@@ -1,0 +1,58 @@
+"""The golden vectors that the page's codec reads too."""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.trace import RECORD
+
+WIRE = pathlib.Path(__file__).resolve().parents[2] / "fixtures" / "wire"
+INDEX: dict[str, Any] = json.loads((WIRE / "vectors.json").read_text(encoding="utf-8"))
+
+
+def named(entry: dict[str, Any]) -> str:
+    return str(entry["name"])
+
+
+@pytest.mark.parametrize("entry", INDEX["valid"], ids=named)
+def test_a_vector_is_read_and_written(entry: dict[str, Any]) -> None:
+    data = (WIRE / entry["file"]).read_bytes()
+    frame = frames.decode(data)
+    assert (frame.type, dict(frame.header)) == (entry["type"], entry["header"])
+    assert bytes(frame.body).hex() == entry["bodyHex"]
+    assert frames.encode(Frame(entry["type"], entry["header"], bytes.fromhex(entry["bodyHex"]))) == data
+
+
+@pytest.mark.parametrize("entry", INDEX["invalid"], ids=named)
+def test_a_bad_vector_is_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(FrameError):
+        frames.decode((WIRE / entry["file"]).read_bytes())
+
+
+def test_there_is_a_vector_for_every_type() -> None:
+    assert {int(kind) for kind in FrameType} <= {entry["type"] for entry in INDEX["valid"]}
+
+
+def test_records_are_read_from_a_body() -> None:
+    body = frames.decode((WIRE / "records.bin").read_bytes()).body
+    records = np.frombuffer(body, dtype=RECORD)
+    assert [dict(zip(RECORD.names or (), map(int, row), strict=True)) for row in records] == INDEX["records"]
+
+
+def test_columns_of_steps_are_read_from_a_body() -> None:
+    frame = frames.decode((WIRE / "steps.bin").read_bytes())
+    shape = [len(frame.header[name]) for name in ("metrics", "ranks", "steps")]
+    body = np.frombuffer(frame.body, dtype="<f4").reshape(shape)
+    expected = np.array(INDEX["stepsBody"], dtype=float)
+    np.testing.assert_array_equal(body, expected)
+
+
+def test_every_file_is_listed() -> None:
+    listed = {entry["file"] for entry in [*INDEX["valid"], *INDEX["invalid"]]}
+    assert {path.name for path in WIRE.glob("*.bin")} == listed

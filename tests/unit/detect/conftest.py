@@ -1,0 +1,69 @@
+"""The simulator of bench/, and short ways to run the detector on what it makes."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.model import JobLayout, StepView, Verdict
+
+_SIMULATOR = pathlib.Path(__file__).parents[3] / "bench" / "pipeline_simulator.py"
+
+
+@pytest.fixture(scope="session")
+def sim() -> ModuleType:
+    """The module bench/pipeline_simulator.py."""
+    spec = importlib.util.spec_from_file_location("pipeline_simulator", _SIMULATOR)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["pipeline_simulator"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What the detector said: every verdict at the step at which it came."""
+
+    said: list[tuple[int, Verdict]]
+
+    @property
+    def subjects(self) -> set[tuple[str, tuple[int, ...], str]]:
+        """All (type, ranks, cause) that were ever named."""
+        return {(str(v.subject.type), v.subject.ranks, str(v.cause)) for _, v in self.said}
+
+    def first_step(self) -> int:
+        return self.said[0][0]
+
+    @property
+    def last(self) -> Verdict:
+        return self.said[-1][1]
+
+
+@pytest.fixture
+def judge() -> Callable[[JobLayout, Iterable[StepView]], Told]:
+    """Run a fresh detector over steps."""
+
+    def run(layout: JobLayout, views: Iterable[StepView]) -> Told:
+        detector = Detector(layout)
+        return Told([(view.step, verdict) for view in views for verdict in detector.observe(view)])
+
+    return run
+
+
+@pytest.fixture
+def watch(sim: ModuleType, judge: Callable[..., Told]) -> Callable[..., Told]:
+    """Simulate a job and judge it: watch(layout, seed, steps, **fields of Job)."""
+
+    def run(layout: JobLayout, *, seed: int = 1, steps: int = 60, **job: Any) -> Told:
+        simulator = sim.Simulator(sim.Job(layout=layout, **{"noise": sim.SHARED_CPU, **job}), seed)
+        return judge(layout, simulator.steps(0, steps))
+
+    return run

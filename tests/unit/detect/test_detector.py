@@ -1,0 +1,281 @@
+"""The detector on simulated jobs: names the culprit, not its victims, and is silent when nothing is wrong."""
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.model import JobLayout, State, StepView, Verdict
+from megatronapp_common.trace import Flag, Kind
+
+Watch = Callable[..., Any]
+FAST = settings(
+    max_examples=6,
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],  # a whole simulation is not worth shrinking
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+LAYOUTS = {
+    "dp1-pp4": JobLayout.grid(pp=4, ranks_per_worker=2),
+    "dp2-pp2": JobLayout.grid(dp=2, pp=2, ranks_per_worker=2),
+    "dp4-pp2": JobLayout.grid(dp=4, pp=2, ranks_per_worker=4),
+    "tp2-pp2": JobLayout.grid(tp=2, pp=2, ranks_per_worker=2),
+    "dp8": JobLayout.grid(dp=8, ranks_per_worker=4),
+    "interleaved": JobLayout.grid(dp=2, pp=2, vpp=2, ranks_per_worker=2),
+    "single": JobLayout.grid(),
+}
+
+
+@FAST
+@given(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 10_000))
+def test_silence_when_nothing_is_wrong(watch: Watch, name: str, seed: int) -> None:
+    assert watch(LAYOUTS[name], seed=seed, steps=60).said == []
+
+
+@FAST
+@given(
+    name=st.sampled_from(sorted(LAYOUTS)),
+    where=st.tuples(st.integers(0, 10_000), st.integers(0, 100)),
+    factor=st.floats(2, 3),
+)
+def test_a_slow_rank_is_named_and_nobody_else(
+    watch: Watch, sim: ModuleType, name: str, where: tuple[int, int], factor: float
+) -> None:
+    layout, (seed, pick) = LAYOUTS[name], where
+    rank = pick % layout.world
+    factor = max(factor, 2.5) if layout.tp > 1 else factor  # what their network threads wait for hides the rest
+    fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
+    told = watch(layout, seed=seed, steps=55, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), "compute")}
+    assert told.last.slowdown == pytest.approx(factor, rel=0.25)
+    assert 25 <= told.first_step() <= 45
+
+
+@FAST
+@given(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 10_000), pick=st.integers(0, 100))
+def test_a_stalling_host_is_told_from_slow_compute(
+    watch: Watch, sim: ModuleType, name: str, seed: int, pick: int
+) -> None:
+    layout = LAYOUTS[name]
+    rank = pick % layout.world
+    fault = sim.Fault(rank=rank, kind="host", factor=2.5, from_step=25)
+    told = watch(layout, seed=seed, steps=50, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), "host")}
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), from_step=st.sampled_from([0, 25]))
+def test_a_late_link_is_named_by_its_pair(watch: Watch, sim: ModuleType, seed: int, rank: int, from_step: int) -> None:
+    fault = sim.Fault(rank=rank, kind="link", factor=2.5, from_step=from_step)
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=50, faults=(fault,))
+    assert told.subjects == {("link", ((rank + 2) % 4, rank), "link")}
+
+
+def test_one_of_two_links_into_a_middle_stage(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=2, kind="link", factor=2.5, from_step=20, peer=3)
+    assert watch(LAYOUTS["dp1-pp4"], faults=(fault,)).subjects == {("link", (3, 2), "link")}
+
+
+def test_a_rank_that_receives_everything_late(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=2, kind="link", factor=2.5, from_step=20)
+    assert watch(LAYOUTS["dp1-pp4"], faults=(fault,)).subjects == {("rank", (2,), "link")}
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), rank=st.integers(0, 7), kind=st.sampled_from(["compute", "host"]))
+def test_a_fault_from_the_first_step_is_told_by_peers(
+    watch: Watch, sim: ModuleType, seed: int, rank: int, kind: str
+) -> None:
+    fault = sim.Fault(rank=rank, kind=kind, factor=2.5)
+    told = watch(LAYOUTS["dp4-pp2"], seed=seed, steps=40, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), kind)}
+    assert told.said[0][1].confidence <= 0.95
+
+
+def test_without_peers_and_history_it_is_left_open(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=1, kind="compute", factor=3.0)
+    told = watch(LAYOUTS["dp1-pp4"], faults=(fault,))
+    assert told.subjects == {("stage", (1,), "undetermined")}
+    assert "stage imbalance or slow rank, undetermined" in told.last.sentence
+    assert told.last.confidence <= 0.6
+
+
+def test_a_heavy_last_stage_with_peers_is_no_finding(watch: Watch) -> None:
+    assert watch(LAYOUTS["dp2-pp2"], stage_weight=(1.0, 2.5)).said == []
+
+
+def test_a_last_stage_with_a_large_vocabulary_is_no_finding(watch: Watch) -> None:
+    assert watch(LAYOUTS["dp1-pp4"], stage_weight=(1.0, 1.0, 1.0, 2.2)).said == []
+
+
+def test_a_slow_node_is_named_as_one(watch: Watch, sim: ModuleType) -> None:
+    faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (2, 3))
+    told = watch(LAYOUTS["dp2-pp2"], faults=faults)
+    assert told.subjects == {("node", (2, 3), "compute")}
+    assert told.last.subject.node == "node-1"
+
+
+def test_a_slow_worker_is_told_from_its_node(watch: Watch, sim: ModuleType) -> None:
+    layout = JobLayout.grid(dp=8, ranks_per_worker=2, ranks_per_node=4)
+    faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (2, 3))
+    told = watch(layout, faults=faults)
+    assert {(kind, ranks) for kind, ranks, _ in told.subjects} == {("worker", (2, 3))}
+
+
+def test_all_replicas_of_a_stage_on_different_nodes_are_left_open(watch: Watch, sim: ModuleType) -> None:
+    layout = dataclasses.replace(LAYOUTS["dp2-pp2"], workers=(0, 1, 0, 1), nodes=("a", "b", "a", "b"))
+    faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (0, 1))
+    assert watch(layout, faults=faults).subjects == {("stage", (0, 1), "undetermined")}
+
+
+def test_two_slow_ranks_at_once(watch: Watch, sim: ModuleType) -> None:
+    faults = (
+        sim.Fault(rank=1, kind="compute", factor=2.2, from_step=25),
+        sim.Fault(rank=6, kind="host", factor=2.5, from_step=25),
+    )
+    assert watch(LAYOUTS["dp4-pp2"], faults=faults).subjects == {("rank", (1,), "compute"), ("rank", (6,), "host")}
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), slow=st.floats(1.3, 3.0))
+def test_a_machine_that_is_slow_for_all_is_no_slow_rank(watch: Watch, seed: int, slow: float) -> None:
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, global_slowdown=lambda step: slow if step >= 25 else 1.0)
+    assert told.said == []
+
+
+def test_two_slow_steps_are_not_enough(watch: Watch, sim: ModuleType) -> None:
+    faults = tuple(sim.Fault(rank=1, kind="compute", factor=4.0, from_step=step, steps=2) for step in (20, 30, 40))
+    assert watch(LAYOUTS["dp2-pp2"], faults=faults).said == []
+
+
+def test_a_finding_lives_and_ends(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=25, steps=15)
+    told = watch(LAYOUTS["dp2-pp2"], faults=(fault,), steps=70)
+    states = [verdict.state for _, verdict in told.said]
+    order = list(dict.fromkeys(states))
+    assert order == [State.CONFIRMED, State.RECOVERING, State.CLEARED]
+    assert len({verdict.id for _, verdict in told.said}) == 1
+    assert told.last.since.step in range(24, 28)
+    assert told.last.until is not None
+    assert told.last.until.step >= 40
+    assert set(told.last.evidence_steps) <= set(range(24, 42))
+
+
+def test_the_cost_is_what_the_fault_adds_to_a_step(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    layout = LAYOUTS["dp2-pp2"]
+    fault = sim.Fault(rank=1, kind="compute", factor=3.0, from_step=20)
+    for kind, expected in (("compute", "compute"), ("host", "host"), ("link", "link")):
+        one = dataclasses.replace(fault, kind=kind, rank=1)
+        lengths = []
+        for faults in ((), (one,)):
+            simulator = sim.Simulator(sim.Job(layout=layout, microbatches=8, faults=faults), 1)
+            views = list(simulator.steps(0, 40))
+            lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
+        told = judge(layout, views)
+        assert str(told.last.cause) == expected
+        assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+
+
+def test_notes_about_injected_faults_are_never_used(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    """The same steps without FAULT records and INJECTED flags give the same verdicts."""
+    layout = LAYOUTS["dp2-pp2"]
+    faults = (sim.Fault(rank=1, kind="host", factor=2.5, from_step=20),)
+    views = list(sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=faults), 3).steps(0, 40))
+    blind = [_blind(view) for view in views]
+    assert any((view.records["kind"] == Kind.FAULT).any() for view in views)
+    assert judge(layout, blind).said == judge(layout, views).said != []
+
+
+def _blind(view: StepView) -> StepView:
+    records = view.records[view.records["kind"] != Kind.FAULT].copy()
+    records["flags"] &= ~np.uint8(Flag.INJECTED)
+    return dataclasses.replace(view, records=records)
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), share=st.floats(0.0, 0.2))
+def test_lost_records_do_not_make_culprits(watch: Watch, sim: ModuleType, seed: int, rank: int, share: float) -> None:
+    fault = sim.Fault(rank=rank, kind="compute", factor=2.5, from_step=30)
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=60, microbatches=8, faults=(fault,), lost_share=share)
+    assert told.subjects == {("rank", (rank,), "compute")}
+
+
+def test_clocks_that_differ_between_nodes(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=2, kind="link", factor=2.5, from_step=20)
+    told = watch(
+        LAYOUTS["dp2-pp2"],
+        faults=(fault,),
+        boot_per_node=True,
+        clock_offset_s=7.0,
+        clock_drift_ppm=30.0,
+        microbatches=8,
+    )
+    assert told.subjects == {("link", (0, 2), "link")}
+
+
+def test_device_clocks_show_small_slowdowns(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=5, kind="compute", factor=1.12, from_step=25)
+    told = watch(LAYOUTS["dp8"], noise=sim.GPU, faults=(fault,))
+    assert told.subjects == {("rank", (5,), "compute")}
+
+
+def test_another_attempt_ends_findings_and_starts_afresh(sim: ModuleType) -> None:
+    layout = LAYOUTS["dp2-pp2"]
+    fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=20)
+    detector = Detector(layout)
+    simulator = sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=(fault,)), 1)
+    said: list[Verdict] = []
+    for view in simulator.steps(0, 30):
+        said += detector.observe(view)
+    assert said[-1].state is State.CONFIRMED
+    late = dataclasses.replace(simulator.step(30), attempt=1)
+    (ended,) = detector.observe(late)
+    assert ended.state is State.CLEARED
+    assert ended.id == said[-1].id
+    assert detector.observe(dataclasses.replace(late, attempt=0)) == []
+
+
+def test_ranks_that_do_not_report_are_not_blamed(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    layout = LAYOUTS["dp2-pp2"]
+    views = [
+        dataclasses.replace(view, records=view.records[view.records["rank"] != 3]) if view.step > 20 else view
+        for view in sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU), 2).steps(0, 50)
+    ]
+    assert judge(layout, views).said == []
+
+
+def test_memory_stays_bounded(sim: ModuleType) -> None:
+    import pickle
+
+    layout = LAYOUTS["dp2-pp2"]
+    faults = tuple(
+        sim.Fault(rank=step // 30 % 4, kind="compute", factor=2.5, from_step=step, steps=10)
+        for step in range(20, 400, 30)
+    )
+    simulator = sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=faults), 1)
+    detector, sizes = Detector(layout), []
+    for view in simulator.steps(0, 400):
+        detector.observe(view)
+        sizes.append(len(pickle.dumps(detector)))
+    assert max(sizes[200:]) <= max(sizes[:200]) * 1.05
+
+
+def test_a_verdict_has_the_form_of_the_contract(watch: Watch, sim: ModuleType) -> None:
+    fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=20)
+    verdict = watch(LAYOUTS["dp2-pp2"], faults=(fault,)).last
+    document = verdict.to_json()
+    assert set(document) == {
+        "id", "subject", "cause", "state", "effect", "confidence", "evidence", "since", "until", "sentence",
+    }  # fmt: skip
+    assert document["subject"] == {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"}
+    assert set(document["effect"]) == {"secondsPerStep", "slowdown"}
+    assert document["cause"] == "compute"
+    assert "Rank 1 (stage 0, replica 1, node node-0) computes" in document["sentence"]
+    assert any("waited for it" in line for line in document["evidence"]["text"])

@@ -1,0 +1,146 @@
+"""Who hangs, and who only waits for it."""
+
+import dataclasses
+from types import ModuleType
+
+import pytest
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.detect.hang import find
+from megatronapp_analyzer.detect.settings import Settings
+from megatronapp_analyzer.model import Cause, JobLayout, OpenSpan, RankLiveness, State
+from megatronapp_common.trace import Kind
+
+NOW_NS = 1_000_000_000_000
+SETTINGS = Settings()
+
+
+def _rank(
+    rank: int,
+    silent_s: float,
+    kind: Kind | None,
+    *,
+    alive: bool = True,
+    closed: bool = False,
+    state: str | None = None,
+    attempt: int | None = None,
+) -> RankLiveness:
+    heartbeat_ns = NOW_NS - int(silent_s * 1e9)
+    span = None if kind is None else OpenSpan(kind=int(kind), step=7, microbatch=0, start_ns=heartbeat_ns)
+    return RankLiveness(
+        attempt=attempt,
+        rank=rank,
+        alive=alive,
+        closed=closed,
+        heartbeat_ns=heartbeat_ns,
+        now_ns=NOW_NS,
+        open_span=span,
+        process_state=state,
+    )
+
+
+def test_the_rank_inside_compute_is_the_culprit_and_its_peers_are_victims() -> None:
+    ranks = [_rank(0, 15, Kind.RECV_WAIT), _rank(1, 14, Kind.FORWARD), _rank(2, 15, Kind.GRAD_REDUCE)]
+    found = find(ranks, 0.5, SETTINGS)
+    assert found is not None
+    assert found.culprits == (1,)
+    assert found.victims == (0, 2)
+    assert found.certain
+
+
+@pytest.mark.parametrize("kind", [None, Kind.FORWARD, Kind.BACKWARD, Kind.DATA, Kind.OPTIMIZER])
+def test_everything_that_is_no_wait_makes_a_culprit(kind: Kind | None) -> None:
+    found = find([_rank(0, 20, kind), _rank(1, 20, Kind.RECV_WAIT)], 0.5, SETTINGS)
+    assert found is not None
+    assert found.culprits == (0,)
+
+
+def test_a_stopped_process_is_the_culprit_even_inside_a_wait() -> None:
+    ranks = [_rank(0, 20, Kind.RECV_WAIT), _rank(1, 20, Kind.RECV_WAIT, state="T"), _rank(2, 20, Kind.FORWARD)]
+    found = find(ranks, 0.5, SETTINGS)
+    assert found is not None
+    assert found.culprits == (1,)
+
+
+@pytest.mark.parametrize("usual_step_s", [None, 0.5, 5.0])
+@pytest.mark.parametrize("kind", [None, Kind.CHECKPOINT, Kind.EVALUATE, Kind.RECV_WAIT])
+def test_a_stopped_process_gets_no_time_for_pauses(kind: Kind | None, usual_step_s: float | None) -> None:
+    found = find([_rank(0, 12, Kind.CHECKPOINT), _rank(1, 11, kind, state="T")], usual_step_s, SETTINGS)
+    assert found is not None
+    assert found.culprits == (1,)
+
+
+def test_a_victim_that_fell_silent_first_is_not_blamed() -> None:
+    """The victim passes the limit some ticks before its culprit does."""
+    found = find([_rank(0, 10.2, Kind.RECV_WAIT), _rank(1, 9.6, Kind.BACKWARD)], 0.5, SETTINGS)
+    assert found is not None
+    assert found.culprits == (1,)
+
+
+def test_where_all_wait_the_first_to_fall_silent_is_named_with_doubt() -> None:
+    found = find(
+        [_rank(0, 30, Kind.RECV_WAIT), _rank(1, 25, Kind.RECV_WAIT), _rank(2, 24, Kind.GRAD_REDUCE)], 0.5, SETTINGS
+    )
+    assert found is not None
+    assert found.culprits == (0,)
+    assert not found.certain
+
+
+@pytest.mark.parametrize(
+    ("ranks", "usual_step_s"),
+    [
+        ([_rank(0, 9, Kind.FORWARD), _rank(1, 9, Kind.RECV_WAIT)], 0.5),
+        ([_rank(0, 40, Kind.FORWARD)], 5.0),
+        ([_rank(0, 200, Kind.FORWARD)], None),
+        ([_rank(0, 60, Kind.CHECKPOINT), _rank(1, 60, Kind.EVALUATE)], 0.5),
+        ([_rank(0, 60, Kind.FORWARD, closed=True)], 0.5),
+        ([_rank(0, 60, None, alive=False), _rank(1, 60, Kind.RECV_WAIT)], 0.5),
+        ([], 0.5),
+    ],
+    ids=["patience", "slow steps", "start-up", "pauses", "ended", "a rank died", "no ranks"],
+)
+def test_no_hang(ranks: list[RankLiveness], usual_step_s: float | None) -> None:
+    assert find(ranks, usual_step_s, SETTINGS) is None
+
+
+def test_the_verdict_is_told_once_and_cleared_when_the_rank_moves_again() -> None:
+    detector = Detector(JobLayout.grid(pp=2), Settings(startup_s=5.0))
+    hung = [_rank(0, 20, Kind.FORWARD), _rank(1, 20, Kind.RECV_WAIT)]
+    (verdict,) = detector.observe_liveness(NOW_NS, hung)
+    assert verdict.cause is Cause.HANG
+    assert verdict.subject.ranks == (0,)
+    assert "Rank 1 only wait" in verdict.sentence
+    assert detector.observe_liveness(NOW_NS, hung) == []
+    (over,) = detector.observe_liveness(NOW_NS, [_rank(0, 0.1, Kind.FORWARD), _rank(1, 0.1, None)])
+    assert over.id == verdict.id
+    assert over.state is State.CLEARED
+    assert over.until is not None
+
+
+def test_ranks_of_a_new_attempt_are_starting_whatever_the_old_one_did(sim: ModuleType) -> None:
+    """The steps before a gang restart say nothing about how long ranks take to start."""
+    layout = JobLayout.grid(pp=2)
+    detector = Detector(layout)
+    for view in sim.Simulator(sim.Job(layout=layout), 1).steps(0, 20):
+        detector.observe(view)
+    silent = [_rank(0, 60, None, attempt=0), _rank(1, 60, Kind.RECV_WAIT, attempt=0)]
+    (found,) = detector.observe_liveness(NOW_NS, silent)
+    assert (found.subject.ranks, found.since.attempt) == ((0,), 0)
+    (over,) = detector.observe_liveness(NOW_NS, [dataclasses.replace(one, attempt=1) for one in silent])
+    assert over.state is State.CLEARED
+    stopped = [_rank(0, 60, None, attempt=1, state="T"), _rank(1, 60, None, attempt=1)]
+    (again,) = detector.observe_liveness(NOW_NS, stopped)
+    assert (again.since.attempt, again.since.step) == (1, 0)
+
+
+def test_ranks_that_all_wait_are_named_only_if_that_lasts() -> None:
+    """As when a stopped rank goes on: the last news of its victims are old for a moment."""
+    detector = Detector(JobLayout.grid(pp=2), Settings(startup_s=5.0))
+    stopped = [_rank(0, 12, Kind.RECV_WAIT), _rank(1, 12, Kind.RECV_WAIT, state="T")]
+    (verdict,) = detector.observe_liveness(NOW_NS, stopped)
+    assert verdict.subject.ranks == (1,)
+    waiting = [_rank(0, 12, Kind.RECV_WAIT), _rank(1, 12, Kind.RECV_WAIT)]
+    assert [one.state for one in detector.observe_liveness(NOW_NS + 500_000_000, waiting)] == [State.CLEARED]
+    assert detector.observe_liveness(NOW_NS + 3_000_000_000, waiting) == []
+    named = detector.observe_liveness(NOW_NS + 4_000_000_000, waiting)
+    assert [one.subject.ranks for one in named] == [(0,), (1,)]

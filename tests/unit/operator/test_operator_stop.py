@@ -1,0 +1,83 @@
+"""What `megatronapp run` says about a stop and about a broken manifest."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.cli.follower import Follower
+from megatronapp_operator.cli.run import read_job
+from megatronapp_operator.cli.stop_words import stopped_line, stopping_line
+from megatronapp_operator.errors import ManifestError
+from megatronapp_operator.plan import Condition, ConditionType, EventType, Phase, RecordEvent, Status
+
+EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"
+FAILED = Condition(
+    type=ConditionType.FAILED, status=True, reason="Interrupted", message="stopped by SIGINT", since=0, generation=1
+)
+STOPPED = Status(phase=Phase.FAILED, conditions=(FAILED,))
+
+
+def make_job(save: pathlib.Path | None) -> MegatronJob:
+    job = read_job(str(EXAMPLE), name=None).to_dict()
+    job["spec"]["checkpoint"] = {} if save is None else {"save": str(save)}
+    job["spec"]["analyzer"] = {"enabled": False}
+    return load_job(job)
+
+
+def end_launchers(job: MegatronJob, paths: JobPaths, code: int) -> None:
+    for index in range(job.world.nodes):
+        folder = paths.run_dir(0, index)
+        folder.mkdir(parents=True)
+        (folder / "termination.json").write_text(json.dumps({"code": code}))
+
+
+def test_a_stop_names_the_checkpoint_and_how_to_go_on(tmp_path: pathlib.Path) -> None:
+    save, paths = tmp_path / "save", JobPaths(tmp_path / "job")
+    job = make_job(save)
+    end_launchers(job, paths, 75)
+    assert stopped_line(job, paths, STOPPED) == f"stopped before a first checkpoint was written to {save}"
+    save.mkdir()
+    (save / "latest_checkpointed_iteration.txt").write_text("42")
+    words = f"stopped at step 42, checkpoint in {save}; run the same command to go on"
+    assert stopped_line(job, paths, STOPPED) == words
+
+
+def test_no_checkpoint_is_claimed_of_launchers_that_were_killed_or_of_a_job_that_saves_nothing(
+    tmp_path: pathlib.Path,
+) -> None:
+    job, paths = make_job(tmp_path), JobPaths(tmp_path / "job")
+    assert "killed before" in stopped_line(job, paths, STOPPED)
+    assert stopping_line(job) == "stopping: writing a checkpoint; Ctrl-C again kills"
+    assert "nothing is saved" in stopping_line(make_job(None))
+
+
+def test_a_stop_is_said_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path)
+    follower = Follower(job, JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
+    asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
+    ended = RecordEvent(type=EventType.WARNING, reason="Failed", message="stopped by SIGINT")
+    follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (asked,))
+    follower(STOPPED, (ended,))
+    follower.finish(STOPPED)
+    said = capsys.readouterr().out
+    assert said.count("stopping: ") == 1
+    assert "SIGINT" not in said
+    assert f"{job.metadata.name}: Failed (Interrupted)\nstopped" in said
+
+
+def test_problems_of_the_text_name_the_file(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "syn.yaml"
+    file.write_text("a: 1\nb: [\n")
+    with pytest.raises(ManifestError, match=r"syn\.yaml: line 3, column 1: "):
+        read_job(str(file), name=None)
+    file.write_text("- 1\n")
+    with pytest.raises(ManifestError, match=r"syn\.yaml: a list is not a block of fields"):
+        read_job(str(file), name=None)
+    file.write_text("kind: MegatronJob\n")
+    with pytest.raises(ManifestError) as missing:
+        read_job(str(file), name=None)
+    assert "syn.yaml" not in str(missing.value), "a field's own path says where"

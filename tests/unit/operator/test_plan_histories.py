@@ -1,0 +1,259 @@
+"""The plan against generated histories: a world that fails, lies late, and carries out only part of what it is told."""
+
+import dataclasses
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    Action,
+    Backoff,
+    ConditionType,
+    CreateWorker,
+    DeleteHub,
+    DeleteWorker,
+    Deletion,
+    EnsureHub,
+    EnsureSecret,
+    Hub,
+    HubPhase,
+    Job,
+    JobSpec,
+    Observed,
+    Outcome,
+    Phase,
+    Plan,
+    Progress,
+    RecordEvent,
+    RunPolicy,
+    Stop,
+    Worker,
+    WorkerPhase,
+    plan,
+)
+
+CODES = [*ExitCode, 137, 2]
+LONG_ENOUGH = 400
+"""Wake-ups after which a silent job must have ended."""
+
+
+class History(RuleBasedStateMachine):
+    """One job's life."""
+
+    @initialize(
+        workers=st.integers(1, 4),
+        max_restarts=st.integers(0, 3),
+        hub=st.booleans(),
+        active=st.none() | st.floats(10, 500),
+        reset=st.floats(1, 200),
+    )
+    def start(self, workers: int, max_restarts: int, hub: bool, active: float | None, reset: float) -> None:
+        policy = RunPolicy(
+            max_restarts=max_restarts,
+            backoff=Backoff(initial_s=5, max_s=20),
+            reset_after_s=reset,
+            active_deadline_s=active,
+            start_deadline_s=60,
+            progress_deadline_s=90,
+        )
+        spec = JobSpec(name="job", uid="u", workers=workers, hub=hub, hub_retain_s=30, policy=policy)
+        self.job = Job(spec=spec)
+        self.world = Observed()
+        self.now = 1000.0
+        self.last: Plan | None = None
+        self.counters = (0, 0)
+
+    # What may happen in the world.
+
+    @rule(seconds=st.floats(0, 120))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(carried_out=st.none() | st.integers(0, 4))
+    def reconcile(self, carried_out: int | None) -> None:
+        """Plan; then the backend may die after the first few actions."""
+        made = plan(self.job, self.world, self.now)
+        assert made == plan(self.job, self.world, self.now), "the plan must be a function"
+        self.job = dataclasses.replace(self.job, status=made.status)
+        for action in made.actions[:carried_out]:
+            self.carry_out(action)
+        self.last = made
+        if carried_out is None:
+            self.check_idempotent()
+            self.check_wakes(made)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data())
+    def worker_runs(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.world.workers))
+        if worker.phase is WorkerPhase.PENDING:
+            self.replace(worker, phase=WorkerPhase.RUNNING)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data(), code=st.sampled_from(CODES), late=st.floats(0, 3))
+    def worker_ends(self, data: st.DataObject, code: int, late: float) -> None:
+        worker = data.draw(st.sampled_from(self.world.workers))
+        if worker.live:
+            phase = WorkerPhase.FAILED if code else WorkerPhase.SUCCEEDED
+            self.replace(worker, phase=phase, outcome=Outcome(code=code), finished_at=self.now - late)
+
+    @precondition(lambda self: self.world.workers)
+    @rule()
+    def all_succeed(self) -> None:
+        for worker in self.world.workers:
+            if worker.live:
+                self.replace(worker, phase=WorkerPhase.SUCCEEDED, outcome=Outcome(code=0), finished_at=self.now)
+
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data())
+    def worker_vanishes(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.world.workers))
+        self.world = dataclasses.replace(self.world, workers=tuple(one for one in self.world.workers if one != worker))
+
+    @rule()
+    def asked_workers_go(self) -> None:
+        self.world = dataclasses.replace(
+            self.world, workers=tuple(one for one in self.world.workers if one.deletion is None)
+        )
+
+    @rule(iteration=st.integers(0, 50), attempt=st.integers(0, 5))
+    def progress_is_read(self, iteration: int, attempt: int) -> None:
+        self.world = dataclasses.replace(self.world, progress=Progress(attempt=attempt, iteration=iteration))
+
+    @rule(ended=st.booleans())
+    def hub_changes(self, ended: bool) -> None:
+        if self.world.hub is not None:
+            phase = HubPhase.ENDED if ended else HubPhase.READY
+            hub = dataclasses.replace(self.world.hub, phase=phase, ended_at=self.now if ended else None)
+            self.world = dataclasses.replace(self.world, hub=hub)
+
+    @rule(suspend=st.booleans())
+    def suspension(self, suspend: bool) -> None:
+        self.job = dataclasses.replace(self.job, spec=dataclasses.replace(self.job.spec, suspend=suspend))
+
+    @rule(force=st.booleans())
+    @precondition(lambda self: self.now > 1300)
+    def stop(self, force: bool) -> None:
+        force = force or (self.job.stop is not None and self.job.stop.force)
+        self.job = dataclasses.replace(self.job, stop=Stop(reason="Interrupted", message="", force=force))
+
+    # What must hold.
+
+    @invariant()
+    def one_attempt_at_a_time(self) -> None:
+        if hasattr(self, "world"):
+            assert len({one.attempt for one in self.world.workers}) <= 1
+
+    @invariant()
+    def nothing_lives_after_the_end(self) -> None:
+        if hasattr(self, "job") and self.job.status.phase in TERMINAL_PHASES:
+            assert not any(one.live for one in self.world.workers)
+
+    @invariant()
+    def counters_only_grow(self) -> None:
+        if hasattr(self, "job"):
+            status = self.job.status
+            assert status.attempt >= self.counters[0]
+            assert status.restarts >= self.counters[1]
+            assert 0 <= status.restarts_towards_max <= min(status.restarts, self.job.spec.policy.max_restarts)
+            self.counters = (status.attempt, status.restarts)
+
+    @invariant()
+    def the_end_is_the_end(self) -> None:
+        ended = getattr(self, "ended_as", None)
+        if ended is not None:
+            assert (self.job.status.phase, self.job.status.completion_time) == ended
+        elif hasattr(self, "job") and self.job.status.phase in TERMINAL_PHASES:
+            self.ended_as = (self.job.status.phase, self.job.status.completion_time)
+
+    def check_idempotent(self) -> None:
+        if any(isinstance(action, DeleteWorker) and action.grace_s == 0 for action in self.last_actions()):
+            return  # a worker that went by force is gone by now, so the next look is at another world
+        again = plan(self.job, self.world, self.now)
+        if any(isinstance(action, EnsureHub | CreateWorker) for action in self.last_actions()):
+            # what was created is seen now for the first time; only the count of replicas may follow from it
+            self.job = dataclasses.replace(self.job, status=again.status)
+            assert again.actions == ()
+            again = plan(self.job, self.world, self.now)
+        assert again.actions == ()
+        assert dataclasses.replace(again.status, replicas=self.job.status.replicas) == self.job.status
+
+    def check_wakes(self, made: Plan) -> None:
+        """Whatever can time out has a time at which it is looked at again."""
+        status, policy = made.status, self.job.spec.policy
+        timed = status.phase in {Phase.STARTING, Phase.RUNNING, Phase.RESTARTING}
+        if timed:
+            assert made.wake_at is not None
+        deciding = timed and not status.is_true(ConditionType.FAILURE_TARGET)
+        if policy.active_deadline_s is not None and status.start_time is not None and deciding:
+            limit = status.start_time + policy.active_deadline_s
+            assert made.wake_at is not None and (made.wake_at <= limit or limit <= self.now)
+        if any(isinstance(action, DeleteWorker) and action.grace_s for action in made.actions):
+            assert made.wake_at is not None
+
+    def teardown(self) -> None:
+        """From here on nobody says a word, and workers go by force alone: the job must still come to its end."""
+        if not hasattr(self, "job"):
+            return
+        for _ in range(LONG_ENOUGH):
+            made = plan(self.job, self.world, self.now)
+            self.job = dataclasses.replace(self.job, status=made.status)
+            for action in made.actions:
+                self.carry_out(action)
+            deeds = [action for action in made.actions if not isinstance(action, RecordEvent)]
+            if not deeds and made.wake_at is None:
+                break
+            if not deeds:
+                assert made.wake_at is not None and made.wake_at > self.now
+                self.now = made.wake_at
+        else:
+            raise AssertionError(f"a silent job goes on for ever: {self.job.status}")
+        resting = TERMINAL_PHASES | {Phase.SUSPENDED}
+        assert self.job.status.phase in resting
+        assert not any(one.live for one in self.world.workers)
+
+    # How the world obeys.
+
+    def last_actions(self) -> tuple[Action, ...]:
+        return () if self.last is None else self.last.actions
+
+    def carry_out(self, action: Action) -> None:
+        match action:
+            case EnsureSecret():
+                self.world = dataclasses.replace(self.world, secret=True)
+            case EnsureHub():
+                starts = 1 if self.world.hub is None else self.world.hub.starts + 1
+                self.world = dataclasses.replace(self.world, hub=Hub(phase=HubPhase.STARTING, starts=starts))
+            case DeleteHub():
+                assert self.world.hub is not None
+                self.world = dataclasses.replace(self.world, hub=dataclasses.replace(self.world.hub, deleting=True))
+            case CreateWorker():
+                self.create(action)
+            case DeleteWorker():
+                self.delete(action)
+
+    def create(self, action: CreateWorker) -> None:
+        assert self.job.status.phase not in TERMINAL_PHASES
+        assert all(one.index != action.index for one in self.world.workers)
+        new = Worker(index=action.index, attempt=action.attempt, phase=WorkerPhase.PENDING, started_at=self.now)
+        self.world = dataclasses.replace(self.world, workers=(*self.world.workers, new))
+
+    def delete(self, action: DeleteWorker) -> None:
+        target = next(one for one in self.world.workers if (one.index, one.attempt) == (action.index, action.attempt))
+        self.replace(target, deletion=Deletion(since=self.now, grace_s=action.grace_s))
+        if action.grace_s == 0:
+            workers = tuple(one for one in self.world.workers if one.index != action.index)
+            self.world = dataclasses.replace(self.world, workers=workers)
+
+    def replace(self, worker: Worker, **changes: Any) -> None:
+        new = dataclasses.replace(worker, **changes)
+        workers = tuple(new if one == worker else one for one in self.world.workers)
+        self.world = dataclasses.replace(self.world, workers=workers)
+
+
+TestHistories = History.TestCase
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

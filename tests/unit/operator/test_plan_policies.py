@@ -1,0 +1,391 @@
+"""Each policy of the plan by itself."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    ConditionType,
+    CreateWorker,
+    DeleteHub,
+    DeleteWorker,
+    EnsureHub,
+    EnsureSecret,
+    FailureAction,
+    Hub,
+    HubPhase,
+    Phase,
+    Progress,
+    RecordEvent,
+    Stop,
+)
+from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.plan.restart import backoff_s
+from megatronapp_operator.plan.spec import Backoff
+
+Maker = Callable[..., Any]
+
+
+def deeds(made: Any) -> list[Any]:
+    """Actions other than events."""
+    return [action for action in made.actions if not isinstance(action, RecordEvent)]
+
+
+def reasons(made: Any) -> list[str]:
+    return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
+
+
+def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(scene: Maker) -> None:
+    made = scene()
+    made.spec(hub=True)
+    made.observed = dataclasses.replace(made.observed, secret=False)
+    first = made.plan()
+    assert deeds(first) == [
+        EnsureSecret(),
+        EnsureHub(),
+        CreateWorker(index=0, attempt=0),
+        CreateWorker(index=1, attempt=0),
+    ]
+    assert first.status.phase is Phase.STARTING
+    assert first.status.is_true(ConditionType.CREATED)
+    assert first.status.start_time == made.now
+
+
+def test_running_is_when_every_worker_runs(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    made.see(worker(0), worker(1, "Pending"))
+    assert made.plan().status.phase is Phase.STARTING
+    made.see(worker(0), worker(1))
+    made.now += 5
+    status = made.plan().status
+    assert status.phase is Phase.RUNNING
+    assert status.running_time == made.now
+    assert status.is_true(ConditionType.RUNNING)
+
+
+def test_complete_when_all_workers_succeeded(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0, "Succeeded", 0), worker(1))
+    assert made.plan().status.phase is Phase.RUNNING
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
+    done = made.plan()
+    assert done.status.phase is Phase.SUCCEEDED
+    assert done.status.is_true(ConditionType.COMPLETE)
+    assert not done.status.is_true(ConditionType.RUNNING)
+    assert deeds(done) == []
+
+
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FINITE])
+def test_what_never_heals_fails_the_job_once_all_workers_are_gone(running: Maker, worker: Maker, code: int) -> None:
+    made = running()
+    made.see(worker(0), worker(1, "Failed", code))
+    failing = made.plan()
+    assert deeds(failing) == [DeleteWorker(index=0, attempt=0, grace_s=made.job.spec.policy.failed_grace_s)]
+    assert failing.status.phase is Phase.RUNNING
+    assert failing.status.is_true(ConditionType.FAILURE_TARGET)
+    assert failing.status.failures[-1].action is FailureAction.FAIL_JOB
+    made.see(worker(0, "Failed", ExitCode.PREEMPTED, grace=5.0), worker(1, "Failed", code))
+    failed = made.plan()
+    assert failed.status.phase is Phase.FAILED
+    message = failed.status.condition(ConditionType.FAILED).message
+    log = "megatronapp logs job --rank 2 --attempt 0"
+    assert message == f"rank 2 on worker 1 failed with exit code {int(code)}: words ({log})"
+
+
+def test_a_failure_restarts_the_gang_as_a_new_attempt_after_the_back_off(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0), worker(1, "Failed", 1))
+    first = made.plan()
+    assert first.status.phase is Phase.RESTARTING
+    assert (first.status.attempt, first.status.restarts, first.status.restarts_towards_max) == (1, 1, 1)
+    assert {type(one) for one in deeds(first)} == {DeleteWorker}
+    assert {one.index for one in deeds(first)} == {0, 1}
+    made.see(worker(0, grace=5.0))
+    assert deeds(made.plan()) == []
+    made.see()
+    waiting = made.plan()
+    assert deeds(waiting) == []
+    assert waiting.wake_at == made.now + 10
+    made.now += 10
+    assert deeds(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    made.see(worker(0, attempt=1), worker(1, attempt=1))
+    status = made.plan().status
+    assert status.phase is Phase.RUNNING
+    assert not status.is_true(ConditionType.RESTARTING)
+
+
+def test_the_budget_ends_the_job(running: Maker, worker: Maker) -> None:
+    made = running(max_restarts=2)
+    made.status(restarts=2, restarts_towards_max=2)
+    made.see(worker(0), worker(1, "Failed", 1))
+    status = made.plan().status
+    assert status.condition(ConditionType.FAILURE_TARGET).reason == "BackoffLimitExceeded"
+    assert status.attempt == 0
+
+
+def test_a_preemption_restarts_outside_the_budget_and_leaves_time_for_the_checkpoint(
+    running: Maker, worker: Maker
+) -> None:
+    made = running(max_restarts=0, grace_s=60)
+    made.see(worker(0), worker(1, "Failed", ExitCode.PREEMPTED))
+    first = made.plan()
+    assert (first.status.restarts, first.status.restarts_towards_max) == (1, 0)
+    assert {one.grace_s for one in deeds(first)} == {60}
+
+
+def test_the_budget_is_whole_again_after_a_long_healthy_run(running: Maker, worker: Maker) -> None:
+    made = running(reset_after_s=100)
+    made.status(restarts=3, restarts_towards_max=3)
+    assert made.plan().wake_at == made.now + 100
+    made.now += 99
+    assert made.plan().status.restarts_towards_max == 3
+    made.now += 1
+    status = made.plan().status
+    assert (status.restarts, status.restarts_towards_max) == (3, 0)
+
+
+def test_a_failure_after_a_long_healthy_run_finds_the_budget_whole(running: Maker, worker: Maker) -> None:
+    made = running(reset_after_s=100, max_restarts=1)
+    made.status(restarts=1, restarts_towards_max=1)
+    made.see(worker(0), worker(1, "Failed", 1, made.now + 200))
+    made.now += 201
+    assert made.plan().status.restarts_towards_max == 1
+
+
+def test_the_first_own_failure_is_the_evidence_whatever_its_victims_said_before(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(
+        worker(0, "Failed", ExitCode.PEER_LOST, made.now - 3),
+        worker(1, "Failed", ExitCode.DATA, made.now - 1),
+    )
+    assert made.plan().status.failures[-1].worker == 1
+
+
+def test_of_two_own_failures_the_earlier_is_the_evidence(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0, "Failed", 1, made.now - 1), worker(1, "Failed", ExitCode.DATA, made.now - 2))
+    assert made.plan().status.failures[-1].worker == 1
+
+
+def test_a_lost_peer_alone_is_not_judged_before_the_culprit_had_time_to_report(running: Maker, worker: Maker) -> None:
+    made = running(settle_s=5)
+    made.see(worker(0, "Failed", ExitCode.PEER_LOST), worker(1))
+    waiting = made.plan()
+    assert waiting.status.failures == ()
+    assert waiting.wake_at == made.now + 5
+    made.now += 5
+    assert made.plan().status.failures[-1].worker == 0
+
+
+def test_a_worker_that_vanished_after_it_ran_restarts_the_gang(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0))
+    status = made.plan().status
+    assert status.failures[-1].reason == "WorkerLost"
+    assert status.attempt == 1
+
+
+def test_a_worker_that_vanished_before_it_ran_is_created_again(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    made.see(worker(0))
+    assert deeds(made.plan()) == [CreateWorker(index=1, attempt=0)]
+
+
+def test_the_active_deadline_fails_the_job(running: Maker) -> None:
+    made = running(active_deadline_s=50)
+    assert made.plan().wake_at == made.now + 50
+    made.now += 50
+    failing = made.plan()
+    assert failing.status.condition(ConditionType.FAILURE_TARGET).reason == "DeadlineExceeded"
+    assert len(deeds(failing)) == 2
+
+
+def test_the_start_deadline_fails_the_job(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=30)
+    made.plan()
+    made.see(worker(0), worker(1, "Pending"))
+    assert made.plan().wake_at == made.now + 30
+    made.now += 30
+    status = made.plan().status
+    assert status.condition(ConditionType.FAILURE_TARGET).message == "1 of 2 workers did not start within 30 s"
+
+
+def test_the_progress_deadline_restarts_and_progress_puts_it_off(running: Maker) -> None:
+    made = running(progress_deadline_s=20)
+    made.now += 15
+    made.observed = dataclasses.replace(made.observed, progress=Progress(attempt=0, iteration=1))
+    assert made.plan().wake_at == made.now + 20
+    made.now += 20
+    status = made.plan().status
+    assert status.attempt == 1
+    assert status.is_true(ConditionType.STALLED)
+    assert status.failures[-1].reason == "ProgressDeadlineExceeded"
+
+
+def test_progress_of_an_older_attempt_is_not_taken_for_life(running: Maker) -> None:
+    made = running(progress_deadline_s=20)
+    made.observed = dataclasses.replace(made.observed, progress=Progress(attempt=3, iteration=9))
+    assert made.plan().status.progress is None
+
+
+def test_a_stop_leaves_time_for_a_checkpoint_and_a_second_one_does_not(running: Maker, worker: Maker) -> None:
+    made = running(grace_s=60)
+    made.job = dataclasses.replace(made.job, stop=Stop(reason="Interrupted", message="stopped by SIGINT"))
+    assert {one.grace_s for one in deeds(made.plan())} == {60}
+    made.see(worker(0, grace=60.0), worker(1, grace=60.0))
+    assert deeds(made.plan()) == []
+    made.job = dataclasses.replace(made.job, stop=dataclasses.replace(made.job.stop, force=True))
+    assert {one.grace_s for one in deeds(made.plan())} == {0}
+    made.see(worker(0, "Failed", ExitCode.PREEMPTED, grace=0.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=0.0))
+    status = made.plan().status
+    assert status.phase is Phase.FAILED
+    assert status.condition(ConditionType.FAILED).reason == "Interrupted"
+    assert status.attempt == 0
+
+
+def test_a_worker_that_outlives_its_grace_is_removed_by_force_once(running: Maker, worker: Maker) -> None:
+    made = running(grace_s=60, lost_worker_s=300)
+    made.job = dataclasses.replace(made.job, stop=Stop(reason="Interrupted", message=""))
+    made.see(worker(0, grace=60.0), worker(1, "Failed", 75, grace=60.0))
+    assert made.plan().wake_at == made.now + 360
+    made.now += 360
+    assert deeds(made.plan()) == [DeleteWorker(index=0, attempt=0, grace_s=0)]
+    made.see(worker(0, grace=0.0), worker(1, "Failed", 75, grace=60.0))
+    assert deeds(made.plan()) == []
+
+
+def test_suspending_stops_the_gang_and_resuming_takes_a_new_attempt_outside_the_budget(
+    running: Maker, worker: Maker
+) -> None:
+    made = running(grace_s=60)
+    made.spec(suspend=True)
+    stopped = made.plan()
+    assert {one.grace_s for one in deeds(stopped)} == {60}
+    assert stopped.status.phase is Phase.SUSPENDED
+    made.see(worker(0, grace=60.0))
+    made.plan()
+    made.spec(suspend=False)
+    assert deeds(made.plan()) == []
+    made.see()
+    resumed = made.plan()
+    assert deeds(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert (resumed.status.restarts, resumed.status.phase) == (0, Phase.STARTING)
+    assert not resumed.status.is_true(ConditionType.SUSPENDED)
+
+
+def test_deleting_takes_the_hub_and_every_worker(running: Maker, ready_hub: Hub) -> None:
+    made = running()
+    made.spec(hub=True)
+    made.observed = dataclasses.replace(made.observed, hub=ready_hub)
+    made.job = dataclasses.replace(made.job, deletion_requested=True)
+    assert {type(one) for one in deeds(made.plan())} == {DeleteWorker, DeleteHub}
+
+
+def test_the_terminal_guard_starts_nothing_and_kills_what_still_lives(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.status(phase=Phase.FAILED, completion_time=made.now)
+    made.see(worker(1))
+    assert deeds(made.plan()) == [DeleteWorker(index=1, attempt=0, grace_s=5)]
+    made.see()
+    assert deeds(made.plan()) == []
+
+
+def test_the_hub_stays_for_its_time_after_the_end(running: Maker, worker: Maker, ready_hub: Hub) -> None:
+    made = running()
+    made.spec(hub=True, hub_retain_s=100.0)
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0), hub=ready_hub)
+    assert made.plan().wake_at == made.now + 100
+    made.now += 100
+    assert deeds(made.plan()) == [DeleteHub()]
+
+
+def test_a_hub_that_keeps_dying_is_started_less_and_less_often(running: Maker) -> None:
+    made = running()
+    made.spec(hub=True)
+    dead = Hub(phase=HubPhase.ENDED, starts=3, ended_at=made.now)
+    made.observed = dataclasses.replace(made.observed, hub=dead)
+    assert made.plan().wake_at == made.now + 4
+    made.now += 4
+    assert deeds(made.plan()) == [EnsureHub()]
+
+
+def test_verdicts_and_hung_ranks_become_conditions_and_go_away(running: Maker) -> None:
+    made = running()
+    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
+    first = made.plan()
+    assert first.status.condition(ConditionType.SLOW_NODE_DETECTED).message == "Rank 1 is slow."
+    assert first.status.condition(ConditionType.STALLED).message == "no progress of rank 3"
+    assert reasons(first) == ["SlowNodeDetected", "RankHung"]
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(), hung_ranks=())
+    second = made.plan()
+    assert not second.status.is_true(ConditionType.SLOW_NODE_DETECTED)
+    assert not second.status.is_true(ConditionType.STALLED)
+
+
+def test_a_hub_that_says_nothing_takes_nothing_back(running: Maker) -> None:
+    made = running()
+    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,), hung_ranks=(3,))
+    made.plan()
+    for said in ((None, None), ((slow,), (3,))):
+        made.observed = dataclasses.replace(made.observed, slow_ranks=said[0], hung_ranks=said[1])
+        again = made.plan()
+        assert (again.status.slow_ranks, again.status.hung_ranks) == ((slow,), (3,))
+        assert again.status.is_true(ConditionType.SLOW_NODE_DETECTED)
+        assert again.status.is_true(ConditionType.STALLED)
+        assert reasons(again) == []
+
+
+@pytest.mark.parametrize("said", [None, ()], ids=["hub gone", "hub says all is well"])
+def test_the_verdict_stays_after_the_job(running: Maker, worker: Maker, said: tuple[SlowRank, ...] | None) -> None:
+    made = running()
+    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="confirmed", sentence="Rank 1 is slow.")
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,))
+    made.plan()
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
+    made.plan()
+    made.observed = dataclasses.replace(made.observed, slow_ranks=said, hung_ranks=said)
+    status = made.plan().status
+    assert status.phase is Phase.SUCCEEDED
+    assert status.slow_ranks == (slow,)
+    assert status.is_true(ConditionType.SLOW_NODE_DETECTED)
+
+
+def test_hung_ranks_end_with_their_attempt(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.observed = dataclasses.replace(made.observed, hung_ranks=(3,))
+    made.plan()
+    made.see(worker(0), worker(1, "Failed", 1), hung_ranks=None)
+    made.plan()
+    made.see(worker(0, attempt=1), worker(1, attempt=1))
+    made.now += 10
+    status = made.plan().status
+    assert (status.phase, status.hung_ranks) == (Phase.RUNNING, ())
+    assert not status.is_true(ConditionType.STALLED)
+
+
+def test_a_suspect_is_not_yet_a_slow_node(running: Maker) -> None:
+    made = running()
+    slow = SlowRank(id="v", subject="rank", ranks=(1,), cause="compute", state="suspect", sentence="Perhaps.")
+    made.observed = dataclasses.replace(made.observed, slow_ranks=(slow,))
+    assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED) is None
+
+
+@pytest.mark.parametrize(("counted", "pause"), [(0, 10), (1, 10), (2, 20), (3, 40), (4, 40), (10_000, 40)])
+def test_back_off_grows_to_its_cap(counted: int, pause: float) -> None:
+    assert backoff_s(Backoff(initial_s=10, max_s=40, factor=2), counted) == pause
+
+
+def test_the_time_of_a_condition_moves_only_with_its_status(running: Maker) -> None:
+    made = running()
+    since = made.job.status.condition(ConditionType.RUNNING).since
+    made.now += 100
+    made.spec(generation=2)
+    condition = made.plan().status.condition(ConditionType.RUNNING)
+    assert condition.since == since

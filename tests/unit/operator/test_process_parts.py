@@ -1,0 +1,399 @@
+"""The parts of the process backend, one by one."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common import tokens
+from megatronapp_common.job import load_job
+from megatronapp_common.names import Env
+from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, sight, signals, spawn
+from megatronapp_operator.backends.process.backend import Backend
+from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
+from megatronapp_operator.backends.process.worker import WorkerProcess, read_outcome
+from megatronapp_operator.cli.follower import LogTail
+from megatronapp_operator.document import progress_document
+from megatronapp_operator.errors import BackendError, JobConflictError
+from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, RecordEvent
+
+DEADLINE_S = 30.0
+SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "megatronapp.io/v1alpha1",
+    "kind": "MegatronJob",
+    "metadata": {"name": "job"},
+    "spec": {
+        "nodes": 2,
+        "procPerNode": 2,
+        "parallelism": {"pipeline": 2},
+        "model": {"numLayers": 2, "hiddenSize": 8, "numAttentionHeads": 1, "seqLength": 8, "vocabSize": 32},
+        "training": {"microBatchSize": 1, "globalBatchSize": 2, "trainIters": 5, "lr": 0.001},
+        "data": {"mock": True},
+        "env": [{"name": "MINE", "value": "1"}],
+        "runPolicy": {"maxRestarts": 7, "progressDeadlineSeconds": 60, "terminationGracePeriodSeconds": 20},
+    },
+}
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts processes that carry a job's environment."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(uid: str, worker: int = 0) -> subprocess.Popen[bytes]:
+        own: dict[str, str] = {Env.JOB_UID: uid, Env.ATTEMPT: "0", Env.WORKER_INDEX: str(worker)}
+        started.append(subprocess.Popen(SLEEP, env=os.environ | own, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_kin_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
+    first, tenth, other = sleeper("kin-a", 1), sleeper("kin-a", 10), sleeper("kin-ab", 1)
+    assert set(kin.find(kin.Kin(uid="kin-a"))) == {first.pid, tenth.pid}
+    assert kin.find(kin.Kin(uid="kin-a", attempt=0, worker=1)) == [first.pid]
+    assert kin.find(kin.Kin(uid="kin-a", attempt=1)) == []
+    assert kin.find(kin.Kin(uid="kin-ab")) == [other.pid]
+
+
+def test_a_sweep_kills_kin_alone_also_stopped_ones(sleeper: Any) -> None:
+    mine, stopped, other = sleeper("kin-c"), sleeper("kin-c"), sleeper("kin-d")
+    stopped.send_signal(signal.SIGSTOP)
+    assert kin.sweep(kin.Kin(uid="kin-c"))
+    assert (mine.wait(DEADLINE_S), stopped.wait(DEADLINE_S)) == (-9, -9)
+    assert other.poll() is None
+
+
+def test_shared_memory_is_removed_by_prefix(tmp_path: pathlib.Path) -> None:
+    for name in ("megatronapp-u-a0-w1.x", "megatronapp-u-a0-w10.x", "megatronapp-u2-a0-w1.x"):
+        (tmp_path / name).touch()
+    assert kin.remove_shared_memory(tmp_path, shm_prefix("u", 0, 1) + ".") == ["megatronapp-u-a0-w1.x"]
+    assert kin.remove_shared_memory(tmp_path, shm_prefix("u")) == ["megatronapp-u-a0-w10.x"]
+    assert [path.name for path in tmp_path.iterdir()] == ["megatronapp-u2-a0-w1.x"]
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    """The parent starts a child through the wrapper and is killed with no chance to say a word."""
+    script = (
+        "import subprocess, sys, os, time\n"
+        f"child = subprocess.Popen([sys.executable, '-I', '-S', {str(spawn.CHILD)!r}, str(os.getpid()), *{SLEEP!r}])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+    line = pathlib.Path(f"/proc/{pid}/cmdline")
+    until(lambda: b"time.sleep(600)" in line.read_bytes() and b"child.py" not in line.read_bytes())
+    parent.kill()
+    parent.wait()
+    until(lambda: not line.exists() or not line.read_bytes())
+
+
+def test_a_child_of_another_parent_does_not_even_start() -> None:
+    words = [sys.executable, "-I", "-S", str(spawn.CHILD), "1", "/bin/echo", "hello"]
+    done = subprocess.run(words, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    words = [sys.executable, "-I", "-S", str(spawn.CHILD), str(os.getpid()), "/no/such/program"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 127
+    assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
+
+
+def test_a_held_port_is_refused_to_strangers_and_open_to_its_server() -> None:
+    held = ports.HeldPort("127.0.0.9")
+    with pytest.raises(BackendError, match="cannot listen there"):
+        ports.HeldPort("127.0.0.9", held.number)
+    with socket.create_server(("127.0.0.9", held.number)) as server:
+        server.listen()
+        with socket.create_connection(("127.0.0.9", held.number)):
+            pass
+    held.close()
+
+
+def test_a_lock_is_seen_waited_out_and_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "job" / "backend.lock"
+    assert not lock.is_held(path)
+    path.parent.mkdir()
+    with lock.hold(path):
+        assert lock.is_held(path)
+        with pytest.raises(JobConflictError, match="job: another process"), lock.hold(path):
+            pass
+    assert not lock.is_held(path)
+
+
+def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "backend.lock"
+    asking = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(asking, fcntl.LOCK_SH)  # by a process that does not get a processor to let go
+    monkeypatch.setattr(lock, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(time, "sleep", lambda _s: os.close(asking))
+    with lock.hold(path):
+        assert lock.is_held(path)
+
+
+def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_text("first\nkilled in the mid")
+    tail = LogTail(log)
+    assert tail.lines() == ["first"]
+    assert tail.lines() == []
+    assert tail.lines(final=True) == ["killed in the mid"]
+    assert tail.lines(final=True) == []
+
+
+def make_backend(made: settings.Settings, told: list[Action]) -> Backend:
+    made.paths.root.mkdir(exist_ok=True)
+    files.write_text(made.paths.secret, tokens.new_secret())
+    spec = build.build_spec(load_job(MANIFEST), uid=made.uid, retain_hub=True)
+    return Backend(made, spec, facts={}, listener=lambda _status, actions: told.extend(actions))
+
+
+def test_a_hub_that_cannot_be_started_is_told_and_tried_again_later(tmp_path: pathlib.Path) -> None:
+    made = make_settings(tmp_path, analyzer=True)
+    told: list[Action] = []
+    backend = make_backend(made, told)
+    made.paths.hub_log.mkdir()  # as good as a full disk
+    backend._act(EnsureHub(), 5.0)
+    seen = backend._observe().hub
+    assert seen is not None and (seen.phase, seen.ended_at, seen.starts) == (HubPhase.ENDED, 5.0, 1)
+    assert [one.reason for one in told if isinstance(one, RecordEvent)] == ["HubNotStarted"]
+    assert [one["reason"] for one in files.read_lines(made.paths.events)] == ["HubNotStarted"]
+    assert backend._hub is not None
+    backend._hub.close()
+
+
+def test_an_agent_that_cannot_be_started_leaves_its_worker_alone(tmp_path: pathlib.Path) -> None:
+    made = make_settings(tmp_path, analyzer=True, uid="no-agent", shm=tmp_path)
+    made = dataclasses.replace(made, commands=dataclasses.replace(made.commands, launcher=SLEEP))
+    environment = settings.worker_environment(made, index=0, attempt=0, coordinator="", hub_url="")
+    worker = WorkerProcess(made, index=0, attempt=0, environment=environment, now=0.0)
+    try:
+        (made.paths.run_dir(0, 0) / "agent.log").mkdir()
+        worker.tick(1.0)
+        assert worker.trouble is not None and "agent of worker 0 cannot be started" in worker.trouble
+        assert worker.observe().live
+        worker.trouble = None
+        worker.tick(1.5)
+        assert worker.trouble is None, "the next try comes later"
+    finally:
+        worker.delete(0, 2.0)
+
+        def gone() -> bool:
+            worker.tick(100.0)
+            return worker.gone
+
+        until(gone)
+
+
+def test_processes_that_cannot_be_killed_are_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_settings(tmp_path)
+    backend = make_backend(made, [])
+    monkeypatch.setattr(kin, "sweep", lambda _kin: False)
+    monkeypatch.setattr(kin, "find", lambda _kin: [41, 42])
+    backend._sweep()
+    assert "could not be ended" in (said := capsys.readouterr().err) and "41, 42" in said
+    assert files.read_lines(made.paths.events)[0]["reason"] == "ProcessesLeft"
+
+
+def test_a_json_file_is_whole_or_absent(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "x.json"
+    assert files.read_json(path) is None
+    files.write_json(path, {"a": 1})
+    assert files.read_json(path) == {"a": 1}
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text('{"a":')
+    assert files.read_json(path) is None
+    assert [one.name for one in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_half_written_event_is_left_out(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "events.jsonl"
+    files.append_json(path, {"n": 1})
+    with path.open("a") as file:
+        file.write('{"n": 2')
+    assert files.read_lines(path) == [{"n": 1}]
+
+
+WAITS_FOR_SIGNALS = """
+import os, signal
+from megatronapp_operator.backends.process import signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with signals.blocked() as numbers:
+    assert signal.SIGHUP not in numbers
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.wait(numbers, 5) is signal.SIGTERM
+    assert signals.wait(numbers, -1) is None
+"""
+
+
+def test_signals_are_waited_for_and_ignored_ones_stay_ignored() -> None:
+    """In a process of one thread: a signal goes to any thread that does not hold it back, and ends the process."""
+    done = subprocess.run([sys.executable, "-c", WAITS_FOR_SIGNALS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@given(st.integers(0, 100_000))
+def test_every_worker_has_a_loopback_address_of_its_own(index: int) -> None:
+    address = settings.worker_address(index)
+    assert socket.inet_aton(address)[0] == 127
+    assert int.from_bytes(socket.inet_aton(address)) - (127 << 24) == index + 2
+
+
+def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.Settings:
+    job = load_job(MANIFEST)
+    commands = build.build_commands(job)
+    made = build.build_settings(job, uid="u", paths=JobPaths(tmp_path), commands=commands)
+    return dataclasses.replace(made, **changes)
+
+
+def test_a_worker_is_told_what_the_contract_says(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(Env.HUB_URL, "http://another.job")
+    made = settings.worker_environment(
+        make_settings(tmp_path), index=1, attempt=3, coordinator="127.0.0.2:20000", hub_url=""
+    )
+    assert {name: made[name] for name in Env if name in made and name is not Env.SHM_DIR} == {
+        Env.JOB: "job",
+        Env.JOB_UID: "u",
+        Env.ATTEMPT: "3",
+        Env.WORKER_INDEX: "1",
+        Env.NUM_WORKERS: "2",
+        Env.PROC_PER_NODE: "2,2",
+        Env.COORDINATOR: "127.0.0.2:20000",
+        Env.ADDRESS: "127.0.0.3",
+        Env.NODE_NAME: "node-1",
+        Env.SECRET_FILE: str(tmp_path / "secret"),
+        Env.SHM_PREFIX: "megatronapp-u-a3-w1",
+        Env.RUN_DIR: str(tmp_path / "attempt-3" / "worker-1"),
+        Env.TERMINATION_LOG: str(tmp_path / "attempt-3" / "worker-1" / "termination.json"),
+    }
+    assert (made["GLOO_SOCKET_IFNAME"], made["MINE"], made["CUDA_VISIBLE_DEVICES"]) == ("lo", "1", "")
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, ["2", "3"]), ("4,5,6,7", ["6", "7"]), ("GPU-a", [])], ids=["all", "some", "too few"]
+)
+def test_workers_of_one_machine_do_not_share_a_gpu(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: list[str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert settings.worker_devices(make_settings(tmp_path, gpus_per_node=2), 1) == devices
+
+
+def test_the_commands_are_those_of_the_contract(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "dist"
+    page.mkdir()
+    (page / "index.html").touch()
+    monkeypatch.setenv(build.FRONTEND_ENV, str(page))
+    commands = build.build_commands(load_job(MANIFEST))
+    assert commands.launcher[1:4] == ("-m", "megatronapp_trainer.launch", "--")
+    assert "--pipeline-model-parallel-size" in commands.launcher
+    assert commands.agent[1:] == ("-m", "megatronapp_analyzer.agent")
+    assert commands.hub[1:] == ("-m", "megatronapp_analyzer.hub", "--frontend", str(page))
+
+
+def test_the_run_policy_reaches_the_plan() -> None:
+    spec = build.build_spec(load_job(MANIFEST), uid="u", retain_hub=True)
+    assert (spec.workers, spec.hub, spec.hub_retain_s) == (2, False, 300)
+    assert spec.policy.max_restarts == 7
+    assert spec.policy.progress_deadline_s == 60
+    assert spec.policy.grace_s == 20
+    assert build.build_spec(load_job(MANIFEST), uid="u", retain_hub=False).hub_retain_s == 0
+
+
+def test_the_progress_that_is_furthest_on_wins() -> None:
+    pages = [
+        Progress(attempt=0, iteration=9),
+        None,
+        Progress(attempt=1, iteration=2, updated_at=1.0),
+        Progress(attempt=1, iteration=2, updated_at=2.0, loss=1.0),
+    ]
+    newest = sight.newest(pages)
+    assert newest is not None and newest.loss == 1.0
+    assert sight.newest([None]) is None
+    assert sight.read_progress({"state": "starting"}) is None
+
+
+def test_the_time_of_a_page_is_text_there_and_in_the_status() -> None:
+    page = sight.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
+    assert page is not None and page.updated_at == 1795257196.5
+    assert sight.newest([page, sight.read_progress({"iteration": 1})]) == page
+    assert progress_document(page)["updatedAt"] == "2026-11-21T10:33:16Z"
+
+
+def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
+    text = '{"iteration": 1, "loss": NaN, "gradNorm": Infinity, "tokensPerSecond": 5.5}'
+    page = sight.read_progress(json.loads(text))
+    assert page is not None
+    document = progress_document(page)
+    assert document["tokensPerSecond"] == 5.5
+    assert "NaN" not in json.dumps(document) and "Infinity" not in json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [None, [], "text", {}, {"progress": 3, "slowRanks": [], "hungRanks": []}, {"progress": None, "slowRanks": [{}]}],
+)
+def test_a_summary_of_another_shape_is_none(document: object) -> None:
+    assert sight.read_summary(document) is None
+
+
+def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
+    verdict = {
+        "id": "v1",
+        "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "node-0"},
+        "cause": "compute",
+        "state": "confirmed",
+        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
+        "confidence": 0.9,
+        "since": {"attempt": 0, "step": 60, "time": 1.0},
+        "sentence": "Rank 1 is slow.",
+    }
+    read = sight.read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
+    assert read is not None and read.progress is not None
+    assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
+    (slow,) = read.slow_ranks
+    assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
+
+
+def test_an_outcome_is_read_or_made_of_the_exit_status(tmp_path: pathlib.Path) -> None:
+    record, log = tmp_path / "termination.json", tmp_path / "launcher.log"
+    assert read_outcome(record, 3, log).message == ""
+    log.write_text("first\nlast words\n")
+    assert read_outcome(record, 3, log).message == "last words"
+    record.write_text('{"code": 65, "reason": "BadData", "message": "no tokens", "rank": 2, "signal": null}')
+    told = read_outcome(record, 65, log)
+    assert (told.code, told.reason, told.rank) == (65, "BadData", 2)
+    killed = read_outcome(record, -9, log)
+    assert (killed.code, killed.signal) == (1, 9), "a record from before it was killed says nothing about that"

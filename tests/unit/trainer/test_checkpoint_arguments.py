@@ -1,0 +1,57 @@
+"""Which arguments must match, and what is said when they do not."""
+
+import json
+from dataclasses import replace
+
+from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
+
+CONFIG = TrainerConfig(
+    model=ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32),
+    training=TrainingConfig(micro_batch_size=1, train_iters=10),
+    optimizer=OptimizerConfig(lr=1e-3),
+    data=DataConfig(mock_data=True, vocab_size=100),
+)
+STORED = json.loads(json.dumps(arguments.record(CONFIG)))
+
+
+def test_the_same_run_fits() -> None:
+    assert arguments.conflict(STORED, CONFIG, optimizer=True) is None
+    assert arguments.notes(STORED, CONFIG) is None
+
+
+def test_another_model_is_named() -> None:
+    other = replace(CONFIG, model=replace(CONFIG.model, hidden_size=128, swiglu=True))
+    reason = arguments.conflict(STORED, other, optimizer=False)
+    assert reason is not None
+    assert "--hidden-size (64 there, 128 here)" in reason
+    assert "--swiglu (off there, on here)" in reason
+    assert "--num-layers" not in reason
+
+
+def test_a_default_spelled_out_is_no_difference() -> None:
+    spelled = replace(CONFIG, model=replace(CONFIG.model, ffn_hidden_size=256, kv_channels=16))
+    assert arguments.conflict(STORED, spelled, optimizer=True) is None
+
+
+def test_the_optimizer_matters_only_where_it_is_read() -> None:
+    other = replace(CONFIG, parallel=replace(CONFIG.parallel, use_distributed_optimizer=True))
+    assert arguments.conflict(STORED, other, optimizer=False) is None
+    reason = arguments.conflict(STORED, other, optimizer=True)
+    assert reason is not None
+    assert "--use-distributed-optimizer (off there, on here)" in reason
+    assert "--no-load-optim" in reason
+
+
+def test_another_order_of_samples_is_worth_a_word() -> None:
+    other = replace(CONFIG, training=replace(CONFIG.training, seed=7, train_iters=20))
+    note = arguments.notes(STORED, other)
+    assert note is not None
+    assert "--seed (1234 there, 7 here)" in note
+    assert "--train-iters (10 there, 20 here)" in note
+    assert arguments.conflict(STORED, other, optimizer=True) is None
+
+
+def test_the_layout_does_not_matter() -> None:
+    other = replace(CONFIG, parallel=replace(CONFIG.parallel, tensor_model_parallel_size=2))
+    assert arguments.conflict(STORED, other, optimizer=True) is None

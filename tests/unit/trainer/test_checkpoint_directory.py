@@ -1,0 +1,250 @@
+"""Names, claims and damage of checkpoint directories."""
+
+import json
+import pathlib
+
+import pytest
+
+from megatronapp_trainer.checkpoint.directory import (
+    MANIFEST,
+    BrokenCheckpointError,
+    CheckpointDirectory,
+    Claim,
+    Manifest,
+    read_manifest,
+)
+from megatronapp_trainer.errors import StorageError, SupersededError
+
+
+def manifest(iteration: int, attempt: int = 0) -> Manifest:
+    return Manifest(
+        iteration=iteration,
+        consumed_samples=iteration * 8,
+        skipped_iterations=0,
+        attempt=attempt,
+        layout={"tensor": 1},
+        optimizer="plain",
+        random_states=True,
+        arguments={"--seed": 1},
+    )
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path) -> CheckpointDirectory:
+    return CheckpointDirectory(tmp_path / "save")
+
+
+def claimed(directory: CheckpointDirectory, attempt: int = 0, uid: str = "job") -> Claim:
+    claim = Claim(uid=uid, attempt=attempt)
+    directory.claim(claim)
+    return claim
+
+
+def write(directory: CheckpointDirectory, iteration: int, claim: Claim) -> pathlib.Path:
+    temporary = directory.begin(iteration, claim)
+    (temporary / "data.distcp").write_bytes(b"weights")
+    return directory.publish(temporary, manifest(iteration, claim.attempt), claim)
+
+
+def names(directory: CheckpointDirectory) -> set[str]:
+    return {path.name for path in directory.path.iterdir()}
+
+
+def test_a_checkpoint_gets_its_name_last(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory, attempt=2)
+    temporary = directory.begin(100, claim)
+    assert temporary.name == "iter_0000100.tmp-a2"
+    assert directory.checkpoints() == []
+    (temporary / "data.distcp").write_bytes(b"weights")
+    final = directory.publish(temporary, manifest(100, 2), claim)
+    assert directory.checkpoints() == [final]
+    assert final.name == "iter_0000100"
+    assert (directory.path / "latest_checkpointed_iteration.txt").read_text() == "100"
+    stored = read_manifest(final)
+    assert (stored.iteration, stored.attempt, stored.files) == (100, 2, {"data.distcp": 7})
+
+
+def test_the_newest_comes_first(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    for iteration in (5, 10_000_000, 20):
+        write(directory, iteration, claim)
+    assert [path.name for path in directory.checkpoints()] == ["iter_10000000", "iter_0000020", "iter_0000005"]
+
+
+def test_the_same_iteration_is_replaced(directory: CheckpointDirectory) -> None:
+    write(directory, 5, claimed(directory, attempt=0))
+    final = write(directory, 5, claimed(directory, attempt=1))
+    assert read_manifest(final).attempt == 1
+    assert names(directory) == {"iter_0000005", "latest_checkpointed_iteration.txt", "owner.json"}
+
+
+def test_the_last_ones_are_kept(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    for iteration in range(1, 6):
+        write(directory, iteration, claim)
+    directory.prune(2, claim, published=5)
+    assert [path.name for path in directory.checkpoints()] == ["iter_0000005", "iter_0000004"]
+
+
+def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    for iteration in (50, 100, 200, 300):
+        write(directory, iteration, claim)
+    cut_file(directory.path / "iter_0000200")
+    remove_manifest(directory.path / "iter_0000300")
+    (directory.path / "iter_0000010").mkdir()
+    (directory.path / "iter_0000010" / "model_optim_rng.pt").write_bytes(b"of another program")
+    write(directory, 150, claim)
+    directory.prune(2, claim, published=150)
+    left = ["iter_0000300", "iter_0000200", "iter_0000150", "iter_0000100", "iter_0000010"]
+    assert [path.name for path in directory.checkpoints()] == left
+    directory.prune(1, claim, published=150)
+    left.remove("iter_0000100")
+    assert [path.name for path in directory.checkpoints()] == left
+
+
+def test_a_later_checkpoint_does_not_push_the_new_one_out(directory: CheckpointDirectory) -> None:
+    """Its files have their sizes, but this run could not read them and resumed from an earlier one."""
+    claim = claimed(directory)
+    for iteration in (100, 200, 150):
+        write(directory, iteration, claim)
+    directory.prune(1, claim, published=150)
+    assert [path.name for path in directory.checkpoints()] == ["iter_0000200", "iter_0000150"]
+
+
+def test_a_crash_while_replacing_loses_nothing(directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(directory, 5, claimed(directory))
+    second = claimed(directory, attempt=1)
+    temporary = directory.begin(5, second)
+    (temporary / "data.distcp").write_bytes(b"weights")
+    rename = pathlib.Path.rename
+
+    def killed(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        if self == temporary:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            directory.publish(temporary, manifest(5, 1), second)
+    assert directory.checkpoints() == []
+    claimed(directory, attempt=2)
+    assert read_manifest(directory.path / "iter_0000005").attempt == 0
+    assert names(directory) == {"iter_0000005", "latest_checkpointed_iteration.txt", "owner.json"}
+
+
+def test_half_a_deleted_checkpoint_does_not_come_back(directory: CheckpointDirectory) -> None:
+    final = write(directory, 5, claimed(directory))
+    remove_file(final)
+    final.rename(final.with_name("iter_0000005.old-a0"))
+    claimed(directory, attempt=1)
+    assert directory.checkpoints() == []
+
+
+def test_an_old_attempt_neither_renames_nor_deletes(directory: CheckpointDirectory) -> None:
+    old = claimed(directory, attempt=1)
+    write(directory, 1, old)
+    write(directory, 2, old)
+    half = directory.begin(3, old)
+    new = claimed(directory, attempt=2)
+    assert not half.exists()
+    half.mkdir()
+    with pytest.raises(SupersededError, match="belongs to attempt 2"):
+        directory.publish(half, manifest(3), old)
+    with pytest.raises(SupersededError):
+        directory.prune(1, old, published=2)
+    with pytest.raises(SupersededError):
+        directory.begin(4, old)
+    assert len(directory.checkpoints()) == 2
+    write(directory, 3, new)
+    assert len(directory.checkpoints()) == 3
+
+
+def test_an_old_attempt_cannot_claim_back(directory: CheckpointDirectory) -> None:
+    claimed(directory, attempt=3)
+    with pytest.raises(SupersededError, match="attempt 3"):
+        claimed(directory, attempt=2)
+
+
+def test_the_same_attempt_started_twice_and_another_job(directory: CheckpointDirectory) -> None:
+    first = claimed(directory, attempt=0)
+    claimed(directory, attempt=0)
+    with pytest.raises(SupersededError):
+        directory.check_owner(first)
+    second = claimed(directory, attempt=5)
+    claimed(directory, attempt=0, uid="made again under the same name")
+    with pytest.raises(SupersededError):
+        directory.check_owner(second)
+
+
+def test_a_vanished_owner_is_no_owner(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    (directory.path / "owner.json").unlink()
+    with pytest.raises(SupersededError, match=r"owner\.json is gone"):
+        directory.check_owner(claim)
+
+
+def test_a_claim_clears_what_was_left_half_done(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    write(directory, 1, claim)
+    directory.begin(2, claim)
+    (directory.path / "iter_0000000.old-a0").mkdir()
+    (directory.path / "notes").mkdir()
+    claimed(directory, attempt=1)
+    assert names(directory) == {"iter_0000001", "latest_checkpointed_iteration.txt", "notes", "owner.json"}
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"--save .* cannot be written"):
+        claimed(CheckpointDirectory(tmp_path / "file" / "save"))
+
+
+def cut_file(path: pathlib.Path) -> None:
+    (path / "data.distcp").write_bytes(b"wei")
+
+
+def remove_file(path: pathlib.Path) -> None:
+    (path / "data.distcp").unlink()
+
+
+def remove_manifest(path: pathlib.Path) -> None:
+    (path / MANIFEST).unlink()
+
+
+def cut_manifest(path: pathlib.Path) -> None:
+    (path / MANIFEST).write_text("{")
+
+
+def replace_manifest(path: pathlib.Path) -> None:
+    (path / MANIFEST).write_text("[]")
+
+
+def age_manifest(path: pathlib.Path) -> None:
+    content = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(json.dumps({**content, "format": 0}))
+
+
+def rob_manifest(path: pathlib.Path) -> None:
+    (path / MANIFEST).write_text(json.dumps({"format": 1, "iteration": 3}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_file, "has 3 bytes instead of 7"),
+        (remove_file, "is missing"),
+        (remove_manifest, "not written to its end"),
+        (cut_manifest, "cannot be read"),
+        (replace_manifest, "no JSON object"),
+        (age_manifest, "another version"),
+        (rob_manifest, "lacks entries"),
+    ],
+)
+def test_damage_is_named(directory: CheckpointDirectory, damage: object, reason: str) -> None:
+    final = write(directory, 7, claimed(directory))
+    assert callable(damage)
+    damage(final)
+    with pytest.raises(BrokenCheckpointError, match=reason):
+        read_manifest(final)

@@ -1,0 +1,231 @@
+"""Checkpoints that are damaged, of another model, or cannot be written; and what is left behind."""
+
+import contextlib
+import pathlib
+import resource
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 2e-3 --mock-data --train-iters 10 --vocab-size 60 --eval-iters 0"
+)
+
+
+def build(flags: str) -> tuple[Any, Any]:
+    """A run that is ready to train, and its checkpoint manager."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import initialize_groups
+    from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
+
+    config = parse(f"{MODEL} {flags}".split())
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    return run, CheckpointManager(config, layout)
+
+
+def train(run: Any, manager: Any) -> None:
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.setup import build_iterators
+    from megatronapp_trainer.signals import StopWish
+
+    iterators = build_iterators(run.config, run.layout, run.state.consumed_samples)
+    Trainer(run, iterators, stop_wish=StopWish(), checkpoints=manager).train()
+
+
+def train_and_save(flags: str) -> None:
+    """A run that saves after steps 2, 4 and so on."""
+    run, manager = build(f"{flags} --save-interval 2")
+    manager.load(run.state)
+    train(run, manager)
+
+
+def resume(flags: str) -> tuple[bool, int, list[str]]:
+    """Whether there was something to resume, at which iteration, and what was said."""
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatronapp_trainer").addHandler(handler)
+    run, manager = build(flags)
+    return manager.load(run.state), run.state.iteration, said
+
+
+def failing(action: str, flags: str) -> tuple[str, str]:
+    """The class and text of the error that loading, or saving with room for 4 KiB a file, ends with on this rank."""
+    run, manager = build(flags)
+    try:
+        if action == "load":
+            manager.load(run.state)
+        else:
+            run.state.optimizer.step()
+            run.state.iteration = 1
+            manager.load(run.state)
+            with no_room(run.layout.rank):
+                manager.save(run.state)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def losing_a_peer(words: str, flags: str) -> tuple[str, str, list[str]]:
+    """What saving ends with where a peer is lost while the others write, and the names left behind."""
+    run, manager = build(flags)
+    manager.load(run.state)
+    folder = pathlib.Path(flags.removeprefix("--save "))
+
+    def write(_state: Any, temporary: pathlib.Path) -> None:
+        (temporary / "half.distcp").write_bytes(b"written by a rank that lives")
+        raise RuntimeError(words)
+
+    manager._write = write
+    try:
+        manager.save(run.state)
+    except Exception as error:
+        return type(error).__name__, str(error), [path.name for path in folder.iterdir()]
+    return "", "", []
+
+
+@contextlib.contextmanager
+def no_room(rank: int) -> Any:
+    """On the last rank alone a file cannot grow beyond 4 KiB, like on a full disk."""
+    import torch.distributed as dist
+
+    if rank == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def ports() -> dict[str, str]:
+    """A port nobody listens on now: other test sessions may run on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_PORT": str(probe.getsockname()[1])}
+
+
+@pytest.fixture
+def call(run_ranks: RunRanks) -> Callable[..., list[Any]]:
+    def run(world: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
+        return run_ranks(world, function, *arguments, environment={**ports(), **environment})
+
+    return run
+
+
+@pytest.fixture
+def save(call: RunRanks, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Checkpoints of steps 2, 4 and 6."""
+    path = tmp_path / "save"
+    call(1, train_and_save, f"--save {path} --exit-interval 6")
+    return path
+
+
+def flip_a_byte(checkpoint: pathlib.Path) -> None:
+    """Damage that leaves all sizes as they are."""
+    path = next(checkpoint.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    for place in range(0, len(content), 512):
+        content[place] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) -> None:
+    (next((save / "iter_0000006").glob("*.distcp"))).unlink()
+    ((found, iteration, said),) = call(1, resume, f"--save {save}")
+    assert (found, iteration) == (True, 4)
+    assert "iter_0000006 is left out" in said[0]
+    assert "is missing" in said[0]
+    flip_a_byte(save / "iter_0000004")
+    first, second = call(2, resume, f"--save {save}")
+    assert tuple(first[:2]) == tuple(second[:2]) == (True, 2)
+    assert "iter_0000004 is left out: its files cannot be read" in first[2][1]
+    assert second[2] == []
+
+
+def test_nothing_whole_is_not_a_fresh_start(save: pathlib.Path, call: RunRanks) -> None:
+    for checkpoint in save.glob("iter_*"):
+        (checkpoint / "megatronapp.json").unlink()
+    ((kind, text),) = call(1, failing, "load", f"--save {save}")
+    assert kind == "CheckpointError"
+    assert "none of the 3 checkpoints" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-attention-heads 2", "--num-attention-heads (4 there, 2 here)"),
+        ("--use-distributed-optimizer", "--use-distributed-optimizer (off there, on here)"),
+        ("--vocab-size 300", "--vocab-size (60 there, 300 here)"),
+    ],
+)
+def test_another_model_is_refused(save: pathlib.Path, call: RunRanks, flags: str, message: str) -> None:
+    for kind, text in call(2, failing, "load", f"--save {save} {flags}"):
+        assert kind == "CheckpointError"
+        assert message in text
+
+
+def test_weights_alone_may_be_taken_over(save: pathlib.Path, call: RunRanks, tmp_path: pathlib.Path) -> None:
+    flags = f"--load {save} --finetune --use-distributed-optimizer --save {tmp_path / 'other'}"
+    ((found, iteration, said),) = call(1, resume, flags)
+    assert (found, iteration, said) == (True, 0, [])
+
+
+def test_load_without_a_checkpoint(call: RunRanks, tmp_path: pathlib.Path) -> None:
+    ((found, iteration, said),) = call(1, resume, f"--load {tmp_path}")
+    assert (found, iteration) == (False, 0)
+    assert "starts from the beginning" in said[0]
+    ((kind, text),) = call(1, failing, "load", f"--load {tmp_path} --exit-on-missing-checkpoint")
+    assert (kind, str(tmp_path) in text) == ("CheckpointError", True)
+
+
+def test_a_full_disk_leaves_nothing_half_done(save: pathlib.Path, call: RunRanks) -> None:
+    before = {path.name for path in save.iterdir()}
+    flags = f"--save {save} --pipeline-model-parallel-size 2"
+    for kind, text in call(2, failing, "save", flags):
+        assert kind == "StorageError"
+        assert "could not be written" in text
+        assert "File too large" in text
+    assert {path.name for path in save.iterdir()} == before
+
+
+def test_a_full_disk_on_the_rank_that_writes_the_common_part(save: pathlib.Path, call: RunRanks) -> None:
+    before = {path.name for path in save.iterdir()}
+    ((kind, text),) = call(1, failing, "save", f"--save {save}")
+    assert kind == "StorageError"
+    assert "removed" in text
+    assert {path.name for path in save.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [("Connection closed by peer [127.0.0.3]", "RuntimeError"), ("unexpected pos 7", "StorageError")]
+)
+def test_a_peer_lost_while_saving_is_no_storage_error(
+    call: RunRanks, tmp_path: pathlib.Path, words: str, kind: str
+) -> None:
+    ((found, text, left),) = call(1, losing_a_peer, words, f"--save {tmp_path}")
+    assert found == kind
+    assert words in text
+    assert ("iter_0000000.tmp-a0" in left) == (kind == "RuntimeError")
+
+
+def test_an_old_attempt_does_not_start(save: pathlib.Path, call: RunRanks) -> None:
+    call(1, resume, f"--save {save}", MEGATRONAPP_ATTEMPT="3", MEGATRONAPP_JOB_UID="u")
+    for kind, text in call(2, failing, "load", f"--save {save}", MEGATRONAPP_ATTEMPT="2", MEGATRONAPP_JOB_UID="u"):
+        assert kind == "SupersededError"
+        assert "attempt 3" in text

@@ -1,0 +1,163 @@
+"""A run that was stopped and resumed trains as if it had never stopped, also in another layout."""
+
+import json
+import pathlib
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-decay-iters 10 --lr-warmup-iters 2 --mock-data "
+    "--train-iters 10 --vocab-size 120 --eval-iters 0"
+)
+STEADY = "--attention-dropout 0 --hidden-dropout 0"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+DISTRIBUTED = "--use-distributed-optimizer"
+TOLERANCE = 1e-5
+
+
+class Recorder:
+    """A reporter that keeps the losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+
+    def interval(self, metrics: Any, **_details: object) -> None:
+        pass
+
+    def state(self, state: str) -> None:
+        pass
+
+    def validation(self, iteration: int, loss: float, split: str) -> None:
+        pass
+
+
+def train(flags: str) -> list[float] | None:
+    """Losses of a run, on the reporting rank; it resumes if there is something to resume from."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.signals import StopWish
+
+    config = parse(f"{MODEL} {flags}".split())
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    manager = CheckpointManager(config, layout)
+    manager.load(run.state)
+    recorder: Any = Recorder() if layout.is_reporter else None
+    iterators = build_iterators(config, layout, run.state.consumed_samples)
+    Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=manager).train()
+    destroy_groups()
+    return recorder.losses if recorder is not None else None
+
+
+def losses_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:
+    results = run_ranks(world, train, flags, environment={"MASTER_PORT": str(free_port())})
+    (losses,) = [result for result in results if result is not None]
+    return list(losses)
+
+
+def free_port() -> int:
+    """A port nobody listens on now: other test sessions may run on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def stop_and_resume(
+    run_ranks: RunRanks, save: pathlib.Path, first: tuple[int, str], second: tuple[int, str]
+) -> tuple[list[float], list[float]]:
+    """Losses of steps 0 to 5 in one layout and of 6 to 9, resumed, in another."""
+    before = losses_of(run_ranks, first[0], f"{first[1]} --save {save} --exit-interval 6")
+    after = losses_of(run_ranks, second[0], f"{second[1]} --save {save}")
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        pytest.param(1, "", id="alone"),
+        pytest.param(1, "--bf16", id="bf16"),
+        pytest.param(1, f"--bf16 {DISTRIBUTED}", id="bf16-distributed"),
+        pytest.param(2, f"{TP2} {DISTRIBUTED}", id="TP2-distributed"),
+        pytest.param(2, VPP, id="VPP"),
+        pytest.param(2, DISTRIBUTED, id="DP2-distributed"),
+        pytest.param(4, f"{TP2} {PP2}", id="TP2xPP2"),
+    ],
+)
+def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world: int, flags: str) -> None:
+    """With dropout, so that random states count too."""
+    whole = losses_of(run_ranks, world, flags)
+    before, after = stop_and_resume(run_ranks, tmp_path / "save", (world, flags), (world, flags))
+    assert len(before) == 6
+    assert len(after) == 4
+    assert before + after == whole
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param((4, f"{TP2} {PP2}"), (1, ""), id="TP2xPP2-to-one"),
+        pytest.param((2, ""), (4, f"{TP2} {PP2}"), id="DP2-to-TP2xPP2"),
+        pytest.param((2, VPP), (2, ""), id="VPP-to-DP2"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", [pytest.param("", id="plain"), pytest.param(DISTRIBUTED, id="distributed")])
+def test_resume_in_another_layout(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, first: tuple[int, str], second: tuple[int, str], optimizer: str
+) -> None:
+    steady = f"{STEADY} {optimizer}"
+    whole = losses_of(run_ranks, first[0], f"{first[1]} {steady}")
+    before, after = stop_and_resume(
+        run_ranks, tmp_path / "save", (first[0], f"{first[1]} {steady}"), (second[0], f"{second[1]} {steady}")
+    )
+    assert before == whole[:6]
+    assert after == pytest.approx(whole[6:], rel=TOLERANCE)
+
+
+def test_a_third_life_resumes_what_the_second_saved(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """State that belongs to other stages must not stay behind in the optimizer."""
+    save = f"--save {tmp_path / 'save'}"
+    whole = losses_of(run_ranks, 1, STEADY)
+    lives = [
+        losses_of(run_ranks, 1, f"{STEADY} {save} --exit-interval 3"),
+        losses_of(run_ranks, 2, f"{STEADY} {save} {PP2} --exit-interval 6"),
+        losses_of(run_ranks, 1, f"{STEADY} {save}"),
+    ]
+    assert [len(life) for life in lives] == [3, 3, 4]
+    assert [loss for life in lives for loss in life] == pytest.approx(whole, rel=TOLERANCE)
+
+
+def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    save = tmp_path / "save"
+    losses_of(run_ranks, 2, f"--save {save} --save-interval 2 --keep-last 2")
+    assert sorted(entry.name for entry in save.iterdir()) == [
+        "iter_0000008",
+        "iter_0000010",
+        "latest_checkpointed_iteration.txt",
+        "owner.json",
+    ]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "10"
+    manifest = json.loads((save / "iter_0000010" / "megatronapp.json").read_text())
+    assert manifest["consumed_samples"] == 80
+    assert manifest["attempt"] == 0

@@ -1,0 +1,98 @@
+"""Resuming with other schedules is refused with the flags' names, or done where a flag says how."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatronapp_trainer.checkpoint import schedules
+from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
+from megatronapp_trainer.quiet import importing_megatron
+
+OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, lr_warmup_iters=2, lr_decay_style="cosine")
+
+
+def config_with(train_iters: int = 3000, **optimizer: Any) -> TrainerConfig:
+    return TrainerConfig(
+        model=ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32),
+        training=TrainingConfig(micro_batch_size=1, train_iters=train_iters),
+        optimizer=dataclasses.replace(OPTIMIZER, **optimizer),
+        data=DataConfig(mock_data=True, vocab_size=100),
+    )
+
+
+class NoOptimizer:
+    """As much of an optimizer as megatron-core's scheduler touches."""
+
+    param_groups: tuple[Any, ...] = ()
+
+
+def scheduler_of(config: TrainerConfig, batch: int) -> Any:
+    from megatronapp_trainer.optim import build_scheduler
+
+    with importing_megatron():
+        return build_scheduler(config, NoOptimizer(), global_batch_size=batch)
+
+
+def refusal(config: TrainerConfig, batch: int = 8) -> str | None:
+    there, here = (scheduler_of(*which).state_dict() for which in ((config_with(), 8), (config, batch)))
+    return schedules.conflict(there, here, train_iters_there=3000, config=config)
+
+
+def test_the_same_schedules_are_gone_on_with() -> None:
+    assert refusal(config_with()) is None
+
+
+def test_a_shortened_run_is_told_in_iterations() -> None:
+    reason = refusal(config_with(2600))
+    assert reason is not None
+    assert "--train-iters (spec.training.trainIters): 3000 iterations there, 2600 iterations here" in reason
+    assert "--lr-decay-iters (spec.training.lrDecayIters, left out: trainIters): 3000 iterations there" in reason
+    assert "--override-opt_param-scheduler" in reason
+    assert "--use-checkpoint-opt_param-scheduler" in reason
+    assert "--lr-warmup" not in reason
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"lr": 2e-3}, "--lr (spec.training.lr): 0.001 there, 0.002 here"),
+        ({"min_lr": 0.0}, "--min-lr (spec.training.minLr): 0.0001 there, 0.0 here"),
+        ({"lr_warmup_iters": 5}, "--lr-warmup-iters (spec.training.lrWarmupIters): 2 iterations there, 5 iterations"),
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 0}, "--lr-warmup-fraction (spec.training.lrWarmupFraction): 2"),
+        ({"lr_decay_iters": 50}, "--lr-decay-iters (spec.training.lrDecayIters"),
+        ({"lr_decay_style": "linear"}, "--lr-decay-style (spec.training.lrDecayStyle): cosine there, linear here"),
+        ({"weight_decay": 0.1}, "--weight-decay (spec.training.weightDecay): 0.01 there, 0.1 here"),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.02, "end_weight_decay": 0.1},
+            "--end-weight-decay (spec.training.endWeightDecay): 0.01 there, 0.1 here",
+        ),
+    ],
+)
+def test_each_value_that_the_scheduler_compares(changed: dict[str, Any], told: str) -> None:
+    reason = refusal(config_with(**changed))
+    assert reason is not None
+    assert told in reason
+    assert reason.count("--weight-decay (") <= 1
+    stored = scheduler_of(config_with(), 8).state_dict()
+    with pytest.raises(AssertionError):
+        scheduler_of(config_with(**changed), 8).load_state_dict(stored)
+
+
+def test_another_global_batch_is_named_by_itself() -> None:
+    reason = refusal(config_with(), batch=16)
+    assert reason is not None
+    assert "--global-batch-size (spec.training.globalBatchSize): 8 there, 16 here; give" in reason
+    assert "iterations there" not in reason
+
+
+@pytest.mark.parametrize(
+    ("flag", "length_samples"),
+    [("override_opt_param_scheduler", 5000 * 8), ("use_checkpoint_opt_param_scheduler", 3000 * 8)],
+)
+def test_the_flags_that_say_how_to_go_on(flag: str, length_samples: int) -> None:
+    config = config_with(5000, **{flag: True})
+    assert refusal(config) is None
+    scheduler = scheduler_of(config, 8)
+    scheduler.load_state_dict(scheduler_of(config_with(), 8).state_dict())
+    assert scheduler.lr_decay_steps == length_samples

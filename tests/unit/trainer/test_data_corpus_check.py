@@ -1,0 +1,114 @@
+"""Damage to a corpus is named before megatron-core meets it."""
+
+import json
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary, inspect_corpus
+from megatronapp_trainer.errors import DataError
+
+LENGTHS = [3, 5, 2]
+
+
+def write_corpus(prefix: pathlib.Path, lengths: list[int], largest: int = 9) -> str:
+    """A corpus in Megatron's format, written here from its description."""
+    sizes = np.array(lengths, dtype=np.int32)
+    offsets = (np.cumsum(sizes, dtype=np.int64) - sizes) * 2
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
+    borders = np.arange(len(lengths) + 1, dtype=np.int64)
+    prefix.with_suffix(".idx").write_bytes(header + sizes.tobytes() + offsets.tobytes() + borders.tobytes())
+    tokens = np.arange(int(sizes.sum()), dtype=np.uint16) % (largest + 1)
+    tokens[-1:] = largest
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    return str(prefix)
+
+
+@pytest.fixture
+def prefix(tmp_path: pathlib.Path) -> str:
+    return write_corpus(tmp_path / "corpus", LENGTHS)
+
+
+def test_a_whole_corpus(prefix: str) -> None:
+    facts = inspect_corpus(prefix)
+    assert facts.lengths.tolist() == LENGTHS
+    assert facts.token_type == np.uint16
+    assert facts.tokens_between(0.0, 1.0) == (3, 10)
+    assert facts.tokens_between(0.5, 1.0) == (1, 2)
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=50), cut=st.floats(0, 1))
+def test_parts_cover_the_corpus(lengths: list[int], cut: float) -> None:
+    facts = CorpusFacts(prefix="p", lengths=np.array(lengths, dtype=np.int32), token_type=np.dtype(np.uint16))
+    first, second = facts.tokens_between(0.0, cut), facts.tokens_between(cut, 1.0)
+    assert (first[0] + second[0], first[1] + second[1]) == (len(lengths), sum(lengths))
+
+
+@given(keep=st.integers(0, 200))
+def test_an_index_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, keep: int) -> None:
+    prefix = write_corpus(tmp_path_factory.mktemp("cut") / "corpus", LENGTHS)
+    path = pathlib.Path(prefix + ".idx")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: min(keep, len(whole) - 1)])
+    with pytest.raises(DataError, match=r"corpus\.idx .*--overwrite"):
+        inspect_corpus(prefix)
+
+
+def test_data_that_does_not_fit_its_index(prefix: str) -> None:
+    with open(prefix + ".bin", "ab") as stream:
+        stream.write(b"xx")
+    with pytest.raises(DataError, match=r"22 bytes where corpus\.idx tells of 20"):
+        inspect_corpus(prefix)
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, b"X"), (9, b"\x02"), (17, b"\x63")], ids=["magic", "version", "type"])
+def test_a_foreign_index(prefix: str, place: int, value: bytes) -> None:
+    path = pathlib.Path(prefix + ".idx")
+    content = bytearray(path.read_bytes())
+    content[place : place + 1] = value
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match="first bytes are wrong"):
+        inspect_corpus(prefix)
+
+
+def test_missing_files_are_answered_with_what_is_there(prefix: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(DataError, match=f"holds {prefix}"):
+        inspect_corpus(str(tmp_path / "corpse"))
+    with pytest.raises(DataError, match="without its ending"):
+        inspect_corpus(prefix + ".bin")
+    with pytest.raises(DataError, match="megatronapp data prepare"):
+        inspect_corpus(str(tmp_path / "nowhere" / "corpus"))
+    pathlib.Path(prefix + ".bin").unlink()
+    with pytest.raises(DataError, match=r"corpus\.bin does not exist"):
+        inspect_corpus(prefix)
+
+
+def test_an_empty_corpus(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        inspect_corpus(write_corpus(tmp_path / "empty", []))
+
+
+def note(prefix: str, digest: str, vocab_size: int) -> None:
+    summary = {"tokenizer_digest": digest, "vocab_size": vocab_size}
+    pathlib.Path(prefix + ".json").write_text(json.dumps({"summary": summary}))
+
+
+def test_the_tokenizer_is_compared(prefix: str) -> None:
+    token_type = np.dtype(np.uint16)
+    note(prefix, "abc", 10)
+    check_vocabulary(prefix, vocab_size=10, digest="abc", token_type=token_type)
+    check_vocabulary(prefix, vocab_size=10, digest=None, token_type=token_type)
+    with pytest.raises(DataError, match="another tokenizer"):
+        check_vocabulary(prefix, vocab_size=10, digest="xyz", token_type=token_type)
+    with pytest.raises(DataError, match="up to 9, but the vocabulary has 9"):
+        check_vocabulary(prefix, vocab_size=9, digest=None, token_type=token_type)
+
+
+def test_without_a_note_the_tokens_are_looked_at(prefix: str) -> None:
+    check_vocabulary(prefix, vocab_size=10, digest="any", token_type=np.dtype(np.uint16))
+    with pytest.raises(DataError, match="up to 9, but the vocabulary has 5"):
+        check_vocabulary(prefix, vocab_size=5, digest="any", token_type=np.dtype(np.uint16))

@@ -1,0 +1,247 @@
+"""Batches of a training run over megatron-core's datasets: order, masks, resumes, evaluation, and refusals."""
+
+import json
+import pathlib
+import random
+import shutil
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 6 --lr 1e-3 --eval-iters 2 --split 80,20,0"
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder with tokenizer.json and the corpora a and b."""
+    from megatronapp_trainer.data.prepare import PrepareOptions, prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(3)
+    words = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
+    for name in ("a", "b"):
+        texts = [" ".join(generator.choices(words, k=generator.randint(3, 30))) for _ in range(60)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    common: dict[str, Any] = {"append_eod": True}
+    prepare(PrepareOptions(inputs=(str(folder / "a.jsonl"),), output=str(folder / "a"), train_vocab_size=300, **common))
+    tokenizer = str(folder / "tokenizer.json")
+    prepare(
+        PrepareOptions(inputs=(str(folder / "b.jsonl"),), output=str(folder / "b"), tokenizer_file=tokenizer, **common)
+    )
+    return folder
+
+
+@pytest.fixture
+def flags(corpus: pathlib.Path) -> str:
+    return f"{FLAGS} --tokenizer-file {corpus}/tokenizer.json --data-path {corpus}/a_text_document"
+
+
+@pytest.fixture
+def call(run_ranks: RunRanks) -> RunRanks:
+    def run(world: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        return run_ranks(world, function, *arguments, environment={"MASTER_PORT": port, **environment})
+
+    return run
+
+
+def open_iterators(flags: str, consumed_samples: int = 0) -> Any:
+    warnings.simplefilter("ignore")
+    import torch.distributed as dist
+
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
+    from megatronapp_trainer.setup import layout_of
+
+    config = parse(flags.split())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return build_train_valid_test_iterators(config, layout_of(config), consumed_samples)
+
+
+def rows(flags: str, microbatches: int, consumed_samples: int = 0, split: str = "train") -> list[list[int]]:
+    """Tokens of this rank's next microbatches, row by row."""
+    iterator = getattr(open_iterators(flags, consumed_samples), split)
+    return [row for _ in range(microbatches) for row in next(iterator)["tokens"].tolist()]
+
+
+def interleaved(ranks: list[list[list[int]]], microbatches: int) -> list[list[int]]:
+    """Rows of all replicas in the order of global samples."""
+    pairs = [rank[2 * step : 2 * step + 2] for step in range(microbatches) for rank in ranks]
+    return [list(row) for pair in pairs for row in pair]
+
+
+def test_replicas_share_one_order(flags: str, call: RunRanks) -> None:
+    (alone,) = call(1, rows, flags, 8)
+    together = call(2, rows, flags, 4)
+    assert interleaved(together, 4) == [list(row) for row in alone]
+
+
+def test_a_resume_with_other_replicas_goes_on(flags: str, call: RunRanks) -> None:
+    (alone,) = call(1, rows, flags, 8)
+    later = call(2, rows, flags, 2, 8)
+    assert interleaved(later, 2) == [list(row) for row in alone[8:]]
+
+
+def test_reading_ahead_changes_nothing(flags: str, call: RunRanks) -> None:
+    (plain,) = call(1, rows, f"{flags} --num-workers 0", 6)
+    (ahead,) = call(1, rows, f"{flags} --num-workers 3", 6)
+    assert plain == ahead
+
+
+def test_every_evaluation_sees_the_same(flags: str, call: RunRanks) -> None:
+    """Two evaluations of 2 x 8 samples: 8 microbatches of one process, 4 of each of two."""
+    (alone,) = call(1, rows, flags, 16, 0, "valid")
+    assert alone[:16] == alone[16:]
+    assert alone[:8] != alone[8:16]
+    together = call(2, rows, flags, 4, 24, "valid")
+    assert interleaved(together, 4) == [list(row) for row in alone[:16]]
+
+
+def shapes(flags: str) -> tuple[Any, ...]:
+    """A batch as lists, whether random numbers were drawn, and which splits there are."""
+    import torch
+
+    before = torch.get_rng_state()
+    iterators = open_iterators(flags)
+    batch = next(iterators.train)
+    untouched = bool(torch.equal(before, torch.get_rng_state()))
+    types = {name: str(value.dtype) for name, value in batch.items() if value is not None}
+    values = {name: None if value is None else value.tolist() for name, value in batch.items()}
+    return types, values, untouched, iterators.valid is not None, iterators.test is not None
+
+
+def test_a_batch(flags: str, call: RunRanks) -> None:
+    ((types, values, untouched, valid, test),) = call(1, shapes, flags)
+    assert types == {
+        "tokens": "torch.int64",
+        "labels": "torch.int64",
+        "loss_mask": "torch.float32",
+        "position_ids": "torch.int64",
+    }
+    for tokens, labels in zip(values["tokens"], values["labels"], strict=True):
+        assert tokens[1:] == labels[:-1]
+    assert values["loss_mask"] == [[1.0] * 16] * 2
+    assert values["position_ids"] == [list(range(16))] * 2
+    assert values["attention_mask"] is None
+    assert untouched
+    assert (valid, test) == (True, False)
+
+
+def test_masks_and_positions_within_documents(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
+    """Checked against a slow, direct construction from the tokens."""
+    resets = "--eod-mask-loss --reset-position-ids --reset-attention-mask --micro-batch-size 8"
+    ((_, values, *_),) = call(1, shapes, f"{flags} {resets}")
+    eod, ends = 0, 0
+    for row, tokens in enumerate(values["tokens"]):
+        document = [tokens[:place].count(eod) for place in range(16)]
+        ends += document[-1]
+        starts = [document.index(number) for number in document]
+        assert values["loss_mask"][row] == [0.0 if token == eod else 1.0 for token in tokens]
+        assert values["position_ids"][row] == [place - start for place, start in enumerate(starts)]
+        hidden = [[seen > at or document[seen] != document[at] for seen in range(16)] for at in range(16)]
+        assert values["attention_mask"][row] == [hidden]
+    assert ends > 0
+
+
+def test_blends_hold_both_corpora(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
+    blend = f"{flags} --data-path 1 {corpus}/a_text_document 3 {corpus}/b_text_document"
+    (mixed,) = call(1, rows, blend, 8)
+    (single,) = call(1, rows, flags, 8)
+    per_split = flags.replace("--data-path", "--train-data-path").replace("--split 80,20,0", "")
+    (whole,) = call(1, rows, f"{per_split} --valid-data-path {corpus}/b_text_document", 8, 0, "valid")
+    assert mixed != single
+    assert len(whole) == 16
+
+
+def off_tensor_rank(flags: str) -> tuple[list[Any], bool]:
+    """What a rank's training iterator holds at first, and whether it has a validation iterator at all."""
+    iterators = open_iterators(f"{flags} --tensor-model-parallel-size 2")
+    return [batch["tokens"].tolist() for batch in [next(iterators.train, None)] if batch], iterators.valid is not None
+
+
+def test_only_the_first_of_a_tensor_group_reads(flags: str, call: RunRanks) -> None:
+    first, second = call(2, off_tensor_rank, flags)
+    assert (len(first[0]), first[1]) == (1, True)
+    assert (len(second[0]), second[1]) == (0, True)
+
+
+def test_nodes_need_not_share_the_cache(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
+    """Each rank is a node here, with a cache of its own; both orders are the same as one process has."""
+    (alone,) = call(1, rows, flags, 4)
+    together = call(2, rows_with_own_cache, flags, str(tmp_path), 2)
+    assert interleaved(together, 2) == [list(row) for row in alone]
+    assert {path.name for path in tmp_path.iterdir()} == {"node0", "node1"}
+
+
+def rows_with_own_cache(flags: str, folder: str, microbatches: int) -> list[list[int]]:
+    import os
+
+    rank, os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    return rows(f"{flags} --data-cache-path {folder}/node{rank}", microbatches)
+
+
+def test_the_cache_is_used_and_left_tidy(flags: str, call: RunRanks, tmp_path: pathlib.Path) -> None:
+    cached = f"{flags} --data-cache-path {tmp_path}"
+    first = call(2, rows, cached, 2)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert call(2, rows, cached, 2) == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
+    assert not list(tmp_path.rglob(".building*"))
+
+
+def refusal(flags: str) -> tuple[str, str]:
+    try:
+        iterators = open_iterators(flags)
+        next(iterators.train)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--data-path {folder}/none_text_document", "does not exist"),
+        ("--data-path {folder}/cut_text_document", "tells of"),
+        ("--seq-length 4096 --max-position-embeddings 4096", "fewer than one sample"),
+        ("--split 999,1,0", "the valid part of"),
+        ("--split 0,100,0", "training has no data"),
+        ("--split nonsense", "--split nonsense"),
+        ("--data-path 1 {folder}/a_text_document 2", "WEIGHT PREFIX"),
+        ("--vocab-size 5", "--vocab-size 5 is below"),
+        ("--data-cache-path /proc/nowhere", "--data-cache-path"),
+    ],
+)
+def test_every_rank_hears_why_there_is_no_data(
+    flags: str, call: RunRanks, corpus: pathlib.Path, more: str, message: str
+) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpus / f"a_text_document{suffix}", corpus / f"cut_text_document{suffix}")
+    with open(corpus / "cut_text_document.bin", "r+b") as stream:
+        stream.truncate(100)
+    for kind, text in call(2, refusal, f"{flags} {more.format(folder=corpus)}"):
+        assert kind in ("DataError", "UsageError")
+        assert message in text
+
+
+def test_tokens_beyond_the_vocabulary(flags: str, call: RunRanks, corpus: pathlib.Path) -> None:
+    """Without the note of `data prepare` the ends of the corpus are looked at, and every batch."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(corpus / f"a_text_document{suffix}", corpus / f"bare_text_document{suffix}")
+    bare = f"{FLAGS} --data-path {corpus}/bare_text_document --vocab-size 20"
+    ((kind, text),) = call(1, refusal, bare)
+    assert kind == "DataError"
+    assert "the vocabulary has 20" in text

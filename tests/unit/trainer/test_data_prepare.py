@@ -1,0 +1,327 @@
+"""`megatronapp data prepare` from end to end: same result however it runs, restarts, refusals."""
+
+import argparse
+import json
+import pathlib
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_trainer.data import cli, pool, prepare, sources
+from megatronapp_trainer.data import tokenizer as tokenizers
+from megatronapp_trainer.data.corpus_check import inspect_corpus
+from megatronapp_trainer.data.progress import progress
+
+WORDS = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
+
+
+@pytest.fixture
+def corpus(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A hundred documents as JSONL."""
+    generator = random.Random(1)
+    texts = [" ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for _ in range(100)]
+    path = tmp_path / "input" / "corpus.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "tokenizer.json"
+    tokenizers.train(WORDS * 10, 300).backend.save(str(path))
+    return path
+
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(corpus: pathlib.Path, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path) -> Run:
+    """Run the command on the corpus; more arguments may follow, which override."""
+
+    def prepare_with(*more: str, output: str = "out/corpus", tokenizer: bool = True) -> int:
+        parser = argparse.ArgumentParser()
+        cli.register(parser.add_subparsers())
+        words = ["data", "prepare", "--input", str(corpus), "--output", str(tmp_path / output), "--workers", "1"]
+        if tokenizer:
+            words += ["--tokenizer-file", str(tokenizer_file)]
+        args = parser.parse_args([*words, *more])
+        return int(args.func(args))
+
+    return prepare_with
+
+
+def documents(prefix: pathlib.Path) -> list[list[int]]:
+    facts = inspect_corpus(str(prefix))
+    ids = np.fromfile(f"{prefix}.bin", dtype=facts.token_type)
+    return [part.tolist() for part in np.split(ids, np.cumsum(facts.lengths)[:-1])]
+
+
+def texts_of(corpus: pathlib.Path) -> list[str]:
+    return [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+
+
+def test_the_corpus_holds_the_documents(
+    run: Run, corpus: pathlib.Path, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    assert run("--append-eod") == 0
+    tokenizer = tokenizers.load_file(tokenizer_file)
+    expected = [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts_of(corpus)]
+    assert documents(tmp_path / "out" / "corpus_text_document") == expected
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "corpus_text_document.bin",
+        "corpus_text_document.idx",
+        "corpus_text_document.json",
+    ]
+    assert "100 documents" in capsys.readouterr().out
+
+
+def test_megatron_reads_it(run: Run, tmp_path: pathlib.Path) -> None:
+    assert run() == 0
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    prefix = tmp_path / "out" / "corpus_text_document"
+    dataset = IndexedDataset(str(prefix))
+    assert [dataset[index].tolist() for index in range(len(dataset))] == documents(prefix)
+    assert len(dataset.document_indices) == 101
+
+
+def test_worker_processes_give_the_same_files(run: Run, tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sources, "BATCH_BYTES", 1000)
+    assert run(output="one/corpus") == 0
+    assert run("--workers", "2", output="two/corpus") == 0
+    for suffix in (".bin", ".idx"):
+        first, second = (tmp_path / folder / f"corpus_text_document{suffix}" for folder in ("one", "two"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+class StopHereError(Exception):
+    """Takes the place of a power cut."""
+
+
+@pytest.mark.parametrize("batches_before_the_stop", [1, 5, 9])
+def test_a_stopped_run_goes_on(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, batches_before_the_stop: int
+) -> None:
+    monkeypatch.setattr(sources, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(prepare, "_COMMIT_BYTES", 3000)
+    assert run(output="whole/corpus") == 0
+    encode, seen = pool.encode_in_order, []
+
+    def stopping(work: Any, *rest: Any) -> Iterator[Any]:
+        for number, item in enumerate(encode(work, *rest)):
+            if number == batches_before_the_stop:
+                raise StopHereError
+            yield item
+
+    def counting(work: Any, *rest: Any) -> Iterator[Any]:
+        for item in encode(work, *rest):
+            seen.append(item)
+            yield item
+
+    monkeypatch.setattr(prepare, "encode_in_order", stopping)
+    with pytest.raises(StopHereError):
+        run()
+    assert not (tmp_path / "out" / "corpus_text_document.bin").exists()
+    monkeypatch.setattr(prepare, "encode_in_order", counting)
+    assert run() == 0
+    for suffix in (".bin", ".idx"):
+        again, whole = (tmp_path / folder / f"corpus_text_document{suffix}" for folder in ("out", "whole"))
+        assert again.read_bytes() == whole.read_bytes()
+    total = len(list(sources.batches(sources.find_sources([str(tmp_path / "input")], ("*",), None), sources.START)))
+    assert len(seen) == total - batches_before_the_stop // 3 * 3
+    assert not (tmp_path / "out" / "corpus.preparing").exists()
+
+
+@pytest.mark.parametrize("moves_before_the_stop", range(4))
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_stopped_between_its_renames_goes_on(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, moves_before_the_stop: int, older: bool
+) -> None:
+    """Tokenizer, .bin, .json and .idx get their names one after the other."""
+    flags = ("--train-tokenizer", "--vocab-size", "290")
+    if older:
+        assert run("--append-eod", *flags, tokenizer=False) == 0
+    move, out, moved = pathlib.Path.replace, tmp_path / "out", 0
+
+    def stopping(self: pathlib.Path, target: Any) -> pathlib.Path:
+        nonlocal moved
+        if pathlib.Path(target).parent == out:
+            if moved == moves_before_the_stop:
+                raise StopHereError
+            moved += 1
+        return move(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "replace", stopping)
+        with pytest.raises(StopHereError):
+            run(*flags, *(["--overwrite"] if older else []), tokenizer=False)
+    assert not (out / "corpus_text_document.idx").exists() or moved < 2
+    assert run(*flags, tokenizer=False) == 0
+    assert run(*flags, output="whole/corpus", tokenizer=False) == 0
+    for name in ("corpus_text_document.bin", "corpus_text_document.idx", "tokenizer.json"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (out / "corpus.preparing").exists()
+
+
+def test_a_run_stopped_between_its_renames_may_be_given_up(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopping(*_args: object) -> None:
+        raise StopHereError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare._Run, "_publish", stopping)
+        with pytest.raises(StopHereError):
+            run()
+    assert run("--append-eod", "--overwrite") == 0
+    assert run("--append-eod", output="whole/corpus") == 0
+    again, whole = (tmp_path / folder / "corpus_text_document.bin" for folder in ("out", "whole"))
+    assert again.read_bytes() == whole.read_bytes()
+
+
+def test_a_second_run_has_nothing_to_do(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+    assert run() == 0
+    before = (tmp_path / "out" / "corpus_text_document.bin").stat().st_mtime_ns
+    assert run() == 0
+    assert (tmp_path / "out" / "corpus_text_document.bin").stat().st_mtime_ns == before
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_other_output_is_replaced_only_when_asked(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+    assert run() == 0
+    assert run("--append-eod") == 65
+    assert "--overwrite" in capsys.readouterr().err
+    assert run("--append-eod", "--overwrite") == 0
+    assert len(documents(tmp_path / "out" / "corpus_text_document")) == 100
+
+
+def test_a_tokenizer_is_trained_and_kept(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+    flags = ("--train-tokenizer", "--vocab-size", "290", "--append-eod")
+    assert run(*flags, tokenizer=False) == 0
+    trained = tokenizers.load_file(tmp_path / "out" / "tokenizer.json")
+    assert 257 < trained.vocab_size <= 290
+    assert documents(tmp_path / "out" / "corpus_text_document")[0][-1] == trained.eod
+    said = capsys.readouterr().out
+    assert f"--tokenizer-file {tmp_path}/out/tokenizer.json" in said
+    assert f"spec.data.path: [{tmp_path}/out/corpus_text_document], spec.data.tokenizer: {tmp_path}/out/tok" in said
+    (tmp_path / "out" / "tokenizer.json").write_text("another one")
+    assert run(*flags, output="out/second", tokenizer=False) == 65
+    assert "is another tokenizer" in capsys.readouterr().err
+
+
+def test_source_code_as_text(run: Run, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "code" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("step = 1\n")
+    (folder / "b.py").write_text("rank = 2\n")
+    (folder / "c.txt").write_text("not code")
+    assert run("--input", str(tmp_path / "code"), "--pattern", "*.py") == 0
+    assert len(documents(tmp_path / "out" / "corpus_text_document")) == 2
+
+
+def test_bad_lines(run: Run, corpus: pathlib.Path, tmp_path: pathlib.Path, capsys: Any) -> None:
+    lines = corpus.read_text().splitlines()
+    lines[41] = lines[41][:-3]
+    corpus.write_text("\n".join(lines))
+    assert run() == 65
+    message = capsys.readouterr().err
+    assert f"{corpus} line 42 is not JSON" in message
+    assert "--skip-bad-lines" in message
+    assert not (tmp_path / "out" / "corpus_text_document.bin").exists()
+    assert run("--skip-bad-lines") == 0
+    assert "left out: 1 unreadable lines" in capsys.readouterr().out
+    assert len(documents(tmp_path / "out" / "corpus_text_document")) == 99
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "is empty"), ('{"text": ""}\n', "holds no text"), ("\n\n", "holds no text"), ('{"txt": "x"}', "--json-keys")],
+)
+def test_input_without_text(run: Run, corpus: pathlib.Path, content: str, message: str, capsys: Any) -> None:
+    corpus.write_text(content)
+    assert run() == 65
+    assert message in capsys.readouterr().err
+    assert not (corpus.parents[1] / "out" / "corpus.preparing").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--train-tokenizer",),
+        ("--vocab-size", "300"),
+        ("--vocab-file", "v"),
+        ("--tokenizer-file", "t", "--train-tokenizer", "--vocab-size", "300"),
+    ],
+)
+def test_tokenizer_flags_that_do_not_go_together(run: Run, flags: tuple[str, ...], capsys: Any) -> None:
+    assert run(*flags, tokenizer=False) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_two_runs_for_one_output(run: Run, tmp_path: pathlib.Path, capsys: Any) -> None:
+    with prepare._working_directory(tmp_path / "out" / "corpus"):
+        assert run() == 67
+    assert "another `megatronapp data prepare` is writing" in capsys.readouterr().err
+
+
+def test_a_full_disk(run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What is there is kept, and the next run goes on."""
+    from megatronapp_trainer.data.corpus import CorpusFiles
+
+    def full(*_args: object, **_keywords: object) -> None:
+        raise OSError(28, "No space left on device", "corpus.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CorpusFiles, "commit", full)
+        assert run() == 67
+    message = capsys.readouterr().err
+    assert "No space left on device" in message
+    assert "run the same command again" in message
+    assert "is kept in" not in message
+    assert not (tmp_path / "out" / "corpus.preparing").exists()
+    assert run() == 0
+    assert len(documents(tmp_path / "out" / "corpus_text_document")) == 100
+
+
+def test_a_disk_that_fills_later(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    from megatronapp_trainer.data.corpus import CorpusFiles
+
+    def full(*_args: object, **_keywords: object) -> None:
+        raise OSError(28, "No space left on device", "corpus.idx")
+
+    monkeypatch.setattr(CorpusFiles, "finish", full)
+    assert run() == 67
+    assert f"is kept in {tmp_path}/out/corpus.preparing" in capsys.readouterr().err
+    assert (tmp_path / "out" / "corpus.preparing" / "journal.json").exists()
+
+
+def test_lines_tell_the_progress_where_there_is_no_terminal(capsys: Any) -> None:
+    times_s = iter([0.0, 9.0, 10.5, 19.0, 21.0])
+    with progress("tokenising", total_bytes=8 << 20, done_bytes=1 << 20, clock=lambda: next(times_s)) as advance:
+        for _ in range(4):
+            advance(1 << 20)
+    assert capsys.readouterr().err.splitlines() == [
+        "tokenising: 3.0 of 8.0 MiB (38%)",
+        "tokenising: 5.0 of 8.0 MiB (62%)",
+    ]
+
+
+def test_the_command_line_is_light() -> None:
+    """Registering must load neither torch nor megatron-core nor the tokenizers."""
+    program = (
+        "import argparse, sys; from megatronapp_trainer.data.cli import register;"
+        "register(argparse.ArgumentParser().add_subparsers());"
+        "print([name for name in ('torch', 'megatron', 'tokenizers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

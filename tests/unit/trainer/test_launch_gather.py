@@ -1,0 +1,356 @@
+"""Gathering over real sockets on the loopback network, several launchers in one event loop."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_trainer.launch import address, member, messages
+from megatronapp_trainer.launch.coordinator import Coordinator
+from megatronapp_trainer.launch.member import Member, join_gang
+from megatronapp_trainer.launch.messages import Expected, Join, Notice
+from megatronapp_trainer.launch.settings import Endpoint
+from megatronapp_trainer.launch.wire import Wire
+
+TOKEN = "ab" * 32
+HOST = "127.0.0.2"
+DEADLINE_S = 30.0
+EXPECTED = Expected(uid="u", attempt=2, proc_per_node=(2, 1, 3))
+
+
+def join(index: int, **changes: Any) -> Join:
+    base = Join(
+        uid="u",
+        attempt=2,
+        index=index,
+        address=f"127.0.0.{2 + index}",
+        node=f"node-{index}",
+        num_ranks=EXPECTED.proc_per_node[index],
+        port=29500 + index,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    with address.held_port(HOST) as port:
+        yield Endpoint(host=HOST, port=port)
+
+
+@contextlib.asynccontextmanager
+async def coordinating(endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> AsyncIterator[asyncio.Task[Coordinator]]:
+    """Worker 0 while it gathers; the task ends with the gang complete."""
+    coordinator = Coordinator(token=TOKEN, expected=EXPECTED, own=join(0))
+
+    async def gather() -> Coordinator:
+        await coordinator.gather(address.listening_socket(endpoint, HOST), timeout_s)
+        return coordinator
+
+    task = asyncio.create_task(gather())
+    await asyncio.sleep(0)
+    try:
+        yield task
+    finally:
+        await coordinator.close()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def enter(endpoint: Endpoint, own: Join, *, token: str = TOKEN, timeout_s: float = DEADLINE_S) -> Member:
+    return await join_gang(endpoint, token=token, own=own, timeout_s=timeout_s)
+
+
+@contextlib.asynccontextmanager
+async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, Member, Member]]:
+    async with coordinating(endpoint) as task:
+        first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
+        try:
+            yield await task, first, second
+        finally:
+            await first.close()
+            await second.close()
+
+
+async def next_notice(one: Coordinator | Member) -> Notice:
+    async with asyncio.timeout(DEADLINE_S):
+        return await one.notices.get()
+
+
+@pytest.mark.asyncio
+async def test_all_get_the_same_table_in_worker_order(endpoint: Endpoint) -> None:
+    async with gang(endpoint) as (coordinator, first, second):
+        assert coordinator.table == first.table == second.table
+        assert [worker.ranks for worker in first.table.workers] == [(0, 1), (2,), (3, 4, 5)]
+        assert [worker.node for worker in first.table.workers] == ["node-0", "node-1", "node-2"]
+        assert (first.table.master_address, first.table.master_port) == ("127.0.0.2", 29500)
+
+
+@pytest.mark.asyncio
+async def test_members_may_come_before_the_coordinator(endpoint: Endpoint) -> None:
+    early = [asyncio.create_task(enter(endpoint, join(index))) for index in (1, 2)]
+    await asyncio.sleep(0.2)  # lets them fail to connect at least once; the result does not depend on it
+    async with coordinating(endpoint) as task:
+        coordinator = await task
+        for one in early:
+            found = await one
+            assert found.table == coordinator.table
+            await found.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (join(1, attempt=1), "attempt 1 comes to attempt 2, late"),
+        (join(0), "worker 0 is already here"),
+        (dataclasses.replace(join(1), index=7), "index 7 in a gang of 3"),
+        (join(1, num_ranks=8), "worker 1 brings 8 ranks, not 1"),
+        (join(1, address="::1"), "not one of IPv4"),
+    ],
+)
+async def test_the_wrong_worker_is_refused_at_once_with_the_reason(endpoint: Endpoint, own: Join, words: str) -> None:
+    async with coordinating(endpoint) as task:
+        with pytest.raises(RendezvousError, match=f"worker 0 refused this worker: .*{words}"):
+            await enter(endpoint, own)
+        assert not task.done()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("own", "token", "words"),
+    [
+        (join(1), "cd" * 32, "wrong secret"),
+        (join(1, uid="another"), TOKEN, "this is job u, not another"),
+        (join(1, attempt=3), TOKEN, "early: this gang is about to end"),
+    ],
+)
+async def test_who_may_meet_a_stale_coordinator_tries_until_the_deadline(
+    endpoint: Endpoint, own: Join, token: str, words: str
+) -> None:
+    async with coordinating(endpoint):
+        with pytest.raises(RendezvousError, match=rf"no rank table from .* within 1 s; last: .*{words}"):
+            await enter(endpoint, own, token=token, timeout_s=1.0)
+
+
+@pytest.mark.asyncio
+async def test_a_refused_worker_does_not_hinder_the_others(endpoint: Endpoint) -> None:
+    async with coordinating(endpoint) as task:
+        with pytest.raises(RendezvousError):
+            await enter(endpoint, join(1, attempt=0))
+        first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
+        assert (await task).table == first.table
+        await first.close()
+        await second.close()
+
+
+@pytest.mark.asyncio
+async def test_strangers_are_shown_the_door(endpoint: Endpoint) -> None:
+    async with coordinating(endpoint):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            greeting, answer = await reader.readline(), await reader.readline()
+            assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        assert TOKEN.encode() not in greeting + answer
+        assert json.loads(answer)["refused"]
+
+
+@pytest.mark.asyncio
+async def test_a_duplicate_is_refused_and_a_worker_that_leaves_before_the_table_may_come_again(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with coordinating(endpoint) as task:
+        leaver = await joined_by_hand(endpoint, join(1))
+        await said(caplog, "worker 1 joined")
+        with pytest.raises(RendezvousError, match="worker 1 is already here"):
+            await enter(endpoint, join(1), timeout_s=1.0)
+        await leaver.close()
+        first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
+        assert (await task).table == first.table
+        await first.close()
+        await second.close()
+
+
+async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while words not in caplog.text:
+            await asyncio.sleep(0.01)
+
+
+async def joined_by_hand(endpoint: Endpoint, own: Join) -> Wire:
+    """The connection of a worker that has sent its join and now says nothing."""
+    wire = await Wire.greet(*await asyncio.open_connection(endpoint.host, endpoint.port), token=TOKEN, side="worker")
+    wire.send(messages.join_to_json(own))
+    return wire
+
+
+@pytest.mark.asyncio
+async def test_a_worker_whose_old_connection_is_not_seen_to_end_tries_again(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with coordinating(endpoint) as task:
+        old = await joined_by_hand(endpoint, join(1))
+        await said(caplog, "worker 1 joined")
+        again = asyncio.create_task(enter(endpoint, join(1)))
+        await said(caplog, "worker 1 is already here")
+        await old.close()
+        first, second = await asyncio.gather(again, enter(endpoint, join(2)))
+        assert (await task).table == first.table
+        await first.close()
+        await second.close()
+
+
+@pytest.mark.asyncio
+async def test_missing_workers_are_named_at_the_deadline(endpoint: Endpoint) -> None:
+    async with coordinating(endpoint, timeout_s=0.5) as task:
+        waiting = asyncio.create_task(enter(endpoint, join(2)))
+        with pytest.raises(RendezvousError, match=r"after 0.5 s these workers are missing: 1"):
+            await task
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.asyncio
+async def test_the_name_is_resolved_again_at_every_try(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def resolve(host: str) -> str:
+        asked.append(host)
+        if host == "worker-0.demo" and asked.count(host) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "not known yet")
+        return HOST
+
+    monkeypatch.setattr(member, "resolve_ipv4", resolve)
+    named = Endpoint(host="worker-0.demo", port=endpoint.port)
+    async with coordinating(endpoint) as task:
+        first, second = await asyncio.gather(enter(named, join(1)), enter(endpoint, join(2)))
+        await task
+        await first.close()
+        await second.close()
+    assert asked.count("worker-0.demo") == 3
+
+
+def test_a_port_in_use_is_named(endpoint: Endpoint) -> None:
+    with (
+        address.listening_socket(endpoint, HOST),
+        pytest.raises(RendezvousError, match=rf"cannot listen at {HOST}:{endpoint.port}: Address already in use"),
+    ):
+        address.listening_socket(endpoint, HOST)
+
+
+def listens(host: str, port: int) -> socket.socket:
+    """A server as anyone writes it, asyncio and libuv included."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind((host, port))
+    server.listen()
+    return server
+
+
+def test_the_port_for_torch_is_free_at_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with address.held_port(HOST) as port:
+        assert port < 32768  # not one that an outgoing connection may take
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.9", port))
+        listens("0.0.0.0", port).close()  # as the store does while the port is held
+    monkeypatch.setattr(address, "PORTS", range(port, port + 1))
+    monkeypatch.setattr(address, "TRIES", 1)
+    with (
+        listens("127.0.0.9", port),
+        pytest.raises(RendezvousError, match="are all in use"),
+        address.held_port(HOST) as other,
+    ):
+        pytest.fail(f"took port {other}, where torch's store could not listen at all addresses")
+
+
+def test_addresses_of_others_are_refused() -> None:
+    with (
+        pytest.raises(RendezvousError, match=r"192.0.2.1 is not an address of this machine"),
+        address.held_port("192.0.2.1"),
+    ):
+        pytest.fail("held a port of another machine")
+    with pytest.raises(UsageError, match="IPv6"):
+        address.own_address("fe80::2", "unused")
+
+
+@pytest.mark.asyncio
+async def test_a_failure_is_told_to_all_others(endpoint: Endpoint) -> None:
+    failure = Notice(worker=1, code=ExitCode.DATA, rank=2, message="rank 2 on worker 1 ended with exit code 65")
+    async with gang(endpoint) as (coordinator, first, second):
+        first.tell(failure)
+        assert await next_notice(coordinator) == failure
+        assert await next_notice(second) == failure
+        own = Notice(worker=0, code=ExitCode.PEER_LOST)
+        coordinator.tell(own)
+        assert await next_notice(first) == own
+        assert await next_notice(second) == own
+
+
+@pytest.mark.asyncio
+async def test_parting_without_a_word_is_a_loss(endpoint: Endpoint) -> None:
+    async with gang(endpoint) as (coordinator, first, second):
+        await first.close()
+        for one in (coordinator, second):
+            notice = await next_notice(one)
+            assert (notice.worker, notice.orderly) == (1, False)
+            assert "launcher of worker 1" in notice.message
+
+
+@pytest.mark.asyncio
+async def test_the_coordinators_parting_is_a_loss_too(endpoint: Endpoint) -> None:
+    async with gang(endpoint) as (coordinator, first, _second):
+        await coordinator.close()
+        notice = await next_notice(first)
+        assert (notice.worker, notice.orderly) == (0, False)
+        assert coordinator.notices.empty()
+
+
+@pytest.mark.asyncio
+async def test_parting_in_order_is_none(endpoint: Endpoint) -> None:
+    async with gang(endpoint) as (coordinator, first, second):
+        done = Notice(worker=1, code=ExitCode.OK)
+        first.tell(done)
+        await first.close()
+        assert await next_notice(coordinator) == await next_notice(second) == done
+        last = Notice(worker=0, code=ExitCode.OK)
+        coordinator.tell(last)
+        await coordinator.close()
+        assert await next_notice(second) == last
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await second.notices.get()
+
+
+@pytest.mark.asyncio
+async def test_the_secret_never_travels(endpoint: Endpoint) -> None:
+    """A stand-in for worker 0 sees all that a member sends before it is satisfied."""
+    seen = bytearray()
+    got_join = asyncio.Event()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(messages.greeting(messages.new_nonce()))
+        seen.extend(await reader.readline())
+        seen.extend(await reader.readline())
+        got_join.set()
+        writer.close()
+
+    server = await asyncio.start_server(listen, endpoint.host, endpoint.port)
+    async with server:
+        trying = asyncio.create_task(enter(endpoint, join(1)))
+        async with asyncio.timeout(DEADLINE_S):
+            await got_join.wait()
+        trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+    assert b'\\"index\\":1' in seen
+    assert TOKEN.encode() not in seen

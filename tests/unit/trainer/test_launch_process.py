@@ -1,0 +1,367 @@
+"""Real launchers with real ranks, which are ten lines of Python in place of a training run."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.tokens import new_secret
+from megatronapp_common.trace import RECORD, Counter, Kind
+from megatronapp_native import RingReader
+from megatronapp_trainer.launch import address, process
+
+pytestmark = pytest.mark.process
+DEADLINE_S = 90.0
+
+RANK = """
+import json, os, pathlib, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+action = json.loads(os.environ["ACTIONS"]).get(rank, "wait")
+here = pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
+def mark(text):
+    draft = here / f"draft-{rank}"
+    draft.write_text(text)
+    draft.rename(here / f"state-{rank}")
+def until_told():
+    while not (here.parent / "go").exists():
+        time.sleep(0.01)
+def leave(*_):
+    mark("checkpointed")
+    sys.exit(75)
+if action == "polite":
+    signal.signal(signal.SIGTERM, leave)
+if action == "orphan":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("orphan", child.pid)
+ring = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"], os.environ["MEGATRONAPP_SHM_PREFIX"] + f".rank{rank}.ring")
+ring.write_bytes(b"x")
+print("arguments", sys.argv[1:])
+print("environment", json.dumps(dict(os.environ)), flush=True)
+mark(str(os.getpid()))
+until_told()
+if action.startswith("exit"):
+    print("error: this is why", flush=True)
+    sys.exit(int(action.removeprefix("exit")))
+if action == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if action in ("wait", "polite"):
+    time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "deadline passed"
+        time.sleep(0.01)
+
+
+@dataclasses.dataclass
+class Worker:
+    """A launcher and its folder."""
+
+    process: subprocess.Popen[str]
+    run_dir: pathlib.Path
+
+    def pid(self, rank: int) -> int:
+        """Process of a rank, once it runs."""
+        path = self.run_dir / f"state-{rank}"
+        wait_until(path.exists)
+        return int(path.read_text())
+
+    def end(self) -> int:
+        """Exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def record(self) -> dict[str, Any]:
+        """The outcome that it left."""
+        document: dict[str, Any] = json.loads((self.run_dir / "termination.json").read_text())
+        return document
+
+    def output(self) -> str:
+        """What the launcher wrote."""
+        return (self.run_dir / "launcher.log").read_text()
+
+
+class Gang:
+    """Starts launchers as a backend would."""
+
+    def __init__(self, tmp: pathlib.Path, proc_per_node: str = "2,2") -> None:
+        self.tmp = tmp
+        self.shm = tmp / "shm"
+        self.shm.mkdir()
+        (tmp / "secret").write_text(new_secret())
+        (tmp / "rank.py").write_text(RANK)
+        self.proc_per_node = proc_per_node
+        with address.held_port("127.0.0.2") as port:
+            self.coordinator = f"127.0.0.2:{port}"
+        self.workers: list[Worker] = []
+
+    def environment(self, index: int, **changes: str) -> dict[str, str]:
+        run_dir = self.tmp / f"worker-{index}"
+        run_dir.mkdir(exist_ok=True)
+        own = {
+            "JOB": "demo",
+            "JOB_UID": "u",
+            "ATTEMPT": "0",
+            "WORKER_INDEX": str(index),
+            "NUM_WORKERS": str(len(self.proc_per_node.split(","))),
+            "PROC_PER_NODE": self.proc_per_node,
+            "COORDINATOR": self.coordinator,
+            "SECRET_FILE": str(self.tmp / "secret"),
+            "ADDRESS": f"127.0.0.{2 + index}",
+            "NODE_NAME": f"node-{index}",
+            "SHM_DIR": str(self.shm),
+            "SHM_PREFIX": f"demo-w{index}",
+            "RUN_DIR": str(run_dir),
+            "TERMINATION_LOG": str(run_dir / "termination.json"),
+            **changes,
+        }
+        return {**os.environ, **{f"MEGATRONAPP_{name}": value for name, value in own.items()}}
+
+    def command(self, grace_s: float) -> list[str]:
+        flags = ["--grace-s", str(grace_s), "--program", str(self.tmp / "rank.py")]
+        return [sys.executable, "-m", "megatronapp_trainer.launch", *flags, "--", "--num-layers", "4"]
+
+    def start(self, actions: dict[int, str], *, grace_s: float = 0.3, only: int | None = None, **changes: str) -> None:
+        for index in range(len(self.proc_per_node.split(","))) if only is None else [only]:
+            environment = {**self.environment(index, **changes), "ACTIONS": json.dumps(actions)}
+            run_dir = self.tmp / f"worker-{index}"
+            with (run_dir / "launcher.log").open("w") as log:
+                process = subprocess.Popen(
+                    self.command(grace_s), env=environment, stdout=log, stderr=log, text=True, process_group=0
+                )
+            self.workers.append(Worker(process, run_dir))
+
+    def go(self) -> None:
+        """Let the ranks do what they are to do."""
+        (self.tmp / "go").touch()
+
+    def running(self, ranks: dict[int, list[int]]) -> list[int]:
+        """Wait for all ranks; their pids."""
+        return [self.workers[index].pid(rank) for index, found in ranks.items() for rank in found]
+
+
+@pytest.fixture
+def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
+    gang = Gang(tmp_path)
+    yield gang
+    for worker in gang.workers:
+        if worker.process.poll() is None:
+            os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+
+
+BOTH = {0: [0, 1], 1: [2, 3]}
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def assert_nothing_left(gang: Gang, pids: list[int]) -> None:
+    assert list(gang.shm.iterdir()) == []
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def test_a_gang_runs_to_its_end(gang: Gang) -> None:
+    gang.start(dict.fromkeys(range(4), "finish"))
+    pids = gang.running(BOTH)
+    gang.go()
+    assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK]
+    tables = [json.loads((worker.run_dir / "rank-table.json").read_text()) for worker in gang.workers]
+    assert tables[0] == tables[1]
+    assert [one["ranks"] for one in tables[0]["workers"]] == [[0, 1], [2, 3]]
+    for worker, ranks in zip(gang.workers, BOTH.values(), strict=True):
+        assert worker.record()["code"] == 0
+        for rank in ranks:
+            lines = (worker.run_dir / f"rank-{rank}.log").read_text().splitlines()
+            assert lines[0] == "arguments ['--num-layers', '4']"
+            environment = json.loads(lines[1].removeprefix("environment "))
+            assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), "4")
+            assert environment["MASTER_PORT"] == str(tables[0]["masterPort"])
+    assert_nothing_left(gang, pids)
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "number", "words"),
+    [
+        ("exit65", ExitCode.DATA, None, "rank 3 on worker 1 ended with exit code 65: error: this is why"),
+        ("exit7", ExitCode.OWN_FAILURE, None, "rank 3 on worker 1 ended with exit code 1: error: this is why"),
+        ("kill", ExitCode.OWN_FAILURE, 9, "rank 3 on worker 1 ended with signal 9"),
+    ],
+)
+def test_the_first_failing_rank_is_the_evidence(
+    gang: Gang, action: str, code: ExitCode, number: int | None, words: str
+) -> None:
+    gang.start({3: action})
+    pids = gang.running(BOTH)
+    gang.go()
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, code]
+    victim, culprit = (worker.record() for worker in gang.workers)
+    assert (culprit["rank"], culprit["localRank"], culprit["signal"]) == (3, 1, number)
+    assert (victim["rank"], victim["reason"]) == (None, "PeerLost")
+    assert words in victim["message"]
+    if number is None:
+        assert culprit["message"].endswith("error: this is why")
+    assert_nothing_left(gang, pids)
+
+
+def test_a_victim_that_ends_first_is_not_taken_for_the_culprit(gang: Gang) -> None:
+    gang.start({1: f"exit{ExitCode.PEER_LOST}", 3: "exit66"}, grace_s=20)
+    gang.running(BOTH)
+    gang.go()
+    wait_until(lambda: "ended with exit code 66" in gang.workers[0].output())
+    for pid in gang.running({0: [0], 1: [2]}):
+        os.kill(pid, signal.SIGKILL)  # what they would do by themselves; spares the test the grace
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, ExitCode.NOT_FINITE]
+    assert "rank 3 on worker 1 ended with exit code 66" in gang.workers[0].record()["message"]
+
+
+def test_a_killed_launcher_takes_its_ranks_along_and_the_others_stop(gang: Gang) -> None:
+    gang.start({})
+    pids = gang.running(BOTH)
+    gang.workers[1].process.kill()
+    assert gang.workers[0].end() == ExitCode.PEER_LOST
+    assert "the launcher of worker 1 has ended" in gang.workers[0].record()["message"]
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_passed_on_and_answered_by_a_checkpoint(gang: Gang, number: signal.Signals) -> None:
+    gang.start(dict.fromkeys(range(4), "polite"))
+    pids = gang.running(BOTH)
+    gang.go()
+    for worker in gang.workers:
+        worker.process.send_signal(number)
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
+    assert (gang.workers[1].run_dir / "state-3").read_text() == "checkpointed"
+    assert gang.workers[0].record()["reason"] == "Preempted"
+    assert_nothing_left(gang, pids)
+
+
+def test_ranks_without_a_handler_yet_are_stopped_too(gang: Gang) -> None:
+    gang.start({0: "wait", 1: "polite", 2: "wait", 3: "wait"})
+    pids = gang.running(BOTH)
+    for worker in gang.workers:
+        worker.process.send_signal(signal.SIGTERM)
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
+    assert_nothing_left(gang, pids)
+
+
+def test_a_stop_while_gathering_ends_at_once(gang: Gang) -> None:
+    gang.start({}, only=0)
+    worker = gang.workers[0]
+    host, _, port = gang.coordinator.rpartition(":")
+    listening = f"{host}:{port}"
+    wait_until(lambda: any(listening == f"{one.laddr.ip}:{one.laddr.port}" for one in connections(worker.process.pid)))
+    worker.process.terminate()
+    assert worker.end() == ExitCode.PREEMPTED
+
+
+def connections(pid: int) -> list[Any]:
+    return list(psutil.Process(pid).net_connections("inet"))
+
+
+def test_orphans_of_a_rank_are_killed(gang: Gang) -> None:
+    gang.start({0: "orphan", 1: "finish", 2: "finish", 3: "finish"})
+    gang.running(BOTH)
+    gang.go()
+    assert gang.workers[0].end() == ExitCode.OK
+    first_line = (gang.workers[0].run_dir / "rank-0.log").read_text().splitlines()[0]
+    assert not alive(int(first_line.removeprefix("orphan ")))
+
+
+def test_a_process_that_cannot_be_killed_does_not_hold_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as stuck:
+        with monkeypatch.context() as patch:
+            patch.setattr(psutil.Process, "children", lambda _self, recursive: [psutil.Process(stuck.pid)])
+            patch.setattr(psutil.Process, "kill", lambda _self: None)  # as in state D
+            patch.setattr(process, "reap", lambda: iter(()))
+            process.kill_descendants(limit_s=0.2)
+        assert stuck.poll() is None
+        assert f"cannot be killed: process {stuck.pid}" in caplog.text
+        stuck.kill()
+
+
+def test_counters_reach_the_worker_ring_where_a_hub_is(gang: Gang) -> None:
+    gang.start(dict.fromkeys(range(4), "finish"), HUB_URL="http://127.0.0.1:1")
+    gang.running(BOTH)
+    path = gang.shm / "demo-w1.worker.ring"
+    wait_until(path.exists)
+    reader = RingReader(str(path))
+    wait_until(lambda: reader.info().head >= 2)
+    gang.go()
+    wait_until(lambda: reader.info().closed)
+    records = np.frombuffer(reader.read(1000)[0], RECORD)
+    assert set(records["kind"]) == {Kind.COUNTER}
+    assert set(records["comm"]) <= {counter.value for counter in Counter}
+    waits = records[records["comm"] == Counter.RANK_RUN_QUEUE]
+    assert set(waits["ordinal"]) <= {0, 1}
+    values = records["aux"].view("<f4")
+    assert np.all((values >= 0) & np.isfinite(values))
+    assert json.loads(reader.info().metadata)["worker"] == 1
+    assert [worker.end() for worker in gang.workers] == [ExitCode.OK, ExitCode.OK]
+    assert list(gang.shm.iterdir()) == []
+
+
+def test_missing_settings_are_a_usage_error_with_a_record(gang: Gang) -> None:
+    gang.start({}, only=0, PROC_PER_NODE="")
+    assert gang.workers[0].end() == ExitCode.USAGE
+    assert "MEGATRONAPP_PROC_PER_NODE is not set" in gang.workers[0].output()
+    assert gang.workers[0].record()["reason"] == "BadSettings"
+
+
+def test_a_port_in_use_ends_the_gathering(gang: Gang) -> None:
+    host, _, port = gang.coordinator.rpartition(":")
+    from megatronapp_trainer.launch.settings import Endpoint
+
+    with address.listening_socket(Endpoint(host=host, port=int(port)), host):
+        gang.start({}, only=0)
+        assert gang.workers[0].end() == ExitCode.RENDEZVOUS
+    assert f"cannot listen at {gang.coordinator}: Address already in use" in gang.workers[0].record()["message"]
+
+
+def test_a_launcher_stops_when_its_backend_dies(gang: Gang, tmp_path: pathlib.Path) -> None:
+    gang.start(dict.fromkeys(range(4), "polite"), only=1)
+    backend = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen({gang.command(0.3)!r}, process_group=0)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**gang.environment(0), "ACTIONS": json.dumps(dict.fromkeys(range(4), "polite"))}
+    log = (tmp_path / "backend.log").open("w")
+    with (
+        log,
+        subprocess.Popen(
+            [sys.executable, "-c", backend], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as parent,
+    ):
+        assert parent.stdout is not None
+        launcher = int(parent.stdout.readline())
+        state = tmp_path / "worker-0" / "state-0"
+        wait_until(state.exists)
+        parent.kill()
+        wait_until(lambda: not alive(launcher))
+    assert state.read_text() == "checkpointed"
+
+
+def test_the_launcher_imports_no_torch() -> None:
+    modules = "main, counters, devices, supervise, coordinator, member"
+    code = f"import sys\nfrom megatronapp_trainer.launch import {modules}\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,62 @@
+"""The communicator table of every rank: both ends of a pipeline pair know the same directed pairs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.scan.metadata import communicators, directed_pairs
+from megatronapp_trainer.scan.peers import Peers
+
+sizes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+
+
+def layout(rank: int, tensor: int, pipeline: int, data: int) -> Layout:
+    return Layout(
+        rank=rank,
+        world_size=tensor * pipeline * data,
+        local_rank=0,
+        tensor_size=tensor,
+        pipeline_size=pipeline,
+        virtual_size=1,
+    )
+
+
+@given(sizes=sizes)
+def test_both_ends_hold_the_same_pairs(sizes: tuple[int, int, int]) -> None:
+    tensor, pipeline, data = sizes
+    world = tensor * pipeline * data
+    held = {rank: set(directed_pairs(layout(rank, *sizes))) for rank in range(world)}
+    for rank, pairs in held.items():
+        for source, destination in pairs:
+            assert rank in (source, destination)
+            assert (source, destination) in held[source] & held[destination]
+            assert abs(source - destination) % (tensor * data) == 0
+
+
+@given(sizes=sizes)
+def test_neighbours_are_one_stage_away(sizes: tuple[int, int, int]) -> None:
+    tensor, pipeline, data = sizes
+    for rank in range(tensor * pipeline * data):
+        me = layout(rank, *sizes)
+        stages = {layout(peer, *sizes).pipeline_rank for pair in directed_pairs(me) for peer in pair} - {
+            me.pipeline_rank
+        }
+        around = {(me.pipeline_rank + 1) % pipeline, (me.pipeline_rank - 1) % pipeline} - {me.pipeline_rank}
+        assert stages == around
+
+
+def test_slots_are_places_and_lonely_groups_are_left_out() -> None:
+    table = communicators(layout(0, 1, 2, 2), {"tp": [0], "dp": [0, 1], "mp": [0, 2]})
+    assert [(one.slot, one.kind, one.members) for one in table] == [
+        (0, "p2p", (2, 0)),
+        (1, "p2p", (0, 2)),
+        (2, "dp", (0, 1)),
+        (3, "mp", (0, 2)),
+    ]
+
+
+def test_messages_are_counted_per_directed_pair_and_step() -> None:
+    peers = Peers(0, {(0, 2): 1, (2, 0): 0})
+    assert [peers.next_message(name, 2) for name in ("send_next", "recv_next", "send_next")] == [(1, 0), (0, 0), (1, 1)]
+    peers.begin_step()
+    assert peers.next_message("send_prev", 2) == (1, 0)

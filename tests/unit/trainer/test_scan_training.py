@@ -1,0 +1,235 @@
+"""The tracer in real training: it changes no bit, and its records tell the step exactly."""
+
+import itertools
+import json
+import pathlib
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_common.trace import COMPUTE_KINDS, NO_MICROBATCH, P2P_KINDS, RECORD, Flag, Kind, Metric
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+STEPS = 6
+MICROBATCHES = 4
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    f"--train-iters {STEPS} --lr 2e-3 --mock-data --vocab-size 120 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0 --use-distributed-optimizer"
+)
+PIPELINE = f"--global-batch-size {2 * 2 * MICROBATCHES} --pipeline-model-parallel-size 2"
+INTERLEAVED = f"--global-batch-size {2 * MICROBATCHES} --pipeline-model-parallel-size 2"
+INTERLEAVED += " --num-layers-per-virtual-pipeline-stage 1"
+FAULT = [{"rank": 1, "kind": "compute", "factor": 4, "fromStep": 3, "steps": 2}]
+
+
+class Losses:
+    """A reporter that keeps the losses."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.values.append(metrics.loss)
+
+    def state(self, state: str) -> None:
+        pass
+
+
+def train(flags: list[str]) -> dict[str, Any]:
+    """Train on this rank; its losses, and what its ring holds at the end."""
+    warnings.simplefilter("ignore")
+    import os
+
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.observe import RunContext
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.signals import StopWish
+
+    config = parse([*MODEL.split(), *flags])
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    observer = None
+    if config.logging.trace:
+        from megatronapp_trainer import scan
+
+        observer = scan.start(
+            RunContext(
+                config=config,
+                layout=layout,
+                model_config=run.core_config,
+                device_name=device.name,
+                first_iteration=0,
+                num_microbatches=MICROBATCHES,
+            )
+        )
+    losses = Losses()
+    Trainer(
+        run,
+        build_iterators(config, layout, 0),
+        stop_wish=StopWish(),
+        reporter=losses,  # type: ignore[arg-type]
+        observer=observer,
+    ).train()
+    if observer is not None:
+        observer.close()
+    destroy_groups()
+    return {"losses": losses.values, **ring_of(layout.rank, pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"]))}
+
+
+def ring_of(rank: int, directory: pathlib.Path) -> dict[str, Any]:
+    """Metadata, records and loss of records of a rank's ring, where there is one."""
+    path = directory / f"test.rank{rank}.ring"
+    if not path.exists():
+        return {}
+    import megatronapp_native as native
+
+    reader = native.RingReader(str(path))
+    data, lost = reader.read(1_000_000)
+    return {"metadata": json.loads(reader.info().metadata), "records": data, "lost": lost}
+
+
+def traced(run_ranks: RunRanks, directory: pathlib.Path, world: int, *flags: str) -> list[dict[str, Any]]:
+    environment = {"MEGATRONAPP_SHM_DIR": str(directory), "MEGATRONAPP_SHM_PREFIX": "test"}
+    return run_ranks(world, train, list(flags), environment=environment)
+
+
+def records(result: dict[str, Any]) -> np.ndarray:
+    assert result["lost"] == 0
+    return np.frombuffer(result["records"], RECORD)
+
+
+@pytest.fixture(scope="module")
+def pipeline(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """PP2 x DP2, traced, with rank 1 four times slower in steps 3 and 4."""
+    flags = [*PIPELINE.split(), "--trace", "--faults", json.dumps(FAULT)]
+    return traced(run_ranks, tmp_path_factory.mktemp("rings"), 4, *flags)
+
+
+@pytest.fixture(scope="module")
+def interleaved(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return traced(run_ranks, tmp_path_factory.mktemp("rings"), 2, *INTERLEAVED.split(), "--trace")
+
+
+def test_tracing_changes_no_bit(pipeline: list[dict[str, Any]], run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    plain = traced(run_ranks, tmp_path, 4, *PIPELINE.split())
+    assert [one["losses"] for one in plain] == [one["losses"] for one in pipeline]
+    assert len(plain[2]["losses"]) == STEPS
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "interleaved"])
+def test_every_send_has_its_receive(layout: str, request: pytest.FixtureRequest) -> None:
+    results = request.getfixturevalue(layout)
+    sent, received = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+    for result in results:
+        pairs = {one["slot"]: tuple(one["members"]) for one in result["metadata"]["comms"] if one["kind"] == "p2p"}
+        for record in records(result):
+            key = (pairs.get(int(record["comm"])), int(record["step"]), int(record["ordinal"]))
+            if record["kind"] == Kind.SEND_POST:
+                sent[*key, int(record["aux"])] += 1
+            if record["kind"] == Kind.RECV_POST:
+                received[*key, int(record["aux"])] += 1
+    assert sent == received
+    assert set(sent.values()) == {1}
+    per_step = 2 * MICROBATCHES * (2 if layout == "pipeline" else 3)
+    assert len(sent) == STEPS * per_step
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "interleaved"])
+def test_every_receive_is_waited_for(layout: str, request: pytest.FixtureRequest) -> None:
+    """And no send that was not posted; the interleaved schedule of megatron-core leaves its last sends alone."""
+    for result in request.getfixturevalue(layout):
+        keys = [(int(r["kind"]), int(r["step"]), int(r["comm"]), int(r["ordinal"])) for r in records(result)]
+        of = {kind: {key[1:] for key in keys if key[0] == kind} for kind in P2P_KINDS}
+        assert of[Kind.RECV_POST] == of[Kind.RECV_WAIT]
+        assert of[Kind.SEND_POST] >= of[Kind.SEND_WAIT]
+        assert layout == "interleaved" or of[Kind.SEND_POST] == of[Kind.SEND_WAIT]
+
+
+@pytest.mark.parametrize(("layout", "chunks"), [("pipeline", 1), ("interleaved", 2)])
+def test_every_microbatch_runs_forward_and_backward_once(
+    layout: str, chunks: int, request: pytest.FixtureRequest
+) -> None:
+    expected = {(step, chunk, m) for step in range(STEPS) for chunk in range(chunks) for m in range(MICROBATCHES)}
+    for result in request.getfixturevalue(layout):
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            found = [
+                (int(r["step"]), int(r["chunk"]), int(r["microbatch"])) for r in records(result) if r["kind"] == kind
+            ]
+            assert len(found) == len(expected)
+            assert set(found) == expected
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "interleaved"])
+def test_compute_and_waits_never_overlap(layout: str, request: pytest.FixtureRequest) -> None:
+    apart = (COMPUTE_KINDS | P2P_KINDS | {Kind.DATA, Kind.GRAD_REDUCE, Kind.GRAD_NORM, Kind.PARAM_GATHER}) - {
+        Kind.SEND_POST,
+        Kind.RECV_POST,  # posts of one call carry the interval of the call
+    }
+    for result in request.getfixturevalue(layout):
+        spans = sorted(
+            (int(r["start_ns"]), int(r["start_ns"]) + int(r["duration"]) * 8)
+            for r in records(result)
+            if r["kind"] in apart
+        )
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, Any]]) -> None:
+    for result in pipeline:
+        found = records(result)
+        steps = found[found["kind"] == Kind.STEP]
+        assert steps["step"].tolist() == list(range(STEPS))
+        for step in steps:
+            inside = found[(found["step"] == step["step"]) & (found["kind"] < Kind.METRIC)]
+            assert (inside["start_ns"] >= step["start_ns"]).all()
+            ends = inside["start_ns"] + inside["duration"].astype(np.uint64) * 8
+            assert ends.max() <= step["start_ns"] + int(step["duration"]) * 8 + 8
+
+
+def test_the_reporting_rank_samples_the_loss_of_every_step(pipeline: list[dict[str, Any]]) -> None:
+    samples = [records(result) for result in pipeline]
+    losses = [one[(one["kind"] == Kind.METRIC) & (one["comm"] == Metric.LOSS)] for one in samples]
+    assert [len(one) for one in losses] == [0, 0, STEPS, 0]
+    assert losses[2]["aux"].view(np.float32).tolist() == [np.float32(x) for x in pipeline[2]["losses"]]
+    assert losses[2]["step"].tolist() == list(range(STEPS))
+
+
+def test_a_fault_stretches_the_spans_of_its_rank_and_steps_only(pipeline: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(pipeline):
+        found = records(result)
+        injected = found[(found["flags"] & Flag.INJECTED > 0) & (found["kind"] != Kind.FAULT)]
+        expected = (
+            {(3, Kind.FORWARD), (3, Kind.BACKWARD), (4, Kind.FORWARD), (4, Kind.BACKWARD)} if rank == 1 else set()
+        )
+        assert {(int(r["step"]), Kind(int(r["kind"]))) for r in injected} == expected
+        added = found[found["kind"] == Kind.FAULT]
+        assert len(added) == len(injected)
+        for span, fault in zip(injected, added, strict=True):
+            # The fault adds three times the span's own time; a preemption between the two clocks may blur that.
+            assert int(span["duration"]) >= 1.25 * int(fault["duration"])
+
+
+def test_only_compute_and_data_know_their_microbatch(pipeline: list[dict[str, Any]]) -> None:
+    for result in pipeline:
+        found = records(result)
+        named = set(found["kind"][found["microbatch"] != NO_MICROBATCH].tolist())
+        assert named == {Kind.FORWARD, Kind.BACKWARD, Kind.DATA}
+
+
+def test_without_room_for_the_ring_training_goes_on(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    (result,) = traced(run_ranks, tmp_path / "missing", 1, "--global-batch-size", "4", "--trace")
+    assert len(result["losses"]) == STEPS
+    assert "records" not in result

@@ -1,0 +1,60 @@
+"""A failure of one rank reaches all of them."""
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+
+def outcomes(failing_rank: int, kind: str) -> tuple[str, str, int | None]:
+    """What `on_all_ranks` raises or gives here, when one rank fails with this error."""
+    import torch.distributed as dist
+
+    from megatronapp_trainer import errors
+    from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def work() -> int:
+        if rank == failing_rank:
+            if kind == "RefusedError":
+                raise errors.RefusedError("the reason", final=True)
+            raise getattr(errors, kind, OSError)("the reason")
+        return rank
+
+    try:
+        value = on_all_ranks(work)
+    except Exception as error:
+        return type(error).__name__, str(error), None
+    return "", "", value + broadcast_from_zero(lambda: 10 * (rank + 1))
+
+
+@pytest.fixture
+def call(run_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def run(*arguments: Any) -> list[Any]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        return run_ranks(2, outcomes, *arguments, environment={"MASTER_PORT": port})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("kind", "elsewhere"),
+    [("DataError", "DataError"), ("OSError", "TrainerError"), ("RefusedError", "RendezvousError")],
+)
+def test_all_ranks_raise(call: Callable[..., list[Any]], kind: str, elsewhere: str) -> None:
+    first, second = call(1, kind)
+    assert tuple(first) == (elsewhere, "rank 1: the reason", None)
+    assert tuple(second) == (kind, "the reason", None)
+
+
+def test_without_a_failure_everyone_gets_a_result(call: Callable[..., list[Any]]) -> None:
+    first, second = call(7, "DataError")
+    assert tuple(first) == ("", "", 10)
+    assert tuple(second) == ("", "", 11)

@@ -1,0 +1,200 @@
+"""The command line: what is taken, what is refused, and with which words."""
+
+import dataclasses
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.config import TrainerConfig, build_parser, parse
+from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.config.fields import flag_of, option_of
+from megatronapp_trainer.config.megatron_flags import megatron_flags
+from megatronapp_trainer.config.parse import OTHER_SPELLINGS, _flags
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.pretrain import main
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data --vocab-size 128"
+)
+
+
+def parsed(more: str = "") -> TrainerConfig:
+    return parse(shlex.split(f"{SMALL} {more}"))
+
+
+def refusal(more: str, *, instead_of: str = "") -> str:
+    flags = SMALL.replace(instead_of, "") if instead_of else SMALL
+    with pytest.raises(UsageError) as caught:
+        parse(shlex.split(f"{flags} {more}"))
+    return str(caught.value)
+
+
+def test_defaults_are_megatrons() -> None:
+    config = parsed()
+    assert config.optimizer.clip_grad == 1.0
+    assert config.model.hidden_dropout == config.model.attention_dropout == 0.1
+    assert config.model.mlp_width == 256
+    assert config.model.positions == 32
+    assert config.logging.eval_iters == 100
+    assert config.optimizer.lr_decay_style == "linear"
+    assert config.training.check_for_nan
+
+
+def test_negative_spellings_turn_off() -> None:
+    config = parsed("--no-save-optim --disable-bias-linear --no-save-rng --no-check-for-nan-in-loss-and-grad")
+    assert not config.model.add_bias_linear
+    assert not config.checkpoint.save_rng
+    assert not config.training.check_for_nan
+    assert not config.checkpoint.save_optim
+    assert config.checkpoint.load_optim
+
+
+def test_the_last_of_two_values_wins() -> None:
+    assert parsed("--lr 2e-3").optimizer.lr == 2e-3
+
+
+def test_swiglu_width_is_two_thirds() -> None:
+    assert parse(shlex.split(SMALL.replace("64", "4096", 1) + " --swiglu")).model.mlp_width == 10880
+
+
+@pytest.mark.parametrize("flag", ["--num-layer", "--hiden-size", "--sequence-paralel", "--no-save-optimizer"])
+def test_unknown_flags_are_refused_with_the_nearest_name(flag: str) -> None:
+    message = refusal(f"{flag} 3")
+    nearest = {
+        "--num-layer": "--num-layers",
+        "--hiden-size": "--hidden-size",
+        "--sequence-paralel": "--sequence-parallel",
+        "--no-save-optimizer": "--no-save-optim",
+    }
+    assert f"unknown flag {flag}; did you mean {nearest[flag]}?" in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--learning_rate=1", "--lr"),
+        ("--num_layers", "--num-layers"),
+        ("--batch-size", "--micro-batch-size"),
+        ("--tp", "--tensor-model-parallel-size"),
+    ],
+)
+def test_other_trainers_spellings_lead_to_ours(flag: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in refusal(flag)
+
+
+def test_every_other_spelling_leads_to_a_flag() -> None:
+    assert set(OTHER_SPELLINGS.values()) <= set(_flags(build_parser()))
+    assert not set(OTHER_SPELLINGS) & set(_flags(build_parser()))
+
+
+@pytest.mark.parametrize("flag", ["--gradient-rate", "--colour", "--x"])
+def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
+    assert refusal(flag) == f"unknown flag {flag}; see --help for all flags"
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--train-samples=100", "--moe-router-topk", "--async-save"])
+def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
+    message = refusal(flag)
+    assert message.startswith(flag.partition("=")[0])
+    assert "Megatron-LM" in message
+
+
+def test_no_flag_is_both_ours_and_refused() -> None:
+    ours = {flag for action in build_parser()._actions for flag in action.option_strings}
+    assert not ours & megatron_flags()
+    assert len(megatron_flags()) > 400
+
+
+def test_abbreviations_are_refused() -> None:
+    assert "unknown flag --num-lay" in refusal("--num-lay 3")
+
+
+def test_a_value_without_a_flag_is_refused() -> None:
+    assert "unexpected argument 'surplus'" in refusal("--bf16 surplus")
+
+
+def test_a_value_of_the_wrong_type_is_refused() -> None:
+    assert "--train-iters" in refusal("--train-iters many")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--num-layers 0", "--num-layers is missing"),
+        ("--hidden-size 66", "not a multiple of --num-attention-heads"),
+        ("--group-query-attention --num-query-groups 3", "not a multiple of --num-query-groups 3"),
+        ("--tensor-model-parallel-size 3", "must be a multiple of --tensor-model-parallel-size 3"),
+        ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
+        ("--pipeline-model-parallel-size 3", "take a multiple of 3"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "needs --pipeline-model-parallel-size above 1"),
+        ("--overlap-param-gather", "needs --use-distributed-optimizer"),
+        ("--ddp-average-in-collective --calculate-per-token-loss", "exclude each other"),
+        ("--recompute-granularity full", "needs --recompute-method"),
+        ("--recompute-method uniform", "need --recompute-granularity full"),
+        ("--rampup-batch-size 4 4 100", "needs --global-batch-size"),
+        ("--global-batch-size 16 --rampup-batch-size 4 5 100", "does not reach"),
+        ("--min-lr 1", "--min-lr 1.0 is above --lr"),
+        ("--lr-warmup-iters 10", "must be below the 10 steps"),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
+        ("--context-parallel-size 2", "not supported yet"),
+        ("--save-interval 5", "needs --save"),
+        ("--faults []", "needs --trace"),
+        ("--reset-position-ids --position-embedding-type rope", "no effect on rotary"),
+        ("--max-position-embeddings 16", "below --seq-length"),
+        ("--vocab-file a", "--merge-file"),
+        ("--log-interval 0", "--log-interval must be above 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(more: str, words: str) -> None:
+    assert words in refusal(more)
+
+
+def test_data_or_mock_data_is_needed() -> None:
+    assert "no training data" in refusal("", instead_of="--mock-data")
+    assert "exclude each other" in refusal("--data-path corpus")
+
+
+def test_the_batch_must_fit_the_replicas() -> None:
+    config = parsed("--global-batch-size 12")
+    check_world(config, 3)
+    with pytest.raises(UsageError, match="multiple of 8"):
+        check_world(config, 4)
+
+
+def test_interleaving_needs_whole_groups_of_microbatches() -> None:
+    config = parsed("--global-batch-size 6 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2")
+    with pytest.raises(UsageError, match="multiples of 4"):
+        check_world(config, 1)
+
+
+def test_every_section_is_frozen_and_every_field_has_help() -> None:
+    for section in dataclasses.fields(TrainerConfig):
+        value = getattr(parsed(), section.name)
+        for field in dataclasses.fields(value):
+            assert option_of(field).help, flag_of(field)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 1)
+
+
+@given(st.integers(1, 10**6), st.floats(1e-9, 1, allow_nan=False), st.booleans())
+def test_values_come_through(iters: int, rate: float, bf16: bool) -> None:
+    config = parsed(f"--train-iters {iters} --lr {rate!r}" + " --bf16" * bf16)
+    assert (config.training.train_iters, config.optimizer.lr, config.precision.bf16) == (iters, rate, bf16)
+
+
+def test_the_entry_ends_with_the_usage_code_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--num-layer", "4"]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.err == "error (rank 0): unknown flag --num-layer; did you mean --num-layers?\n"
+    assert captured.out == ""
+
+
+def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == ExitCode.OK
+    assert "--tensor-model-parallel-size" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+"""Every layout trains alike: 20 steps against one process."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 8 --train-iters 20 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --mock-data "
+    "--vocab-size 120 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+)
+UNTIED = "--untie-embeddings-and-output-weights --clip-grad 0"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
+)
+TOLERANCE = 1e-5
+
+
+class Recorder:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm or 0.0)
+
+    def state(self, state: str) -> None:
+        pass
+
+    def validation(self, iteration: int, loss: float, split: str) -> None:
+        pass
+
+
+def train(flags: str) -> tuple[list[float], list[float]] | None:
+    """Losses and gradient norms of a run, on the reporting rank."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.signals import StopWish
+
+    config = parse(f"{MODEL} {flags}".split())
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    recorder: Any = Recorder() if layout.is_reporter else None
+    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopWish(), reporter=recorder).train()
+    destroy_groups()
+    return (recorder.losses, recorder.grad_norms) if recorder is not None else None
+
+
+def losses_of(run_ranks: RunRanks, world: int, flags: str) -> tuple[list[float], list[float]]:
+    (result,) = [result for result in run_ranks(world, train, flags) if result is not None]
+    return tuple(result)
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks: RunRanks) -> Callable[[str], tuple[list[float], list[float]]]:
+    """Losses of one process, once for each set of flags."""
+    known: dict[str, tuple[list[float], list[float]]] = {}
+
+    def losses(flags: str) -> tuple[list[float], list[float]]:
+        if flags not in known:
+            known[flags] = losses_of(run_ranks, 1, flags)
+        return known[flags]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(2, "--pipeline-model-parallel-size 2", id="PP2"),
+        pytest.param(4, "--pipeline-model-parallel-size 4", id="PP4"),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", id="VPP"),
+        pytest.param(
+            2,
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            id="VPP-no-overlap",
+        ),
+    ],
+)
+def test_pipelines_are_bit_equal_to_one_process(run_ranks: RunRanks, alone: Any, world: int, layout: str) -> None:
+    losses, _ = losses_of(run_ranks, world, f"{UNTIED} {layout}")
+    assert len(losses) == 20
+    assert losses == alone(UNTIED)[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", id="TP2+SP"),
+        pytest.param(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", id="TP2xPP2"),
+        pytest.param(2, "", id="DP2"),
+        pytest.param(2, "--use-distributed-optimizer", id="DP2-distributed-optimizer"),
+        pytest.param(
+            2,
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            id="DP2-overlap",
+        ),
+        pytest.param(2, "--pipeline-model-parallel-size 2", id="PP2-tied-clipped"),
+        pytest.param(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer", id="PP2xDP2"),
+        pytest.param(
+            1,
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            id="full-recompute",
+        ),
+        pytest.param(1, "--recompute-activations", id="selective-recompute"),
+        pytest.param(1, "--transformer-impl local", id="local-layers"),
+        pytest.param(1, "--calculate-per-token-loss", id="per-token-loss"),
+        pytest.param(1, "--deterministic-mode", id="deterministic"),
+        pytest.param(2, "--calculate-per-token-loss", id="DP2-per-token-loss"),
+        pytest.param(2, "--ddp-average-in-collective", id="DP2-averaged"),
+    ],
+)
+@pytest.mark.parametrize("model", [pytest.param("", id="gpt"), pytest.param(LLAMA, id="llama")])
+def test_layouts_agree_with_one_process(run_ranks: RunRanks, alone: Any, world: int, layout: str, model: str) -> None:
+    losses, norms = losses_of(run_ranks, world, f"{model} {layout}")
+    assert losses == pytest.approx(alone(model)[0], rel=TOLERANCE)
+    assert norms == pytest.approx(alone(model)[1], rel=1e-3)
+
+
+def test_the_loss_falls(alone: Any) -> None:
+    losses = alone("")[0]
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_dropout_with_recomputation_equals_dropout_without(run_ranks: RunRanks) -> None:
+    """The backward pass draws the same masks again, within the tracker's states and outside them."""
+    dropout = "--attention-dropout 0.1 --hidden-dropout 0.1 --tensor-model-parallel-size 2"
+    plain = losses_of(run_ranks, 2, dropout)
+    again = losses_of(
+        run_ranks, 2, f"{dropout} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    assert plain == again
+    assert plain[0] != losses_of(run_ranks, 2, "--tensor-model-parallel-size 2")[0]
+
+
+def test_bf16_follows_fp32(run_ranks: RunRanks, alone: Any) -> None:
+    losses, _ = losses_of(run_ranks, 1, "--bf16")
+    assert losses == pytest.approx(alone("")[0], abs=0.02)
+    assert losses != alone("")[0]

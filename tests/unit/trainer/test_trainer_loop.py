@@ -1,0 +1,345 @@
+"""What happens at the borders of steps: stopping, evaluating, refusing losses that are not finite, being observed."""
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.trace import Kind
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 8 --lr 2e-3 --mock-data --vocab-size 120 --eval-iters 0"
+)
+PP2 = "--pipeline-model-parallel-size 2"
+VPP = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+
+class Recorder:
+    """Stands for reporter, checkpoints and observer, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.consumed: list[int] = []
+        self.validations: list[tuple[int, float, str]] = []
+        self.saved: list[int] = []
+        self.states: list[str] = []
+        self.events: list[tuple[str, Any, int, int]] = []
+        self.open: list[Kind] = []
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+        self.consumed.append(metrics.consumed_samples)
+
+    def state(self, state: str) -> None:
+        self.states.append(state)
+
+    def validation(self, iteration: int, loss: float, split: str) -> None:
+        self.validations.append((iteration, loss, split))
+
+    def save(self, state: Any) -> None:
+        self.saved.append(state.iteration)
+
+
+class Observer:
+    """Keeps spans; its communicator is megatron-core's own."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int, int]] = []
+        self.losses: list[float] = []
+
+    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any:
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        return P2PCommunicator(pipeline_group, model_config)
+
+    def step_begin(self, step: int) -> None:
+        self.events.append(("step_begin", "STEP", step, -1))
+
+    def step_end(self, *, skipped: bool) -> None:
+        self.events.append(("step_end", "STEP", -1, -1))
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self.events.append(("begin", kind.name, chunk, microbatch))
+
+    def end(self, kind: Kind) -> None:
+        self.events.append(("end", kind.name, -1, -1))
+
+    def metrics(self, metrics: Any) -> None:
+        self.losses.append(metrics.loss)
+
+    def validation(self, loss: float) -> None:
+        self.events.append(("validation", "", -1, -1))
+
+
+def prepared(flags: str) -> tuple[Any, Any]:
+    """A run and its iterators on this rank."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import initialize_groups
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
+
+    config = parse(f"{MODEL} {flags}".split())
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    return build_run(config, layout, device, vocab_size=120), build_iterators(config, layout, 0)
+
+
+def train(flags: str) -> dict[str, Any]:
+    """What a run told on this rank."""
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(flags)
+    recorder: Any = Recorder()
+    code = Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=recorder).train()
+    modules = [name for name in sys.modules if name.startswith("megatronapp_trainer.scan")]
+    return {**vars(recorder), "code": int(code), "scan": modules, "timers": run.core_config.timers}
+
+
+def at_step(iterator: Iterator[Any], microbatches: int, step: int, act: Callable[[], None]) -> Iterator[Any]:
+    """The same iterator, which acts before the first microbatch of a step."""
+    for number, batch in enumerate(iterator):
+        if number == microbatches * step:
+            act()
+        yield batch
+
+
+def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
+    """Exit code and words of a run that was asked to stop and cannot save."""
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.errors import UnsavedStopError
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared("")
+    with StopWish() as wish, pytest.raises(UnsavedStopError) as caught:
+        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train()
+    return int(caught.value.exit_code), str(caught.value)
+
+
+def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(PP2)
+    recorder: Any = Recorder()
+    with StopWish() as wish:
+        if run.layout.rank == 0:
+            ask = at_step(iterators.train, 2, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            iterators = DataIterators(train=ask, valid=None, test=None)
+        code = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder).train()
+    return int(code), recorder.saved, run.state.iteration
+
+
+def train_with_poisoned_weights() -> str:
+    """Replica 1 computes NaN from step 2 on."""
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.errors import NotFiniteError
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(PP2)
+    if run.layout.is_first_stage and run.layout.data_rank == 1:
+
+        def poison() -> None:
+            next(run.state.chunks[0].parameters()).data.fill_(float("nan"))
+
+        iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
+    with pytest.raises(NotFiniteError) as caught:
+        Trainer(run, iterators, stop_wish=StopWish()).train()
+    return str(caught.value)
+
+
+def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int]]:
+    """In step 2 a gradient of replica 1 is NaN although its loss is finite; the error, and what was saved."""
+    import torch
+
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.errors import NotFiniteError
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(flags)
+    if run.layout.data_rank == 1:
+
+        def poison() -> None:
+            next(run.state.chunks[0].parameters()).register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+
+        iterators = DataIterators(train=at_step(iterators.train, 2, 2, poison), valid=None, test=None)
+    recorder: Any = Recorder()
+    with pytest.raises(NotFiniteError) as caught:
+        Trainer(run, iterators, stop_wish=StopWish(), checkpoints=recorder).train()
+    return str(caught.value), recorder.saved
+
+
+def train_and_test(flags: str) -> Any:
+    """States that a whole run goes through."""
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(flags)
+    recorder: Any = Recorder()
+    trainer = Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=recorder)
+    trainer.train()
+    trainer.test()
+    return recorder.states
+
+
+def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], list[tuple[int, int]]]:
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.schedule import backward_order
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(flags)
+    observer = Observer()
+    Trainer(run, iterators, stop_wish=StopWish(), observer=observer).train()  # type: ignore[arg-type]
+    return observer.events, observer.losses, list(backward_order(run.layout, 4))
+
+
+def attention_difference(groups: int, masked: bool) -> tuple[float, float]:
+    """Largest differences of output and query gradient between our attention and megatron-core's."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatronapp_trainer.models.attention import TorchAttention
+
+    run, _ = prepared(f"--attention-dropout 0 --group-query-attention --num-query-groups {groups}")
+    options = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    torch.manual_seed(1)
+    query = torch.randn(16, 2, 4, 8, requires_grad=True)
+    key, value = torch.randn(2, 16, 2, groups, 8).unbind(0)
+    causal = torch.triu(torch.ones(2, 1, 16, 16), diagonal=1).bool()
+    causal[0, :, 7:, :7] |= masked
+    results = []
+    for kind in (TorchAttention, DotProductAttention):
+        mask = None if kind is TorchAttention and not masked else causal
+        output = kind(run.core_config, **options)(query, key, value, mask)
+        results.append((output, torch.autograd.grad(output.square().sum(), query)[0]))
+    (ours, our_grad), (theirs, their_grad) = results
+    return (ours - theirs).abs().max().item(), (our_grad - their_grad).abs().max().item()
+
+
+def test_a_signal_on_any_rank_stops_all_at_the_same_border(run_ranks: RunRanks) -> None:
+    results = run_ranks(4, train_with_a_signal_on_rank_0)
+    assert results == [(int(ExitCode.PREEMPTED), [4], 4)] * 4
+
+
+def test_a_stop_without_a_checkpoint_is_no_preemption(run_ranks: RunRanks) -> None:
+    """The operator restarts preempted jobs for free; this one would begin again for ever."""
+    ((code, words),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
+    assert code == ExitCode.OWN_FAILURE
+    assert "stopped after 2 steps, as asked, without a checkpoint (no --save)" in words
+
+
+def test_not_finite_losses_name_step_rank_and_microbatch(run_ranks: RunRanks) -> None:
+    messages = run_ranks(4, train_with_poisoned_weights)
+    assert len(set(messages)) == 1
+    assert "the loss of step 2 is nan (rank 3, microbatch 0)" in messages[0]
+
+
+@pytest.mark.parametrize("flags", ["--clip-grad 0", "--clip-grad 0 --use-distributed-optimizer", ""])
+def test_not_finite_gradients_are_never_saved(run_ranks: RunRanks, flags: str) -> None:
+    for message, saved in run_ranks(2, train_with_poisoned_gradients, f"--save unused --save-interval 1 {flags}"):
+        assert "the gradient norm of step 2 is nan" in message
+        assert saved == [1, 2]
+
+
+def test_evaluation_and_last_checkpoint_are_announced(run_ranks: RunRanks) -> None:
+    (states,) = run_ranks(1, train_and_test, "--train-iters 2 --eval-iters 1")
+    assert states == ["training", "saving", "training", "evaluating", "training", "evaluating", "training", "done"]
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        pytest.param(1, "", id="alone"),
+        pytest.param(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", id="overlap"),
+        pytest.param(2, VPP, id="VPP"),
+    ],
+)
+def test_evaluation_leaves_training_as_it_was(run_ranks: RunRanks, world: int, flags: str) -> None:
+    plain = run_ranks(world, train, flags)[-1]
+    evaluated = run_ranks(world, train, f"{flags} --eval-interval 3 --eval-iters 2".replace("--eval-iters 0", ""))[-1]
+    assert evaluated["losses"] == plain["losses"]
+    assert [validation[0] for validation in evaluated["validations"]] == [3, 6]
+    assert evaluated["validations"][1][1] < evaluated["validations"][0][1]
+
+
+def test_intervals_save_and_exit(run_ranks: RunRanks) -> None:
+    (result,) = run_ranks(
+        1, train, "--save unused --save-interval 2 --exit-interval 5 --manual-gc --manual-gc-interval 2"
+    )
+    assert (result["code"], result["saved"]) == (0, [2, 4, 5])
+    assert len(result["losses"]) == 5
+
+
+def test_a_duration_ends_training_on_all_ranks(run_ranks: RunRanks) -> None:
+    results = run_ranks(2, train, "--save unused --exit-duration-in-mins 1e-9")
+    assert [(result["code"], result["saved"]) for result in results] == [(0, [1])] * 2
+
+
+def test_the_batch_grows(run_ranks: RunRanks) -> None:
+    results = run_ranks(2, train, "--global-batch-size 8 --rampup-batch-size 2 2 12")
+    assert results[0]["consumed"] == [2, 4, 8, 14, 22, 30, 38, 46]
+    assert results[0]["losses"] == results[1]["losses"]
+
+
+def test_without_an_observer_nothing_of_the_tracer_exists(run_ranks: RunRanks) -> None:
+    (result,) = run_ranks(1, train, "")
+    assert result["scan"] == []
+    assert result["timers"] is None
+
+
+@pytest.mark.parametrize("flags", [PP2, VPP])
+def test_an_observer_sees_every_span_and_changes_nothing(run_ranks: RunRanks, flags: str) -> None:
+    plain = run_ranks(2, train, flags)
+    chunks = 2 if flags == VPP else 1
+    for rank, (events, losses, backwards) in enumerate(run_ranks(2, observed, flags)):
+        assert losses == plain[rank]["losses"]
+        steps = split_steps(events)
+        assert len(steps) == 8
+        for step in steps:
+            check_step(step, chunks, backwards)
+
+
+def split_steps(events: list[tuple[str, str, int, int]]) -> list[list[tuple[str, str, int, int]]]:
+    starts = [index for index, event in enumerate(events) if event[0] == "step_begin"]
+    assert [events[index][2] for index in starts] == list(range(len(starts)))
+    return [events[start:end] for start, end in zip(starts, [*starts[1:], len(events)], strict=True)]
+
+
+def check_step(step: list[tuple[str, str, int, int]], chunks: int, backwards: list[tuple[int, int]]) -> None:
+    assert step[-1][0] == "step_end"
+    begun = [event[1:] for event in step if event[0] == "begin"]
+    forwards = sorted(event[1:] for event in begun if event[0] == "FORWARD")
+    assert forwards == [(chunk, microbatch) for chunk in range(chunks) for microbatch in range(4)]
+    assert [event[1:] for event in begun if event[0] == "BACKWARD"] == backwards
+    kinds = [event[0] for event in begun]
+    for kind in ("GRAD_REDUCE", "GRAD_NORM", "OPTIMIZER", "LOSS_REDUCE"):
+        assert kinds.count(kind) == 1
+    compute = [event for event in step if event[1] in {"FORWARD", "BACKWARD", "DATA"}]
+    assert [event[0] for event in compute] == ["begin", "end"] * (len(compute) // 2)
+    assert all(one[1] == two[1] for one, two in zip(compute[::2], compute[1::2], strict=True))
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_attention_equals_megatrons(run_ranks: RunRanks, groups: int, masked: bool) -> None:
+    ((output, gradient),) = run_ranks(1, attention_difference, groups, masked)
+    assert output < 1e-5
+    assert gradient < 1e-4

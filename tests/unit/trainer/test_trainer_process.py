@@ -1,0 +1,117 @@
+"""The entry in fresh processes: asked to stop, losing a peer, resuming."""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.pages import PageReader
+
+pytestmark = pytest.mark.torch
+
+FLAGS = (
+    "--pipeline-model-parallel-size 2 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 100000 --lr 2e-3 --mock-data --vocab-size 100 "
+    "--log-interval 1 --eval-iters 0"
+)
+LIMIT_S = 120
+
+Start = Callable[..., list["subprocess.Popen[str]"]]
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    """Start two ranks; rank 1 reports on its stdout. Whatever is left is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def ranks(flags: str) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            Env.SHM_DIR: str(tmp_path),
+            Env.SHM_PREFIX: "test",
+        }
+        for rank in range(2):
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "megatronapp_trainer.pretrain", *flags.split()],
+                    env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        return started[-2:]
+
+    yield ranks
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def meeting_at_a_taken_port() -> tuple[int, str]:
+    """Exit code and words of a rank 0 whose port belongs to somebody else."""
+    import contextlib
+    import io
+    import warnings
+
+    from megatronapp_trainer.pretrain import main
+
+    warnings.simplefilter("ignore")
+    with socket.socket() as taken, contextlib.redirect_stderr(io.StringIO()) as errors:
+        taken.bind(("", 0))
+        taken.listen()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+        return main(FLAGS.replace("--pipeline-model-parallel-size 2", "").split()), errors.getvalue()
+
+
+def test_a_port_in_use_is_not_a_lost_peer(run_ranks: Callable[..., list[tuple[int, str]]]) -> None:
+    ((code, errors),) = run_ranks(1, meeting_at_a_taken_port)
+    assert code == ExitCode.RENDEZVOUS
+    assert "is in use, so that rank 0 cannot listen there" in errors
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", steps: int) -> None:
+    assert process.stdout is not None
+    for _ in range(steps):
+        assert "iteration" in process.stdout.readline()
+
+
+def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.Path) -> None:
+    flags = f"{FLAGS} --save {tmp_path / 'checkpoints'}"
+    ranks = start(flags)
+    wait_for_steps(ranks[1], 3)
+    ranks[0].send_signal(signal.SIGTERM)
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=LIMIT_S)
+        assert rank.returncode == ExitCode.PREEMPTED, errors
+    page = PageReader(tmp_path / "test.progress").read()
+    assert page is not None
+    done = page["iteration"]
+    assert done >= 3
+    again = start(f"{flags} --exit-interval {done + 2}")
+    output, errors = again[1].communicate(timeout=LIMIT_S)
+    assert again[1].returncode == ExitCode.OK, errors
+    assert [int(line.split("iteration")[1].split("/")[0]) for line in output.splitlines()] == [done + 1, done + 2]
+
+
+def test_a_rank_that_loses_its_peer_says_so(start: Start) -> None:
+    ranks = start(FLAGS)
+    wait_for_steps(ranks[1], 2)
+    ranks[0].kill()
+    _, errors = ranks[1].communicate(timeout=LIMIT_S)
+    assert ranks[1].returncode == ExitCode.PEER_LOST
+    assert "error (rank 1): a peer was lost" in errors

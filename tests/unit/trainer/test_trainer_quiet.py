@@ -1,0 +1,56 @@
+"""Only what megatron-core says without need is left out."""
+
+import logging
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatronapp_trainer.quiet import importing_megatron, saving
+
+
+def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What rank 1 says of its state when rank 0 has another, without a process group."""
+    with importing_megatron():
+        import torch.distributed as dist
+        from megatron.core.dist_checkpointing import validation
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+        from megatron.core.dist_checkpointing.utils import extract_sharded_base
+    gathered = {0: {"exp_avg": ShardedObject("exp_avg", 1.0, (1,), (0,))}}
+    rank_zero = {"optimizer": {"param_state": gathered, "step": 3}}
+    common = [extract_sharded_base(state)[1] for state in (rank_zero, here)]
+
+    def broadcast(box: list[Any], src: int) -> None:
+        box[src] = common[0]
+
+    with (
+        mock.patch.object(dist, "is_initialized", lambda: True),
+        mock.patch.object(dist, "get_rank", lambda: 1),
+        mock.patch.object(dist, "broadcast_object_list", broadcast),
+        caplog.at_level(logging.WARNING),
+        saving(),
+    ):
+        validation._validate_common_state_dict(common[1])
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_state_that_only_the_first_replica_has_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    assert told({"optimizer": {"param_state": None, "step": 3}}, caplog) == []
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        {"optimizer": {"param_state": None, "step": 4}},
+        {"optimizer": {"param_state": None, "step": 3}, "iteration": 7},
+    ],
+)
+def test_any_other_difference_is_told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = told(here, caplog)
+    assert "differs from rank 0" in message
+
+
+def test_without_the_filter_megatron_speaks(caplog: pytest.LogCaptureFixture) -> None:
+    """Or the filter is no longer needed."""
+    with mock.patch("megatronapp_trainer.quiet._tells_something", lambda _record: True):
+        assert len(told({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1

@@ -1,0 +1,310 @@
+"""Pure parts of the loop: batch sizes, coordinates, throughput, the log line, the progress page, spans."""
+
+import importlib.util
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.names import Env
+from megatronapp_common.pages import PageReader
+from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_trainer.batch_size import BatchSchedule
+from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.layout import Layout, layout_from_environment
+from megatronapp_trainer.metrics import flops_per_token, perplexity
+from megatronapp_trainer.observe import ObserverTimers, StepMetrics
+from megatronapp_trainer.report import Reporter, open_progress
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data --vocab-size 128"
+)
+
+
+def config_of(more: str = "") -> TrainerConfig:
+    return parse(shlex.split(f"{SMALL} {more}"))
+
+
+@given(
+    stride=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stairs=st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(1, 4)),
+    samples=st.integers(1, 2000),
+    consumed=st.integers(0, 3000),
+)
+def test_ramp_up_is_a_staircase_to_the_final_size(
+    stride: tuple[int, int], stairs: tuple[int, int, int], samples: int, consumed: int
+) -> None:
+    (micro, replicas), (start, increments, increment) = stride, stairs
+    per_microbatch = micro * replicas
+    first, step = start * per_microbatch, increment * per_microbatch
+    final = first + increments * step
+    schedule = BatchSchedule(micro_batch_size=micro, data_size=replicas, final=final, ramp=(first, step, samples))
+    size = schedule.global_batch_size(consumed)
+    assert first <= size <= final
+    assert (size - first) % step == 0
+    assert size <= schedule.global_batch_size(consumed + 1)
+    assert schedule.global_batch_size(samples + 1) == final
+    assert schedule.global_batch_size(0) == first
+    assert schedule.num_microbatches(consumed) * per_microbatch == size
+
+
+def test_without_ramp_up_the_size_is_constant() -> None:
+    schedule = BatchSchedule(micro_batch_size=2, data_size=2, final=16)
+    assert {schedule.global_batch_size(consumed) for consumed in range(100)} == {16}
+    assert schedule.num_microbatches(0) == 4
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_coordinates_name_every_rank_once(tensor: int, pipeline: int, data: int) -> None:
+    world = tensor * pipeline * data
+    layouts = [
+        Layout(
+            rank=rank,
+            world_size=world,
+            local_rank=0,
+            tensor_size=tensor,
+            pipeline_size=pipeline,
+            virtual_size=1,
+        )
+        for rank in range(world)
+    ]
+    places = {(layout.pipeline_rank, layout.data_rank, layout.tensor_rank) for layout in layouts}
+    assert places == {(p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)}
+    assert [layout.is_reporter for layout in layouts].count(True) == 1
+    assert all(layout.data_size == data for layout in layouts)
+
+
+def test_a_world_that_groups_do_not_divide_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(UsageError, match="multiple of 4"):
+        layout_from_environment(tensor_size=2, pipeline_size=2, virtual_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "six")
+    with pytest.raises(UsageError, match="'six'"):
+        layout_from_environment(tensor_size=1, pipeline_size=1, virtual_size=1)
+
+
+def test_flops_follow_the_known_formula() -> None:
+    """12 L h^2 (1 + G/H + s/h) + 12 L h f + 6 h V for plain GPT, per token."""
+    model = config_of().model
+    layers, hidden, sequence, vocab = 4, 64, 32, 128
+    expected = 12 * layers * hidden**2 * (1 + 1 + sequence / hidden) + 12 * layers * hidden * 256 + 6 * hidden * vocab
+    assert flops_per_token(model, vocab) == pytest.approx(expected)
+
+
+def test_perplexity_is_bounded() -> None:
+    assert perplexity(0.0) == 1.0
+    assert perplexity(100.0) == perplexity(20.0)
+
+
+def metrics_of(iteration: int, loss: float) -> StepMetrics:
+    return StepMetrics(
+        iteration=iteration,
+        loss=loss,
+        learning_rate=1e-3,
+        grad_norm=None,
+        tokens_per_second=1000.0,
+        tflops_per_gpu=0.5,
+        consumed_samples=16 * iteration,
+        skipped=False,
+    )
+
+
+def test_log_lines_hold_means_over_the_interval() -> None:
+    lines: list[str] = []
+    reporter = Reporter(config_of("--log-interval 2"), progress=None, events=None, print_line=lines.append)
+    for iteration, (loss, elapsed_s) in enumerate([(4.0, 0.1), (2.0, 0.3), (1.0, 0.2)], start=1):
+        reporter.step(metrics_of(iteration, loss), elapsed_s=elapsed_s, batch_size=16, skipped_steps=0)
+    (line,) = lines
+    assert "iteration        2/      10 |" in line
+    assert "lm loss: 3.000000E+00 |" in line
+    assert "elapsed time per iteration (ms): 200.0 |" in line
+    assert "tokens per second: 1500 |" in line
+    assert "time left: 0:00:02 |" in line
+
+
+def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
+    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
+    monkeypatch.setenv(Env.ATTEMPT, "3")
+    reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lambda _: None)
+    reader = PageReader(tmp_path / "job.0.progress")
+    reporter.state("starting")
+    document = reader.read()
+    assert document is not None
+    assert document["loss"] is None
+    assert (document["attempt"], document["totalIterations"], document["state"]) == (3, 10, "starting")
+    reporter.step(metrics_of(4, 2.5), elapsed_s=0.5, batch_size=16, skipped_steps=0)
+    document = reader.read()
+    assert document is not None
+    assert (document["iteration"], document["loss"], document["state"]) == (4, 2.5, "training")
+    assert document["gradNorm"] is None
+    assert document["secondsLeft"] == 3.0
+    json.dumps(document)
+
+
+class Events:
+    """Stands for TensorBoard's writer."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[str, float, int]] = []
+        self.closed = False
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.samples.append((tag, value, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_events_are_written_at_their_interval() -> None:
+    events, lines = Events(), list[str]()
+    config = config_of("--tensorboard-log-interval 2 --log-interval 100")
+    reporter = Reporter(config, progress=None, events=events, print_line=lines.append)
+    for iteration in range(1, 5):
+        reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)
+    reporter.validation(4, 0.0, "validation")
+    reporter.close()
+    assert [sample for sample in events.samples if sample[0] == "lm loss"] == [("lm loss", 2.0, 2), ("lm loss", 2.0, 4)]
+    assert ("lm loss validation ppl", 1.0, 4) in events.samples
+    assert "grad-norm" not in {tag for tag, _, _ in events.samples}
+    assert events.closed
+    assert "validation loss at iteration 4 | lm loss value: 0.000000E+00" in lines[0]
+
+
+def test_no_page_without_a_worker_and_a_warning_without_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(Env.SHM_PREFIX, raising=False)
+    assert open_progress(10) is None
+    monkeypatch.setenv(Env.SHM_PREFIX, "job")
+    monkeypatch.setenv(Env.SHM_DIR, "/nonexistent")
+    assert open_progress(10) is None
+    assert "no progress is published" in caplog.text
+
+
+class Spans:
+    """Keeps what an observer is told of spans."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Kind, int, int]] = []
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        self.events.append(("begin", kind, chunk, microbatch))
+
+    def end(self, kind: Kind) -> None:
+        self.events.append(("end", kind, -1, -1))
+
+
+def test_timers_name_chunk_and_microbatch_of_backward_passes() -> None:
+    spans: Any = Spans()
+    timers = ObserverTimers(spans)
+    timers.begin_step(((1, 0), (0, 0)))
+    timers("forward-compute", log_level=2).start()
+    timers.begin_forward(1, 7)
+    timers("forward-compute").stop()
+    for _ in range(2):
+        timers("backward-compute", log_level=2).start()
+        timers("backward-compute").stop()
+    timers("all-grads-sync", log_level=1).start(barrier=False)
+    timers("all-grads-sync").stop()
+    timers("forward-recv", log_level=2).start()
+    timers("forward-recv").stop()
+    assert [event for event in spans.events if event[0] == "begin"] == [
+        ("begin", Kind.FORWARD, 1, 7),
+        ("begin", Kind.BACKWARD, 1, 0),
+        ("begin", Kind.BACKWARD, 0, 0),
+        ("begin", Kind.GRAD_REDUCE, 0, NO_MICROBATCH),
+    ]
+    assert len(spans.events) == 8
+
+
+def test_the_configuration_needs_no_torch() -> None:
+    """Refusing a flag must not cost the import of torch."""
+    code = (
+        "import sys; from megatronapp_trainer.pretrain import main; "
+        "assert main(['--nonsense']) == 64; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_mock_samples_do_not_depend_on_the_layout() -> None:
+    from megatronapp_trainer.mock import mock_batches
+
+    config = config_of("--micro-batch-size 2")
+
+    def first_samples(data_size: int, steps: int) -> list[list[int]]:
+        rows: list[list[int]] = []
+        streams = [
+            mock_batches(
+                config,
+                Layout(rank=rank, world_size=data_size, local_rank=0, tensor_size=1, pipeline_size=1, virtual_size=1),
+                split=0,
+                first_sample=4,
+            )
+            for rank in range(data_size)
+        ]
+        for _ in range(steps):
+            for stream in streams:
+                rows += next(stream)["tokens"].tolist()
+        return rows
+
+    assert first_samples(1, 6) == first_samples(2, 3) == first_samples(3, 2)
+
+
+def test_shards_of_initial_weights_make_up_the_whole() -> None:
+    import torch
+
+    from megatronapp_trainer.models.initial import initial_shard
+
+    model = config_of("--swiglu --ffn-hidden-size 64").model
+
+    def shard(name: str, shape: tuple[int, ...], axis: int, size: int, rank: int) -> torch.Tensor:
+        parameter: Any = torch.nn.Parameter(torch.empty(shape))
+        parameter.tensor_model_parallel, parameter.partition_dim = True, axis
+        layout = Layout(rank=rank, world_size=size, local_rank=0, tensor_size=size, pipeline_size=1, virtual_size=1)
+        return initial_shard(name, parameter, model, seed=1, layout=layout)
+
+    rows = "decoder.layers.3.self_attention.linear_qkv.weight"
+    whole = shard(rows, (12, 8), 0, 1, 0)
+    assert torch.equal(whole, torch.cat([shard(rows, (6, 8), 0, 2, rank) for rank in range(2)]))
+    gated = "decoder.layers.3.mlp.linear_fc1.weight"
+    gate, up = shard(gated, (8, 4), 0, 1, 0).chunk(2)
+    first = shard(gated, (4, 4), 0, 2, 0)
+    assert torch.equal(first, torch.cat([gate[:2], up[:2]]))
+    narrow = shard("decoder.layers.3.mlp.linear_fc2.weight", (64, 64), 1, 1, 0)
+    assert narrow.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.1)
+    assert torch.equal(shard("decoder.layers.0.input_layernorm.weight", (4,), 0, 1, 0), torch.ones(4))
+
+
+def test_transformer_engine_is_refused_where_it_is_missing() -> None:
+    from megatronapp_trainer.models.layers import resolve_implementation
+
+    assert resolve_implementation(config_of("--transformer-impl local").model) == "local"
+    if importlib.util.find_spec("transformer_engine") is None:
+        assert resolve_implementation(config_of().model) == "torch"
+        with pytest.raises(UsageError, match="is not installed"):
+            resolve_implementation(config_of("--transformer-impl transformer_engine").model)
+
+
+def test_second_interrupt_does_not_wait() -> None:
+    import signal
+
+    from megatronapp_trainer.signals import StopWish
+
+    before = signal.getsignal(signal.SIGTERM)
+    with StopWish() as wish:
+        signal.raise_signal(signal.SIGTERM)
+        assert wish.requested
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,108 @@
+"""Which arguments must be the same for a checkpoint to be read, and which are worth a word."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatronapp_trainer.config import DataConfig, TrainerConfig
+from megatronapp_trainer.data.vocabulary import load_vocabulary
+
+Getter = Callable[[TrainerConfig], Any]
+
+
+@functools.lru_cache(maxsize=4)
+def _vocab_size(data: DataConfig) -> int:
+    """Tokens before padding. megatron-core would read embeddings of any other size without a word."""
+    return load_vocabulary(data).vocab_size
+
+
+_MODEL: dict[str, Getter] = {
+    "--num-layers": lambda c: c.model.num_layers,
+    "--hidden-size": lambda c: c.model.hidden_size,
+    "--num-attention-heads": lambda c: c.model.num_attention_heads,
+    "--num-query-groups": lambda c: c.model.heads_of_keys,
+    "--kv-channels": lambda c: c.model.head_width,
+    "--ffn-hidden-size": lambda c: c.model.mlp_width,
+    "--position-embedding-type": lambda c: c.model.position_embedding_type,
+    "--max-position-embeddings": lambda c: (
+        c.model.positions if c.model.position_embedding_type == "learned_absolute" else None
+    ),
+    "--rotary-base": lambda c: c.model.rotary_base if c.model.position_embedding_type == "rope" else None,
+    "--rotary-percent": lambda c: c.model.rotary_percent if c.model.position_embedding_type == "rope" else None,
+    "--normalization": lambda c: c.model.normalization,
+    "--norm-epsilon": lambda c: c.model.norm_epsilon,
+    "--swiglu": lambda c: c.model.swiglu,
+    "--disable-bias-linear": lambda c: not c.model.add_bias_linear,
+    "--add-qkv-bias": lambda c: c.model.add_qkv_bias,
+    "--untie-embeddings-and-output-weights": lambda c: c.model.untie_embeddings_and_output_weights,
+    "--vocab-size": lambda c: _vocab_size(c.data),
+}
+"""The model itself."""
+
+_OPTIMIZER: dict[str, Getter] = {
+    "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
+    "--bf16": lambda c: c.precision.bf16,
+    "--optimizer": lambda c: c.optimizer.optimizer,
+}
+"""How optimizer state is stored."""
+
+_DATA: dict[str, Getter] = {
+    "--seed": lambda c: c.training.seed,
+    "--seq-length": lambda c: c.model.seq_length,
+    "--global-batch-size": lambda c: c.training.global_batch_size,
+    "--train-iters": lambda c: c.training.train_iters,
+    "--data-path": lambda c: list(c.data.data_path or ()),
+    "--train-data-path": lambda c: list(c.data.train_data_path or ()),
+    "--split": lambda c: c.data.split,
+}
+"""What the order of samples depends on."""
+
+
+def record(config: TrainerConfig) -> dict[str, Any]:
+    """Arguments as the manifest keeps them."""
+    return {flag: get(config) for flag, get in (_MODEL | _OPTIMIZER | _DATA).items()}
+
+
+def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) -> str | None:
+    """Why a checkpoint cannot be read into this run, or None. `optimizer`: its state is wanted too."""
+    needed = _MODEL | (_OPTIMIZER if optimizer else {})
+    differences = _differences(stored, config, needed)
+    if not differences:
+        return None
+    advice = "give the checkpoint's values, or another directory with --save and --load"
+    if all(flag in _OPTIMIZER for flag in differences):
+        advice += ", or read the weights alone with --no-load-optim"
+    return f"this run differs from the checkpoint in {_words(differences)}; {advice}"
+
+
+def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
+    """What changes about the order of samples, or None."""
+    differences = _differences(stored, config, _DATA)
+    if not differences:
+        return None
+    return f"samples come in another order than before, because this run differs in {_words(differences)}"
+
+
+def _differences(stored: dict[str, Any], config: TrainerConfig, flags: dict[str, Getter]) -> dict[str, tuple[Any, Any]]:
+    found: dict[str, tuple[Any, Any]] = {}
+    for flag, get in flags.items():
+        here = get(config)
+        if flag in stored and stored[flag] != here:
+            found[flag] = (stored[flag], here)
+    return found
+
+
+def _words(differences: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(
+        f"{flag} ({_show(there)} there, {_show(here)} here)" for flag, (there, here) in differences.items()
+    )
+
+
+def _show(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(str(item) for item in value) or "none"
+    return (
+        {None: "none", True: "on", False: "off"}.get(value, str(value))
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )

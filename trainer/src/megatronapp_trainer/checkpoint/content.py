@@ -1,0 +1,93 @@
+"""What goes into a checkpoint, as megatron-core's sharded state, and how it comes back."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.checkpoint.optimizer_state import finish_loading, prepare_to_load, prepare_to_save
+from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.state import TrainState
+
+_OPTIMIZER_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Gathers on the first replica only, through gloo: on the others it would take the same memory again for nothing.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Which parts of the state are saved or read, besides the weights."""
+
+    optimizer: bool
+    random_states: bool
+    progress: bool
+    """Iteration, samples and schedules."""
+
+
+def sharded_state(state: TrainState, layout: Layout, parts: Parts, *, loading: bool) -> dict[str, Any]:
+    """The state as megatron-core's dist_checkpointing takes it.
+
+    Saving gathers the distributed optimizer over the replicas, so it is collective; loading is not.
+    """
+    if parts.optimizer:
+        (prepare_to_load if loading else prepare_to_save)(state.optimizer)
+    metadata = _metadata()
+    models = {name: model.sharded_state_dict(metadata=metadata) for name, model in _models(state).items()}
+    content: dict[str, Any] = dict(models)
+    if parts.optimizer:
+        weights = models["model"] if len(models) == 1 else models
+        content["optimizer"] = state.optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+    if parts.random_states:
+        content["rng_state"] = _sharded_random_states(layout, loading=loading)
+    if parts.progress and not loading:
+        content["opt_param_scheduler"] = state.scheduler.state_dict()
+        content["iteration"] = state.iteration
+    return content
+
+
+def restore(state: TrainState, loaded: dict[str, Any], parts: Parts) -> None:
+    """Put what was read into the run."""
+    for name, model in _models(state).items():
+        model.load_state_dict(loaded[name])
+    if parts.optimizer:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        finish_loading(state.optimizer)
+    else:
+        state.optimizer.reload_model_params()
+    if parts.progress:
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if parts.random_states:
+        random_states.restore(loaded["rng_state"])
+
+
+def _metadata() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {**_OPTIMIZER_FORMAT, "dp_cp_group": group}
+
+
+def _models(state: TrainState) -> dict[str, Any]:
+    """The chunks by the names they have in a checkpoint, without their wrappers."""
+    bare = [_unwrapped(chunk) for chunk in state.chunks]
+    return {"model": bare[0]} if len(bare) == 1 else {f"model{index}": model for index, model in enumerate(bare)}
+
+
+def _unwrapped(module: Any) -> Any:  # noqa: ANN401  # DistributedDataParallel, perhaps Float16Module, around a GPTModel
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def _sharded_random_states(layout: Layout, *, loading: bool) -> Any:  # noqa: ANN401
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject(
+        "rng_state",
+        None if loading else random_states.capture(),
+        (layout.pipeline_size, layout.tensor_size),
+        (layout.pipeline_rank, layout.tensor_rank),
+        replica_id=layout.data_rank,
+    )

@@ -1,0 +1,228 @@
+"""The directory that holds a job's checkpoints. Files only, no torch, one process at a time (rank 0).
+
+    SAVE/
+        latest_checkpointed_iteration.txt   the newest one, as Megatron's tools read it
+        owner.json                          which life of the job may write here
+        iter_0000100/                       whole, because it got this name last
+            megatronapp.json                what is in it, with the size of every file
+        iter_0000150.tmp-a2/                being written by attempt 2
+        iter_0000050.old-a2/                being deleted or replaced by attempt 2
+
+A checkpoint is written under a temporary name and renamed. A rank that was cut off with its node and lives on in an
+old attempt must not delete or replace what a new attempt writes: the newest claim in owner.json alone may rename and
+delete.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatronapp_trainer.errors import StorageError, SupersededError
+from megatronapp_trainer.files import sync_directory, write_atomically
+
+TRACKER = "latest_checkpointed_iteration.txt"
+OWNER = "owner.json"
+MANIFEST = "megatronapp.json"
+FORMAT = 1
+_FINAL = re.compile(r"iter_(\d+)")
+_TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+")
+_OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A life of a job as owner of the directory. `token` tells two claims of the same attempt apart."""
+
+    uid: str
+    attempt: int
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds. Its presence, with every file at its size, makes a checkpoint whole."""
+
+    iteration: int
+    consumed_samples: int
+    skipped_iterations: int
+    attempt: int
+    layout: dict[str, int]
+    optimizer: str | None
+    random_states: bool
+    arguments: dict[str, Any]
+    files: dict[str, int] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+class BrokenCheckpointError(Exception):
+    """A directory that is no whole checkpoint; the text says why. Never leaves this package."""
+
+
+class CheckpointDirectory:
+    """A directory of checkpoints."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def checkpoints(self) -> list[pathlib.Path]:
+        """Everything that has the name of a checkpoint, newest first."""
+        if not self.path.is_dir():
+            return []
+        found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _FINAL.fullmatch(entry.name))]
+        return [entry for _, entry in sorted(found, reverse=True)]
+
+    def claim(self, claim: Claim) -> None:
+        """Become the owner, and clear away what earlier claims left unfinished.
+
+        Raises:
+            SupersededError: a newer attempt of the same job owns the directory.
+            StorageError: it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            owner = self._owner()
+            if owner is not None and owner.uid == claim.uid and owner.attempt > claim.attempt:
+                raise SupersededError(self._superseded(owner, claim))
+            write_atomically(self.path / OWNER, json.dumps(asdict(claim)).encode())
+            self._restore_replaced()
+            for entry in self.path.iterdir():
+                if _TEMPORARY.fullmatch(entry.name):
+                    shutil.rmtree(entry, ignore_errors=True)
+        except OSError as error:
+            raise StorageError(f"--save {self.path} cannot be written: {error.strerror or error}") from error
+
+    def check_owner(self, claim: Claim) -> None:
+        """Raise SupersededError unless `claim` is the newest one."""
+        owner = self._owner()
+        if owner != claim:
+            raise SupersededError(self._superseded(owner, claim))
+
+    def temporary(self, iteration: int, claim: Claim) -> pathlib.Path:
+        """Where a checkpoint is written before it gets its name."""
+        return self.path / f"{_name(iteration)}.tmp-a{claim.attempt}"
+
+    def begin(self, iteration: int, claim: Claim) -> pathlib.Path:
+        """An empty directory to write a checkpoint into."""
+        self.check_owner(claim)
+        temporary = self.temporary(iteration, claim)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        return temporary
+
+    def publish(self, temporary: pathlib.Path, manifest: Manifest, claim: Claim) -> pathlib.Path:
+        """Give a fully written checkpoint its name and make it the newest one."""
+        sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
+        whole = asdict(manifest) | {"files": sizes}
+        write_atomically(temporary / MANIFEST, json.dumps(whole, indent=1).encode())
+        sync_directory(temporary)
+        final = self.path / _name(manifest.iteration)
+        self.check_owner(claim)
+        doomed = self._move_away(final, claim)
+        temporary.rename(final)
+        write_atomically(self.path / TRACKER, str(manifest.iteration).encode())
+        sync_directory(self.path)
+        shutil.rmtree(doomed, ignore_errors=True)
+        return final
+
+    def prune(self, keep: int, claim: Claim, *, published: int) -> None:
+        """Delete older checkpoints than the `keep` newest up to iteration `published`, the one just written.
+
+        Only whole ones count and are deleted: others may be another program's, and cannot be resumed from. Those of
+        later iterations stay, because this run could not go on from them, and does not know why they are there.
+        """
+        self.check_owner(claim)
+        for old in [path for path in self.checkpoints() if _whole_up_to(path, published)][keep:]:
+            shutil.rmtree(self._move_away(old, claim), ignore_errors=True)
+
+    def discard(self, temporary: pathlib.Path) -> None:
+        """Delete what a failed save wrote."""
+        shutil.rmtree(temporary, ignore_errors=True)
+
+    def _move_away(self, final: pathlib.Path, claim: Claim) -> pathlib.Path:
+        """Take a checkpoint's name away, if it exists, so that no moment shows half of it; where to delete it then."""
+        doomed = final.with_name(f"{final.name}.old-a{claim.attempt}")
+        if final.exists():
+            shutil.rmtree(doomed, ignore_errors=True)
+            final.rename(doomed)
+        return doomed
+
+    def _restore_replaced(self) -> None:
+        """Give a checkpoint its name back whose writer was killed before the new one of this iteration had it."""
+        replaced = [(int(match[2]), entry) for entry in self.path.iterdir() if (match := _OLD.fullmatch(entry.name))]
+        for _, entry in sorted(replaced, reverse=True):
+            final = entry.with_name(entry.name.partition(".")[0])
+            if not final.exists() and _is_whole(entry):
+                entry.rename(final)
+
+    def _owner(self) -> Claim | None:
+        try:
+            return Claim(**json.loads((self.path / OWNER).read_text(encoding="utf-8")))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None
+
+    def _superseded(self, owner: Claim | None, claim: Claim) -> str:
+        who = (
+            "nobody (its owner.json is gone)" if owner is None else f"attempt {owner.attempt} of job {owner.uid or '-'}"
+        )
+        return (
+            f"{self.path} now belongs to {who}; attempt {claim.attempt} of job {claim.uid or '-'} "
+            "has been replaced and writes no more checkpoints"
+        )
+
+
+def _name(iteration: int) -> str:
+    return f"iter_{iteration:07d}"
+
+
+def _is_whole(checkpoint: pathlib.Path) -> bool:
+    with contextlib.suppress(BrokenCheckpointError):
+        read_manifest(checkpoint)
+        return True
+    return False
+
+
+def _whole_up_to(checkpoint: pathlib.Path, iteration: int) -> bool:
+    with contextlib.suppress(BrokenCheckpointError):
+        return read_manifest(checkpoint).iteration <= iteration
+    return False
+
+
+def read_manifest(checkpoint: pathlib.Path) -> Manifest:
+    """The manifest of a whole checkpoint.
+
+    Raises:
+        BrokenCheckpointError: it is not whole; the text says why.
+    """
+    try:
+        stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BrokenCheckpointError(
+            f"it has no {MANIFEST}: it was not written to its end, or not by this product"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpointError(f"its {MANIFEST} cannot be read ({error})") from error
+    if not isinstance(stored, dict):
+        raise BrokenCheckpointError(f"its {MANIFEST} is no JSON object")
+    if stored.get("format") != FORMAT:
+        raise BrokenCheckpointError(f"its format {stored.get('format')} is not {FORMAT}: another version wrote it")
+    with contextlib.suppress(TypeError):
+        manifest = Manifest(**stored)
+        _check_sizes(checkpoint, manifest)
+        return manifest
+    raise BrokenCheckpointError(f"its {MANIFEST} lacks entries or has unknown ones")
+
+
+def _check_sizes(checkpoint: pathlib.Path, manifest: Manifest) -> None:
+    for name, size_bytes in manifest.files.items():
+        try:
+            found = os.stat(checkpoint / name).st_size
+        except OSError as error:
+            raise BrokenCheckpointError(f"its file {name} is missing ({error.strerror})") from error
+        if found != size_bytes:
+            raise BrokenCheckpointError(f"its file {name} has {found} bytes instead of {size_bytes}")

@@ -1,0 +1,273 @@
+"""Saves and resumes a run. All ranks call it together."""
+
+import logging
+import os
+import pathlib
+import shutil
+from dataclasses import dataclass
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.checkpoint import arguments, schedules
+from megatronapp_trainer.checkpoint.content import Parts, restore, sharded_state
+from megatronapp_trainer.checkpoint.directory import (
+    BrokenCheckpointError,
+    CheckpointDirectory,
+    Claim,
+    Manifest,
+    read_manifest,
+)
+from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, write
+from megatronapp_trainer.collective import (
+    Agreement,
+    broadcast_from_zero,
+    on_all_ranks,
+    on_rank_zero,
+    rank,
+    says_lost_peer,
+)
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
+from megatronapp_trainer.layout import Layout, environment_integer
+from megatronapp_trainer.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Candidate:
+    """A checkpoint that may be read, or why not."""
+
+    path: pathlib.Path
+    manifest: Manifest | None
+    flaw: str | None
+
+
+class CheckpointManager:
+    """Checkpoints of one run.
+
+    Without `--save` nothing is written. The newest whole checkpoint of `--save` is resumed from, so that a restarted
+    job goes on; only where there is none, that of `--load`.
+    """
+
+    def __init__(self, config: TrainerConfig, layout: Layout) -> None:
+        self._config = config
+        self._layout = layout
+        flags = config.checkpoint
+        if flags.finetune and flags.load is not None and flags.load == flags.save:
+            raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
+        self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
+        self._claim: Claim | None = None
+
+    def load(self, state: TrainState) -> bool:
+        """Resume `state` in place; whether there was something to resume from. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or all of them are damaged, or `--load` has none and
+                `--exit-on-missing-checkpoint` is given.
+            SupersededError: a newer attempt owns `--save`.
+        """
+        if self._directory is not None:
+            self._claimed(self._directory)
+            if self._load_newest(self._directory, state, finetune=False):
+                return True
+        return self._load_other(state)
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint of `state`. Collective; does nothing without `--save`.
+
+        Raises:
+            StorageError: it could not be written; nothing half done is left, and all ranks raise.
+            RuntimeError: a peer was lost; what is half done, and never counts as a checkpoint, is cleared away by the
+                next attempt.
+            SupersededError: a newer attempt owns the directory.
+        """
+        if self._directory is None:
+            return
+        directory, claim = self._directory, self._claimed(self._directory)
+        temporary = directory.temporary(state.iteration, claim)
+        try:
+            on_rank_zero(lambda: directory.begin(state.iteration, claim))
+            self._write(state, temporary)
+            on_rank_zero(lambda: self._publish(directory, state, temporary, claim))
+        except (OSError, WriteFailedError, TrainerError, RuntimeError) as error:
+            self._give_up(error, temporary)
+
+    def _write(self, state: TrainState, temporary: pathlib.Path) -> None:
+        on_all_ranks(lambda: _require_shared(temporary))
+        content = sharded_state(state, self._layout, self._saved_parts(), loading=False)
+        write(content, temporary)
+
+    def _publish(
+        self, directory: CheckpointDirectory, state: TrainState, temporary: pathlib.Path, claim: Claim
+    ) -> None:
+        directory.publish(temporary, self._manifest(state, claim), claim)
+        if (keep := self._config.checkpoint.keep_last) is not None:
+            directory.prune(keep, claim, published=state.iteration)
+
+    def _give_up(self, error: Exception, temporary: pathlib.Path) -> None:
+        """Say why. But for a lost peer all ranks are here, for one cause."""
+        if isinstance(error, SupersededError) or says_lost_peer(error):
+            raise error  # somebody may still be writing under the same name; the next owner clears what is left here
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, StorageError):
+            raise error
+        raise StorageError(
+            f"checkpoint {temporary.name.partition('.')[0]} could not be written to {temporary.parent}: {error}. "
+            f"{_room(temporary.parent)}What was written of it has been removed; earlier checkpoints are as they were"
+        ) from error
+
+    def _claimed(self, directory: CheckpointDirectory) -> Claim:
+        if self._claim is None:
+
+            def claim() -> Claim:
+                mine = Claim(uid=os.environ.get(Env.JOB_UID, ""), attempt=environment_integer(Env.ATTEMPT, 0))
+                directory.claim(mine)
+                return mine
+
+            self._claim = broadcast_from_zero(claim)
+        return self._claim
+
+    def _manifest(self, state: TrainState, claim: Claim) -> Manifest:
+        parts = self._saved_parts()
+        kind = "distributed" if self._config.parallel.use_distributed_optimizer else "plain"
+        return Manifest(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            skipped_iterations=state.skipped_iterations,
+            attempt=claim.attempt,
+            layout=_sizes(self._layout),
+            optimizer=kind if parts.optimizer else None,
+            random_states=parts.random_states,
+            arguments=arguments.record(self._config),
+        )
+
+    def _saved_parts(self) -> Parts:
+        flags = self._config.checkpoint
+        return Parts(optimizer=flags.save_optim, random_states=flags.save_rng, progress=True)
+
+    def _load_other(self, state: TrainState) -> bool:
+        flags = self._config.checkpoint
+        if flags.load is None:
+            return False
+        found = flags.load != flags.save and self._load_newest(
+            CheckpointDirectory(pathlib.Path(flags.load)), state, finetune=flags.finetune
+        )
+        if not found and flags.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {flags.load} holds no checkpoint; check the path")
+        if not found:
+            _note(f"--load {flags.load} holds no checkpoint; training starts from the beginning")
+        return found
+
+    def _load_newest(self, directory: CheckpointDirectory, state: TrainState, *, finetune: bool) -> bool:
+        candidates = broadcast_from_zero(lambda: [_inspect(path) for path in directory.checkpoints()])
+        for candidate in candidates:
+            try:
+                self._load(candidate, state, finetune=finetune)
+            except BrokenCheckpointError as error:
+                _note(f"checkpoint {candidate.path} is left out: {error}")
+            else:
+                return True
+        if candidates:
+            raise CheckpointError(
+                f"none of the {len(candidates)} checkpoints in {directory.path} is whole; "
+                "remove them to start from the beginning"
+            )
+        return False
+
+    def _load(self, candidate: _Candidate, state: TrainState, *, finetune: bool) -> None:
+        manifest = candidate.manifest
+        if manifest is None:
+            raise BrokenCheckpointError(candidate.flaw or "it cannot be read")
+        parts = self._read_parts(manifest, candidate.path, finetune=finetune)
+        if (reason := arguments.conflict(manifest.arguments, self._config, optimizer=parts.optimizer)) is not None:
+            raise CheckpointError(f"{candidate.path}: {reason}")
+        on_all_ranks(lambda: _require_shared(candidate.path))
+        template = on_all_ranks(lambda: sharded_state(state, self._layout, parts, loading=True))
+        loaded = read(template, candidate.path)
+        agreement = Agreement()
+        with agreement.attempt():
+            if parts.progress:
+                self._check_schedules(loaded["opt_param_scheduler"], candidate.path, manifest, state)
+            restore(state, loaded, parts)
+        agreement.settle()
+        if parts.progress:
+            state.iteration = manifest.iteration
+            state.consumed_samples = manifest.consumed_samples
+            state.skipped_iterations = manifest.skipped_iterations
+        self._tell(candidate.path, manifest, parts)
+
+    def _check_schedules(
+        self, stored: schedules.State, path: pathlib.Path, manifest: Manifest, state: TrainState
+    ) -> None:
+        reason = schedules.conflict(
+            stored,
+            state.scheduler.state_dict(),
+            train_iters_there=manifest.arguments["--train-iters"],
+            config=self._config,
+        )
+        if reason is not None:
+            raise CheckpointError(f"{path}: {reason}")
+
+    def _read_parts(self, manifest: Manifest, path: pathlib.Path, *, finetune: bool) -> Parts:
+        flags = self._config.checkpoint
+        if finetune:
+            return Parts(optimizer=False, random_states=False, progress=False)
+        if flags.load_optim and manifest.optimizer is None:
+            raise CheckpointError(f"{path} holds no optimizer state; give --no-load-optim or --finetune to do without")
+        here, there = _sizes(self._layout), manifest.layout
+        same_states = all(here[name] == there.get(name) for name in ("tensor", "pipeline", "virtual"))
+        wanted = flags.load_rng and manifest.random_states
+        if wanted and not same_states:
+            _note(f"random states in {path} belong to another layout; they start anew from --seed")
+        return Parts(optimizer=flags.load_optim, random_states=wanted and same_states, progress=True)
+
+    def _tell(self, path: pathlib.Path, manifest: Manifest, parts: Parts) -> None:
+        if not parts.progress:
+            _say(f"weights read from {path}")
+            return
+        _say(f"resumed from {path}: iteration {manifest.iteration}, {manifest.consumed_samples} samples consumed")
+        if (note := arguments.notes(manifest.arguments, self._config)) is not None:
+            _note(note)
+
+
+def _inspect(path: pathlib.Path) -> _Candidate:
+    try:
+        return _Candidate(path=path, manifest=read_manifest(path), flaw=None)
+    except BrokenCheckpointError as error:
+        return _Candidate(path=path, manifest=None, flaw=str(error))
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {
+        "tensor": layout.tensor_size,
+        "pipeline": layout.pipeline_size,
+        "virtual": layout.virtual_size,
+        "data": layout.data_size,
+    }
+
+
+def _require_shared(path: pathlib.Path) -> None:
+    if not path.is_dir():
+        raise StorageError(
+            f"{path} cannot be seen from here; --save and --load must name a directory that all nodes share"
+        )
+
+
+def _room(path: pathlib.Path) -> str:
+    try:
+        free_bytes = shutil.disk_usage(path).free
+    except OSError:
+        return ""
+    return f"{free_bytes / 2**30:.2f} GiB are free there. "
+
+
+def _say(text: str) -> None:
+    """News for whoever reads rank 0's output, beside the log lines of the loop."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def _note(text: str) -> None:
+    if rank() == 0:
+        logger.warning(text)

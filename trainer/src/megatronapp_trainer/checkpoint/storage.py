@@ -1,0 +1,88 @@
+"""Writes and reads the files of one checkpoint: megatron-core's `torch_dist` format with torch's plain file writer.
+
+megatron-core's own writer hands the data to processes that it spawns, which costs seconds, needs a guarded main module
+and hangs where one cannot start. Here the calling thread writes. What one rank alone does is agreed upon afterwards, so
+that a failure reaches all ranks instead of leaving them in a collective.
+"""
+
+import pathlib
+import warnings
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.collective import Agreement, on_rank_zero
+from megatronapp_trainer.errors import CheckpointError
+from megatronapp_trainer.quiet import saving
+
+_BACKEND = ("torch_dist", 1)
+
+
+class WriteFailedError(Exception):
+    """Files could not be written. Never leaves this package."""
+
+
+def write(content: dict[str, Any], directory: pathlib.Path) -> None:
+    """Write this rank's part of `content`; collective.
+
+    Raises:
+        WriteFailedError: on every rank, with the first cause.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        MCoreSavePlanner,
+        _replace_state_dict_keys_with_sharded_keys,
+        mcore_to_pyt_state_dict,
+    )
+
+    agreement = Agreement()
+    with agreement.attempt(), saving():  # gathers first, then only rank 0 judges, and may raise alone
+        sharded, common = save_preprocess(content, validate_access_integrity=True)
+    agreement.settle()
+    on_rank_zero(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, directory))
+    grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    tensors = mcore_to_pyt_state_dict(grouped)
+    try:
+        save_state(
+            tensors,
+            storage_writer=FileSystemWriter(directory, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
+        )
+    except CheckpointException as error:
+        raise WriteFailedError(_first_failure(error)) from error
+    on_rank_zero(lambda: save_config(CheckpointingConfig(*_BACKEND), str(directory)))
+
+
+def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
+    """Read this rank's part; `template` says which; collective.
+
+    Raises:
+        BrokenCheckpointError: files are damaged.
+        CheckpointError: the files are sound but hold another model.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*load_state_dict.*deprecated", category=FutureWarning)
+        try:
+            loaded: dict[str, Any] = dist_checkpointing.load(template, str(directory))
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            if any(isinstance(cause, KeyError | CheckpointingException) for cause in causes):
+                raise CheckpointError(f"{directory} holds another model: {_first_failure(error)}") from error
+            raise BrokenCheckpointError(f"its files cannot be read: {_first_failure(error)}") from error
+    return loaded
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items())
+    text = f"{type(cause).__name__} on rank {rank}: {cause}"
+    if "unexpected pos" in text:  # torch's archive writer hides the system's reason behind this
+        return f"a file could not be written to its end, as on a full disk or quota ({text})"
+    return text

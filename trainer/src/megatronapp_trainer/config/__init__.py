@@ -1,0 +1,28 @@
+"""The trainer's configuration: frozen dataclasses, from which the parser is made. Flags have Megatron's spelling."""
+
+from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, PrecisionConfig
+from megatronapp_trainer.config.parse import build_parser, parse
+from megatronapp_trainer.config.root import TrainerConfig
+from megatronapp_trainer.config.training import (
+    AlwaysConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "AlwaysConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "TrainerConfig",
+    "TrainingConfig",
+    "build_parser",
+    "parse",
+]

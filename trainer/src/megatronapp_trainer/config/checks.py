@@ -1,0 +1,260 @@
+"""What a configuration must hold to be trained, apart from what depends on the number of ranks."""
+
+from collections.abc import Callable
+
+from megatronapp_trainer.config.root import TrainerConfig
+from megatronapp_trainer.errors import UsageError
+
+
+def check(config: TrainerConfig) -> None:
+    """Raise UsageError for the first rule that the configuration breaks."""
+    for rule in _RULES:
+        rule(config)
+
+
+def check_world(config: TrainerConfig, data_size: int) -> None:
+    """Raise UsageError if the global batch does not fit this number of replicas."""
+    batch, stride = config.global_batch_size(data_size), config.training.micro_batch_size * data_size
+    _require(
+        batch % stride == 0,
+        f"--global-batch-size {batch} is not a multiple of --micro-batch-size {config.training.micro_batch_size} "
+        f"x {data_size} replicas; take a multiple of {stride}",
+    )
+    if config.training.rampup_batch_size is not None:
+        start, increment, _ = config.training.rampup_batch_size
+        _require(
+            start % stride == 0 and increment % stride == 0,
+            f"--rampup-batch-size: start {start} and increment {increment} must be multiples of {stride} "
+            f"(--micro-batch-size x replicas)",
+        )
+    pipeline = config.parallel.pipeline_model_parallel_size
+    sizes = (batch, *(config.training.rampup_batch_size or ())[:2])
+    if config.virtual_size > 1:
+        _require(
+            all(size // stride % pipeline == 0 for size in sizes),
+            f"the interleaved schedule needs a multiple of --pipeline-model-parallel-size {pipeline} microbatches "
+            f"in each step; take batch sizes that are multiples of {stride * pipeline}",
+        )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def _required_flags(config: TrainerConfig) -> None:
+    needed = {
+        "--num-layers": config.model.num_layers,
+        "--hidden-size": config.model.hidden_size,
+        "--num-attention-heads": config.model.num_attention_heads,
+        "--seq-length": config.model.seq_length,
+        "--micro-batch-size": config.training.micro_batch_size,
+        "--train-iters": config.training.train_iters,
+        "--lr": config.optimizer.lr,
+    }
+    for flag, value in needed.items():
+        _require(value > 0, f"{flag} is missing or not positive; give it a value above 0")
+
+
+def _attention(config: TrainerConfig) -> None:
+    model, tensor = config.model, config.parallel.tensor_model_parallel_size
+    _require(
+        model.kv_channels is not None or model.hidden_size % model.num_attention_heads == 0,
+        f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}",
+    )
+    _require(
+        model.num_attention_heads % model.heads_of_keys == 0,
+        f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
+        f"--num-query-groups {model.heads_of_keys}",
+    )
+    for name, value in (("--num-attention-heads", model.num_attention_heads), ("key heads", model.heads_of_keys)):
+        _require(value % tensor == 0, f"{name} ({value}) must be a multiple of --tensor-model-parallel-size {tensor}")
+
+
+def _positions(config: TrainerConfig) -> None:
+    model, data = config.model, config.data
+    _require(
+        model.positions >= model.seq_length,
+        f"--max-position-embeddings {model.positions} is below --seq-length {model.seq_length}",
+    )
+    _require(
+        not (data.reset_position_ids and model.position_embedding_type == "rope"),
+        "--reset-position-ids has no effect on rotary positions, which are relative; leave it out or take "
+        "--position-embedding-type learned_absolute",
+    )
+
+
+def _tensor_parallel(config: TrainerConfig) -> None:
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    _require(tensor > 0, "--tensor-model-parallel-size must be 1 or more")
+    _require(
+        not parallel.sequence_parallel or tensor > 1, "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    )
+    _require(
+        not parallel.sequence_parallel or model.seq_length % tensor == 0,
+        f"--sequence-parallel: --seq-length {model.seq_length} must be a multiple of "
+        f"--tensor-model-parallel-size {tensor}",
+    )
+    _require(
+        model.make_vocab_size_divisible_by % tensor == 0,
+        f"--make-vocab-size-divisible-by {model.make_vocab_size_divisible_by} must be a multiple of "
+        f"--tensor-model-parallel-size {tensor}: the padded vocabulary does not depend on the layout",
+    )
+    _require(
+        model.mlp_width % tensor == 0,
+        f"--ffn-hidden-size {model.mlp_width} must be a multiple of --tensor-model-parallel-size {tensor}",
+    )
+    for flag, size in (
+        ("--context-parallel-size", parallel.context_parallel_size),
+        ("--expert-model-parallel-size", parallel.expert_model_parallel_size),
+    ):
+        _require(size == 1, f"{flag} {size} is not supported yet; only 1 is")
+
+
+def _pipeline(config: TrainerConfig) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual = parallel.pipeline_model_parallel_size, config.virtual_size
+    _require(pipeline > 0, "--pipeline-model-parallel-size must be 1 or more")
+    _require(
+        parallel.num_virtual_stages_per_pipeline_rank is None or parallel.num_layers_per_virtual_pipeline_stage is None,
+        "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both",
+    )
+    _require(
+        virtual > 0 and layers % (pipeline * virtual) == 0,
+        f"--num-layers {layers} cannot be divided into {pipeline} stages of {max(virtual, 1)} chunks; "
+        f"take a multiple of {pipeline * max(virtual, 1)}",
+    )
+    _require(virtual == 1 or pipeline > 1, "an interleaved schedule needs --pipeline-model-parallel-size above 1")
+
+
+def _overlap(config: TrainerConfig) -> None:
+    parallel = config.parallel
+    _require(
+        not parallel.overlap_param_gather or parallel.use_distributed_optimizer,
+        "--overlap-param-gather needs --use-distributed-optimizer",
+    )
+    _require(
+        not parallel.overlap_param_gather or parallel.overlap_grad_reduce,
+        "--overlap-param-gather needs --overlap-grad-reduce",
+    )
+    _require(
+        not (parallel.ddp_average_in_collective and config.training.calculate_per_token_loss),
+        "--ddp-average-in-collective and --calculate-per-token-loss exclude each other: gradients are then divided by "
+        "tokens, after the collective",
+    )
+
+
+def _recompute(config: TrainerConfig) -> None:
+    precision = config.precision
+    if precision.granularity == "full":
+        _require(
+            precision.recompute_method is not None and precision.recompute_num_layers is not None,
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+        )
+    else:
+        _require(
+            precision.recompute_method is None and precision.recompute_num_layers is None,
+            "--recompute-method and --recompute-num-layers need --recompute-granularity full",
+        )
+
+
+def _batches(config: TrainerConfig) -> None:
+    training = config.training
+    ramp = training.rampup_batch_size
+    _require(
+        training.global_batch_size is None or training.global_batch_size > 0, "--global-batch-size must be above 0"
+    )
+    if ramp is None:
+        return
+    _require(len(ramp) == 3, f"--rampup-batch-size takes three numbers (start, increment, samples), not {len(ramp)}")
+    _require(min(ramp) > 0, "--rampup-batch-size takes numbers above 0")
+    goal = training.global_batch_size
+    _require(goal is not None, "--rampup-batch-size needs --global-batch-size as its goal")
+    assert goal is not None
+    _require(
+        ramp[0] <= goal and (goal - ramp[0]) % ramp[1] == 0,
+        f"--rampup-batch-size: {ramp[0]} does not reach --global-batch-size {goal} in steps of {ramp[1]}",
+    )
+
+
+def _schedules(config: TrainerConfig) -> None:
+    optimizer, steps = config.optimizer, config.optimizer.lr_decay_iters or config.training.train_iters
+    _require(optimizer.min_lr <= optimizer.lr, f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
+    _require(optimizer.lr_warmup_init <= optimizer.lr, "--lr-warmup-init is above --lr")
+    fraction = optimizer.lr_warmup_fraction
+    _require(fraction is None or 0 <= fraction < 1, "--lr-warmup-fraction must lie in [0, 1)")
+    _require(
+        fraction is None or optimizer.lr_warmup_iters == 0, "give --lr-warmup-fraction or --lr-warmup-iters, not both"
+    )
+    _require(
+        optimizer.lr_warmup_iters < steps,
+        f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below the {steps} steps of the decay",
+    )
+    _require(
+        optimizer.lr_decay_style != "WSD" or optimizer.lr_wsd_decay_iters is not None,
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters",
+    )
+    growing = optimizer.weight_decay_incr_style != "constant"
+    given = (optimizer.start_weight_decay is not None, optimizer.end_weight_decay is not None)
+    _require(
+        all(given) if growing else not any(given),
+        "--start-weight-decay and --end-weight-decay belong to --weight-decay-incr-style linear or cosine",
+    )
+    _require(
+        not (optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler),
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other",
+    )
+
+
+def _data(config: TrainerConfig) -> None:
+    data = config.data
+    split_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    paths = data.data_path is not None or any(path is not None for path in split_paths)
+    _require(
+        data.mock_data or paths,
+        "no training data: give --data-path PREFIX (see `megatronapp data prepare`) or --mock-data",
+    )
+    _require(not (data.mock_data and paths), "--mock-data and a data path exclude each other")
+    _require(not data.mock_data or data.vocab_size is not None, "--mock-data needs --vocab-size")
+    _require(
+        data.data_path is None or not any(path is not None for path in split_paths),
+        "give --data-path with --split, or the three of --train-data-path, --valid-data-path and --test-data-path",
+    )
+    _require(
+        (data.vocab_file is None) == (data.merge_file is None),
+        "--vocab-file and --merge-file belong together",
+    )
+
+
+def _intervals(config: TrainerConfig) -> None:
+    positive = {
+        "--log-interval": config.logging.log_interval,
+        "--eval-interval": config.logging.eval_interval,
+        "--save-interval": config.checkpoint.save_interval,
+        "--keep-last": config.checkpoint.keep_last,
+        "--exit-interval": config.training.exit_interval,
+        "--tensorboard-log-interval": config.logging.tensorboard_log_interval,
+    }
+    for flag, value in positive.items():
+        _require(value is None or value > 0, f"{flag} must be above 0")
+    _require(
+        config.checkpoint.save_interval is None or config.checkpoint.save is not None,
+        "--save-interval needs --save DIRECTORY",
+    )
+    _require(config.logging.faults is None or config.logging.trace, "--faults needs --trace")
+
+
+_RULES: tuple[Callable[[TrainerConfig], None], ...] = (
+    _required_flags,
+    _attention,
+    _positions,
+    _tensor_parallel,
+    _pipeline,
+    _overlap,
+    _recompute,
+    _batches,
+    _schedules,
+    _data,
+    _intervals,
+)

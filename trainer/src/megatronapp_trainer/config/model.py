@@ -1,0 +1,120 @@
+"""Shape of the model, its numerics and its layout over ranks."""
+
+import dataclasses
+
+from megatronapp_trainer.config.fields import option, turned_off_by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Model."""
+
+    num_layers: int = option(0, "transformer layers (required)")
+    hidden_size: int = option(0, "width of the residual stream (required)")
+    num_attention_heads: int = option(0, "query heads (required)")
+    seq_length: int = option(0, "tokens of a sample (required)")
+    max_position_embeddings: int | None = option(None, "rows of learned positions; default: --seq-length")
+    ffn_hidden_size: int | None = option(
+        None, "width inside the MLP; default: 4 x hidden, with --swiglu 8/3 x hidden rounded down to a multiple of 64"
+    )
+    kv_channels: int | None = option(None, "width of one head; default: hidden / heads")
+    group_query_attention: bool = option(False, "share keys and values among groups of query heads")
+    num_query_groups: int = option(1, "key and value heads with --group-query-attention")
+    position_embedding_type: str = option(
+        "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: int = option(10000, "base of the rotary frequencies")
+    rotary_percent: float = option(1.0, "share of a head's channels that rotate")
+    normalization: str = option("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "added to the variance")
+    swiglu: bool = option(False, "gated SiLU in the MLP instead of GELU")
+    add_bias_linear: bool = turned_off_by("--disable-bias-linear", "linear layers without bias")
+    add_qkv_bias: bool = option(False, "bias of the QKV projection although --disable-bias-linear is given")
+    untie_embeddings_and_output_weights: bool = option(False, "separate weights of input and output embedding")
+    make_vocab_size_divisible_by: int = option(
+        128, "the vocabulary is padded to a multiple of this, whatever the layout"
+    )
+    attention_dropout: float = option(0.1, "dropout of attention probabilities")
+    hidden_dropout: float = option(0.1, "dropout of the residual branches")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    transformer_impl: str = option(
+        "",
+        "layers: torch (ours, fused attention of torch), local (megatron-core's) or transformer_engine; "
+        "default: transformer_engine where it is installed, else torch",
+        choices=("torch", "local", "transformer_engine"),
+    )
+    attention_softmax_in_fp32: bool = option(False, "softmax of --transformer-impl local in fp32")
+
+    @property
+    def heads_of_keys(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def head_width(self) -> int:
+        """Channels of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Channels inside the MLP."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return self.hidden_size * 8 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int:
+        """Rows of the learned position embedding."""
+        return self.max_position_embeddings or self.seq_length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Layout and communication."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each layer")
+    pipeline_model_parallel_size: int = option(1, "pipeline stages")
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, "layers of one model chunk: interleaved schedule")
+    num_virtual_stages_per_pipeline_rank: int | None = option(None, "model chunks per rank: interleaved schedule")
+    sequence_parallel: bool = option(False, "norms and dropout work on slices of the sequence within a tensor group")
+    context_parallel_size: int = option(1, "only 1 is supported")
+    expert_model_parallel_size: int = option(1, "only 1 is supported")
+    use_distributed_optimizer: bool = option(False, "shard optimizer state over the replicas")
+    overlap_grad_reduce: bool = option(False, "reduce gradients while the backward pass goes on")
+    overlap_param_gather: bool = option(False, "gather parameters while the forward pass goes on")
+    ddp_bucket_size: int | None = option(None, "parameters per gradient bucket; default: megatron-core's")
+    ddp_average_in_collective: bool = option(False, "average within the collective")
+    overlap_p2p_comm: bool = turned_off_by(
+        "--no-overlap-p2p-communication", "transfers of the interleaved schedule do not overlap compute"
+    )
+    distributed_backend: str = option("", "default: nccl on GPUs, gloo otherwise", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the process")
+
+    def virtual_size(self, num_layers: int) -> int:
+        """Model chunks per rank, 1 for a schedule that is not interleaved."""
+        if self.num_virtual_stages_per_pipeline_rank is not None:
+            return self.num_virtual_stages_per_pipeline_rank
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            return num_layers // (self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage)
+        return 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """Precision and recomputation."""
+
+    bf16: bool = option(False, "bf16 weights and activations; master weights and gradient reduction stay in fp32")
+    recompute_activations: bool = option(False, "short for --recompute-granularity selective")
+    recompute_granularity: str | None = option(
+        None, "what the backward pass computes again: whole layers, or attention only", choices=("full", "selective")
+    )
+    recompute_method: str | None = option(None, "which layers, with full", choices=("uniform", "block"))
+    recompute_num_layers: int | None = option(
+        None, "layers per recomputed group (uniform) or in all (block), with full"
+    )
+    deterministic_mode: bool = option(False, "refuse operations whose result depends on timing")
+
+    @property
+    def granularity(self) -> str | None:
+        """full, selective or None."""
+        return "selective" if self.recompute_activations else self.recompute_granularity

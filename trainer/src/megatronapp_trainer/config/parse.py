@@ -1,0 +1,96 @@
+"""Command line -> configuration. What is not understood is refused with the nearest name, never ignored."""
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from typing import Any, cast
+
+from megatronapp_trainer.config.checks import check
+from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
+from megatronapp_trainer.config.megatron_flags import megatron_flags
+from megatronapp_trainer.config.root import TrainerConfig
+from megatronapp_trainer.errors import UsageError
+
+OTHER_SPELLINGS = {
+    "--learning-rate": "--lr",
+    "--min-learning-rate": "--min-lr",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--warmup-iters": "--lr-warmup-iters",
+    "--batch-size": "--micro-batch-size",
+    "--train-batch-size": "--global-batch-size",
+    "--epochs": "--train-iters",
+    "--max-steps": "--train-iters",
+    "--steps": "--train-iters",
+    "--iterations": "--train-iters",
+    "--tp": "--tensor-model-parallel-size",
+    "--tensor-parallel-size": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--pipeline-parallel-size": "--pipeline-model-parallel-size",
+    "--num-heads": "--num-attention-heads",
+    "--heads": "--num-attention-heads",
+    "--hidden": "--hidden-size",
+    "--hidden-dim": "--hidden-size",
+    "--layers": "--num-layers",
+    "--seq-len": "--seq-length",
+    "--sequence-length": "--seq-length",
+    "--max-seq-len": "--seq-length",
+    "--tokenizer": "--tokenizer-file",
+    "--data": "--data-path",
+    "--max-grad-norm": "--clip-grad",
+    "--checkpoint-dir": "--save",
+    "--output-dir": "--save",
+}
+"""What other trainers call our flags: too far from ours for the nearest spelling to find them."""
+_NEAR = 0.75
+"""Share of letters in common from which on a name is taken for a typing error."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags."""
+    parser = RefusingParser(
+        prog="python -m megatronapp_trainer.pretrain",
+        description="Train a GPT model. Flags have the names of Megatron-LM.",
+        allow_abbrev=False,
+    )
+    for section in _sections().values():
+        add_section(parser, section)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> TrainerConfig:
+    """The checked configuration of a command line. Raises UsageError that names the flag and what to write instead."""
+    parser = build_parser()
+    namespace, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        raise UsageError(_refusal(unknown[0], _flags(parser)))
+    config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
+    check(config)
+    return config
+
+
+def _sections() -> dict[str, type[Any]]:
+    return {field.name: cast("type[Any]", field.type) for field in dataclasses.fields(TrainerConfig)}
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings]
+
+
+def _refusal(argument: str, known: list[str]) -> str:
+    """Why this argument is refused."""
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r}: every value needs a flag before it"
+    if flag in megatron_flags() and flag not in OTHER_SPELLINGS:
+        return f"{flag} is a flag of Megatron-LM that this trainer does not support yet; leave it out"
+    meant = _meant(flag.replace("_", "-"), known)
+    hint = f"did you mean {meant}?" if meant is not None else "see --help for all flags"
+    return f"unknown flag {flag}; {hint}"
+
+
+def _meant(flag: str, known: list[str]) -> str | None:
+    if flag in OTHER_SPELLINGS:
+        return OTHER_SPELLINGS[flag]
+    nearest = difflib.get_close_matches(flag, known, n=1, cutoff=_NEAR)
+    return nearest[0] if nearest else None

@@ -1,0 +1,37 @@
+"""All sections together."""
+
+import dataclasses
+
+from megatronapp_trainer.config.model import ModelConfig, ParallelConfig, PrecisionConfig
+from megatronapp_trainer.config.training import (
+    AlwaysConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    """The one configuration of a training run."""
+
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    always: AlwaysConfig = dataclasses.field(default_factory=AlwaysConfig)
+
+    @property
+    def virtual_size(self) -> int:
+        """Model chunks per rank."""
+        return self.parallel.virtual_size(self.model.num_layers)
+
+    def global_batch_size(self, data_size: int) -> int:
+        """Samples of one step once a ramp-up has ended."""
+        return self.training.global_batch_size or self.training.micro_batch_size * data_size

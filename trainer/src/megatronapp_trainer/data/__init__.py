@@ -1,0 +1,1 @@
+"""Training data: `megatronapp data prepare`, tokenizers, datasets, samplers and batches."""

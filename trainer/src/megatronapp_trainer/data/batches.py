@@ -1,0 +1,89 @@
+"""From samples to batches, read ahead by threads.
+
+Threads rather than processes: samples come from mapped files in C code that releases the interpreter lock, and forking
+a process that runs CUDA or OpenMP is unsafe. Nothing here draws from torch's random numbers.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.batch import Batch
+from megatronapp_trainer.data.datasets import SampleDataset
+from megatronapp_trainer.data.sampler import Sampler
+from megatronapp_trainer.errors import DataError
+
+_AHEAD_PER_WORKER = 2
+
+
+def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> Batch:
+    """One batch: tokens, labels, position_ids int64 [b, s], loss_mask float32 [b, s], attention_mask bool [b, 1, s, s].
+
+    True in the attention mask means "not seen"; the mask is None where it is the plain causal one.
+
+    Raises:
+        DataError: a token that the model has no embedding for.
+    """
+
+    def stacked(key: str) -> torch.Tensor:
+        return torch.stack([sample[key] for sample in samples])
+
+    tokens, labels = stacked("tokens"), stacked("labels")
+    for ids in (tokens, labels):
+        _refuse_foreign(ids, vocab_size)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": stacked("loss_mask"),
+        "position_ids": stacked("position_ids"),
+        "attention_mask": stacked("attention_mask") if "attention_mask" in samples[0] else None,
+    }
+
+
+def _refuse_foreign(ids: torch.Tensor, vocab_size: int) -> None:
+    largest, least = int(ids.max()), int(ids.min())
+    if largest >= vocab_size or least < 0:
+        raise DataError(
+            f"the corpus holds token id {largest if largest >= vocab_size else least} outside the vocabulary of "
+            f"{vocab_size}; was it made with another tokenizer, or damaged?"
+        )
+
+
+class BatchStream:
+    """Endless iterator over the microbatches of one replica, `workers` threads ahead (0: none)."""
+
+    def __init__(self, dataset: SampleDataset, sampler: Sampler, vocab_size: int, workers: int) -> None:
+        self._dataset = dataset
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._next = 0
+        self._ahead = workers * _AHEAD_PER_WORKER
+        self._waiting: deque[Future[Batch]] = deque()
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers > 0 else None
+
+    def __iter__(self) -> "BatchStream":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._executor is None:
+            return self._read(self._take())
+        while len(self._waiting) <= self._ahead:
+            self._waiting.append(self._executor.submit(self._read, self._take()))
+        return self._waiting.popleft().result()
+
+    def close(self) -> None:
+        """End the threads. The stream must not be read any more."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _take(self) -> int:
+        microbatch = self._next
+        self._next += 1
+        return microbatch
+
+    def _read(self, microbatch: int) -> Batch:
+        samples = [self._dataset[index] for index in self._sampler.indices(microbatch)]
+        return collate(samples, self._vocab_size)

@@ -1,0 +1,58 @@
+"""What `--data-path` and its kin mean: prefixes, with weights or without."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatronapp_trainer.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blend:
+    """Corpora to draw from. Without weights each is used in proportion to its size."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    def for_megatron(self) -> tuple[list[str], list[float] | None]:
+        """As megatron-core's dataset configuration takes it."""
+        return list(self.prefixes), None if self.weights is None else list(self.weights)
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """`PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
+
+    Raises:
+        UsageError: weights and prefixes do not alternate, or a weight is not positive.
+    """
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return Blend(prefixes=tuple(words), weights=None)
+    weights = [number for number in numbers[::2] if number is not None]
+    alternating = len(words) % 2 == 0 and len(weights) * 2 == len(words) and all(n is None for n in numbers[1::2])
+    if not alternating:
+        raise UsageError(f"{flag}: give PREFIX, several PREFIXes, or WEIGHT PREFIX pairs, not {' '.join(words)}")
+    if min(weights) <= 0:
+        raise UsageError(f"{flag}: weights must be above 0")
+    return Blend(prefixes=tuple(words[1::2]), weights=tuple(weights))
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """Shares of training, validation and test, which sum to 1.
+
+    Raises:
+        UsageError: not one to three numbers of 0 or more, or all of them 0.
+    """
+    words = split.split(",")
+    shares = [number for word in words if (number := _number(word)) is not None and number >= 0]
+    if len(shares) != len(words) or len(shares) > 3 or sum(shares) <= 0:
+        raise UsageError(f"--split {split}: give up to three shares of 0 or more, such as 969,30,1")
+    total = sum(shares)
+    train, valid, test = (share / total for share in [*shares, 0.0, 0.0][:3])
+    return train, valid, test

@@ -1,0 +1,130 @@
+"""Looks at a .bin/.idx pair before megatron-core does, so that damage is named instead of hit.
+
+Layout of an .idx file: 9 bytes "MMIDIDX\\0\\0", u64 version 1, u8 code of the token type, u64 sequences n, u64 borders
+m, then n int32 lengths, n int64 byte offsets and m int64 document borders.
+"""
+
+import json
+import pathlib
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatronapp_trainer.errors import DataError
+
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_PREPARE_AGAIN = "prepare it again with `megatronapp data prepare ... --overwrite`"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CorpusFacts:
+    """A corpus that is whole. `lengths` has one entry of tokens per sequence."""
+
+    prefix: str
+    lengths: npt.NDArray[np.int32]
+    token_type: np.dtype[Any]
+
+    @property
+    def documents(self) -> int:
+        """Sequences, each of which `data prepare` writes as one document."""
+        return len(self.lengths)
+
+    def tokens_between(self, first_share: float, last_share: float) -> tuple[int, int]:
+        """Documents and tokens of the part of the corpus between two shares, cut as megatron-core cuts it."""
+        first, last = (round(share * float(self.documents)) for share in (first_share, last_share))
+        return last - first, int(self.lengths[first:last].sum(dtype=np.int64))
+
+
+def inspect_corpus(prefix: str) -> CorpusFacts:
+    """Facts of a corpus.
+
+    Raises:
+        DataError: a file is missing, cut short, or not Megatron's format; the message says what to do.
+    """
+    index, data = pathlib.Path(prefix + ".idx"), pathlib.Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(f"{path} does not exist; {_did_you_mean(prefix)}")
+    token_type, lengths = _read_index(index)
+    stored = data.stat().st_size
+    expected = int(lengths.sum(dtype=np.int64)) * token_type.itemsize
+    if stored != expected:
+        raise DataError(
+            f"{data} holds {stored} bytes where {index.name} tells of {expected}: one of them is cut short "
+            f"or from another run; {_PREPARE_AGAIN}"
+        )
+    if expected == 0:
+        raise DataError(f"{data} is empty; {_PREPARE_AGAIN}")
+    return CorpusFacts(prefix=prefix, lengths=lengths, token_type=token_type)
+
+
+def _did_you_mean(prefix: str) -> str:
+    if prefix.endswith((".bin", ".idx")):
+        return f"give the prefix without its ending: {prefix[:-4]}"
+    folder = pathlib.Path(prefix).parent
+    known = sorted(str(path)[: -len(".idx")] for path in folder.glob("*.idx")) if folder.is_dir() else []
+    if known:
+        return f"{folder} holds {', '.join(known[:5])}"
+    return "make it with `megatronapp data prepare`, and give the prefix as it prints it (... _text_document)"
+
+
+def _read_index(path: pathlib.Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32]]:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(_HEADER.size)
+        if len(head) < _HEADER.size:
+            raise DataError(f"{path} is only {size} bytes long; {_PREPARE_AGAIN}")
+        magic, version, code, sequences, documents = _HEADER.unpack(head)
+        if magic != _MAGIC or version != 1 or code not in _TOKEN_TYPES:
+            raise DataError(f"{path} is not an index of token files (its first bytes are wrong); {_PREPARE_AGAIN}")
+        expected = _HEADER.size + sequences * (4 + 8) + documents * 8
+        if size != expected:
+            raise DataError(f"{path} is {size} bytes long where its header tells of {expected}; {_PREPARE_AGAIN}")
+        lengths = np.fromfile(stream, dtype=np.int32, count=sequences)
+    if sequences and int(lengths.min()) < 0:
+        raise DataError(f"{path} tells of a sequence of negative length; {_PREPARE_AGAIN}")
+    return np.dtype(_TOKEN_TYPES[code]), lengths
+
+
+def check_vocabulary(prefix: str, *, vocab_size: int, digest: str | None, token_type: np.dtype[Any]) -> None:
+    """Compare a corpus with the tokenizer of the run.
+
+    What `data prepare` noted beside the corpus is exact; without it the ends of the corpus are looked at.
+
+    Raises:
+        DataError: the corpus was made with another tokenizer, or holds ids the model has no embedding for.
+    """
+    note = _note(prefix)
+    if note is not None:
+        if digest is not None and note.get("tokenizer_digest") != digest:
+            raise DataError(
+                f"{prefix}.bin was tokenised with another tokenizer than the one given; give that one "
+                f"(--tokenizer-file, or --vocab-file and --merge-file), or {_PREPARE_AGAIN}"
+            )
+        largest = int(note.get("vocab_size", 0)) - 1
+    else:
+        largest = _largest_sampled(prefix, token_type)
+    if largest >= vocab_size:
+        raise DataError(
+            f"{prefix}.bin holds token ids up to {largest}, but the vocabulary has {vocab_size}; "
+            "give the tokenizer it was made with, or a larger --vocab-size"
+        )
+
+
+def _note(prefix: str) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(pathlib.Path(prefix + ".json").read_text(encoding="utf-8"))["summary"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def _largest_sampled(prefix: str, token_type: np.dtype[Any]) -> int:
+    tokens = np.memmap(prefix + ".bin", dtype=token_type, mode="r")
+    window = 1 << 20
+    return max(int(tokens[:window].max()), int(tokens[-window:].max()))

@@ -1,0 +1,153 @@
+"""Datasets of training, validation and test, through megatron-core's own classes."""
+
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from megatronapp_trainer.data.blend import Blend, parse_blend, split_shares
+from megatronapp_trainer.data.corpus_check import check_vocabulary, inspect_corpus
+from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
+from megatronapp_trainer.data.vocabulary import Vocabulary
+from megatronapp_trainer.errors import DataError, TrainerError
+from megatronapp_trainer.quiet import importing_megatron
+
+T = TypeVar("T")
+
+DEFAULT_SPLIT = "969,30,1"
+SPLITS = ("train", "valid", "test")
+_PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
+
+
+class SampleDataset(Protocol):
+    """Numbered samples of `sequence` tokens, each a dictionary of tensors."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """tokens and labels [sequence] int64, loss_mask float32, position_ids int64, maybe attention_mask bool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetRequest:
+    """What to build. `samples` of training, validation and test; 0: that one is not wanted."""
+
+    blend: Blend | None
+    blend_per_split: tuple[Blend | None, Blend | None, Blend | None] | None
+    split: str
+    samples: tuple[int, int, int]
+    sequence_length: int
+    seed: int
+    cache_path: str | None
+    mmap_bin_files: bool
+    eod_mask_loss: bool
+    reset_position_ids: bool
+    reset_attention_mask: bool
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """All corpora, each once."""
+        blends = (self.blend, *(self.blend_per_split or ()))
+        return tuple(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+
+    def wants(self, split: int) -> bool:
+        """Whether this split (0 training, 1 validation, 2 test) will hold data."""
+        _, blend, (first, last) = self.parts()[split]
+        return self.samples[split] > 0 and blend is not None and last > first
+
+    def parts(self) -> list[tuple[str, Blend | None, tuple[float, float]]]:
+        """Name, corpora and range of shares of each split."""
+        if self.blend_per_split is not None:
+            return [(name, blend, (0.0, 1.0)) for name, blend in zip(SPLITS, self.blend_per_split, strict=True)]
+        train, valid, _ = split_shares(self.split)
+        borders = (0.0, train, train + valid, 1.0)
+        return [(name, self.blend, (borders[i], borders[i + 1])) for i, name in enumerate(SPLITS)]
+
+
+def blends_from_flags(
+    data_path: Sequence[str] | None, per_split: Sequence[Sequence[str] | None]
+) -> tuple[Blend | None, tuple[Blend | None, Blend | None, Blend | None] | None]:
+    """The one blend of `--data-path`, or those of `--train-data-path` and its kin."""
+    if data_path is not None:
+        return parse_blend(data_path, "--data-path"), None
+    train, valid, test = (
+        parse_blend(words, flag) if words is not None else None
+        for words, flag in zip(per_split, _PATH_FLAGS, strict=True)
+    )
+    return None, (train, valid, test)
+
+
+def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
+    """Look at every corpus before megatron-core does.
+
+    Raises:
+        DataError: a corpus is missing, damaged, of another tokenizer, or too short for a split that is wanted.
+    """
+    facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
+    for prefix, corpus in facts.items():
+        check_vocabulary(
+            prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
+        )
+    for (name, blend, (first, last)), samples in zip(request.parts(), request.samples, strict=True):
+        for prefix in blend.prefixes if blend is not None and samples > 0 and last > first else ():
+            documents, tokens = facts[prefix].tokens_between(first, last)
+            if tokens < request.sequence_length + 1:
+                raise DataError(
+                    f"the {name} part of {prefix} has {documents} of {facts[prefix].documents} documents and "
+                    f"{tokens} tokens, fewer than one sample of {request.sequence_length} + 1; take more text, "
+                    "another --split, a shorter --seq-length, or --eval-iters 0 to do without evaluation"
+                )
+
+
+def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[SampleDataset | None]:
+    """Datasets of training, validation and test, None where not wanted or without a share. Needs no process group.
+
+    Raises:
+        DataError: megatron-core cannot build them, or the index cache cannot be written.
+    """
+    with importing_megatron():
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    with staged(cache_directory(request.cache_path, request.prefixes)) as stage, without_process_group():
+        try:
+            config = _megatron_config(request, vocabulary, stage)
+            built = BlendedMegatronDatasetBuilder(GPTDataset, list(request.samples), lambda: True, config).build()
+        except (OSError, TrainerError):
+            raise
+        except Exception as error:  # asserts and ValueErrors of megatron-core and numpy
+            raise DataError(
+                f"cannot build samples from {', '.join(request.prefixes)}: {error or type(error).__name__}"
+            ) from error
+    return list(built)
+
+
+def _megatron_config(request: DatasetRequest, vocabulary: Vocabulary, cache: pathlib.Path) -> Any:  # noqa: ANN401
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    per_split = request.blend_per_split
+    config = GPTDatasetConfig(
+        random_seed=request.seed,
+        sequence_length=request.sequence_length,
+        blend=request.blend.for_megatron() if request.blend is not None else None,
+        blend_per_split=_wanted([blend and blend.for_megatron() for blend in per_split], request)
+        if per_split
+        else None,
+        split=request.split if per_split is None else None,
+        path_to_cache=str(cache),
+        mmap_bin_files=request.mmap_bin_files,
+        tokenizer=vocabulary,
+        reset_position_ids=request.reset_position_ids,
+        reset_attention_mask=request.reset_attention_mask,
+        eod_mask_loss=request.eod_mask_loss,
+        create_attention_mask=request.reset_attention_mask,
+    )
+    if config.split_matrix is not None:
+        # megatron-core never ends counting epochs of a part that is empty, so parts not wanted must not be built.
+        config.split_matrix = _wanted(config.split_matrix, request)
+    return config
+
+
+def _wanted(parts: Sequence[T | None], request: DatasetRequest) -> list[T | None]:
+    return [part if samples > 0 else None for part, samples in zip(parts, request.samples, strict=True)]

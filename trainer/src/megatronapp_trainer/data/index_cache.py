@@ -1,0 +1,95 @@
+"""Where megatron-core keeps its orders of samples, built by whoever needs them, on shared and on separate file systems.
+
+megatron-core lets rank 0 alone write and everybody else read, which fails where nodes do not share a file system, and a
+writer that dies leaves files that look whole. Here a builder works in a directory of its own, in which what exists
+already is linked, and renames what it made into the cache. Any rank may build at any time: two builders make the same.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatronapp_trainer.errors import DataError
+
+_DATASET_MODULES = (
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+)
+
+
+def cache_directory(chosen: str | None, prefixes: Sequence[str]) -> pathlib.Path:
+    """The cache of these corpora as they are now: a corpus that is prepared again gets another one."""
+    root = pathlib.Path(chosen) if chosen is not None else pathlib.Path(prefixes[0]).parent / "index-cache"
+    return root / _identity(prefixes)
+
+
+def _identity(prefixes: Sequence[str]) -> str:
+    facts = []
+    for prefix in prefixes:
+        stat = os.stat(prefix + ".idx")
+        facts.append([prefix, stat.st_size, stat.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def staged(cache: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory to build in that shows what `cache` holds; what is new in it at the end goes into `cache`.
+
+    Raises:
+        DataError: the cache cannot be written.
+    """
+    stage = cache / f".building-{socket.gethostname()}-{os.getpid()}"
+    try:
+        stage.mkdir(parents=True, exist_ok=True)
+        for known in cache.iterdir():
+            if known.is_file():
+                (stage / known.name).symlink_to(known.absolute())
+        yield stage
+        for made in stage.iterdir():
+            if not made.is_symlink():
+                made.replace(cache / made.name)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep the order of samples in {error.filename or cache}: {error.strerror or error}; "
+            "name a directory with room that can be written to with --data-cache-path"
+        ) from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def without_process_group() -> Iterator[None]:
+    """megatron-core's dataset modules see no process group: they build at once, without barriers.
+
+    Only the name `torch` inside these modules is replaced, and only while this lasts.
+    """
+    modules = [sys.modules[name] for name in _DATASET_MODULES]
+    kept = [module.torch for module in modules]
+    try:
+        for module, torch in zip(modules, kept, strict=True):
+            module.torch = _Alone(torch)  # type: ignore[attr-defined]
+        yield
+    finally:
+        for module, torch in zip(modules, kept, strict=True):
+            module.torch = torch  # type: ignore[attr-defined]
+
+
+class _Alone(types.ModuleType):
+    """torch, with a `distributed` that has no process group."""
+
+    def __init__(self, torch: Any) -> None:  # noqa: ANN401  # a module, or somebody's stand-in for it
+        super().__init__("torch")
+        self._torch = torch
+        self.distributed = types.SimpleNamespace(is_initialized=lambda: False, get_rank=lambda: 0)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        return getattr(self._torch, name)

@@ -1,0 +1,29 @@
+"""Which samples a microbatch holds. Pure, and without memory: a resume at another number of replicas goes on exactly.
+
+Microbatch `i` since `consumed_samples` of replica `d` holds the global samples
+`consumed + i * replicas * mbs + d * mbs + k` for `k` below `mbs`, so that a step of any batch size takes the next
+`global batch` samples of one fixed order, however many replicas share them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampler:
+    """Samples of one replica. `size`: samples of the dataset, after which its order begins anew.
+
+    `restart_after`: samples after which reading begins anew even if the dataset is longer.
+    """
+
+    consumed_samples: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+    size: int
+    restart_after: int | None = None
+
+    def indices(self, microbatch: int) -> list[int]:
+        """Dataset indices of the `microbatch`-th microbatch since `consumed_samples`."""
+        first = self.consumed_samples + (microbatch * self.data_size + self.data_rank) * self.micro_batch_size
+        period = self.restart_after or self.size
+        return [(first + offset) % period % self.size for offset in range(self.micro_batch_size)]

@@ -1,0 +1,177 @@
+"""Where text comes from: files named by hand, directories and patterns, cut into batches that can be resumed at."""
+
+import enum
+import glob
+import pathlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from megatronapp_trainer.errors import DataError
+
+DEFAULT_PATTERNS = ("*.txt", "*.text", "*.md", "*.rst", "*.jsonl", "*.ndjson", "*.json")
+_JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
+BATCH_BYTES = 1 << 20
+PIECE_BYTES = 4 << 20
+_FILES_PER_BATCH = 64
+
+
+class Format(enum.StrEnum):
+    """How a file holds documents."""
+
+    JSONL = "jsonl"
+    """One JSON object per line."""
+    TEXT = "text"
+    """The file is one document; one above PIECE_BYTES is cut at line ends into several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One input file as it was when the run began."""
+
+    path: str
+    format: Format
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """A place between two documents: file number, byte in it, lines read of it."""
+
+    file: int = 0
+    offset_bytes: int = 0
+    line: int = 0
+
+
+START = Position()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Bytes of one file that hold whole documents. Lines count from `first_line`, itself counted from 1."""
+
+    path: str
+    format: Format
+    first_line: int
+    payload: bytes
+    closes_file: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Work for one call of a tokenizer, and the place where reading goes on after it."""
+
+    chunks: tuple[Chunk, ...]
+    end: Position
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of text in it."""
+        return sum(len(chunk.payload) for chunk in self.chunks)
+
+
+def find_sources(inputs: Sequence[str], patterns: Sequence[str], forced: Format | None) -> list[Source]:
+    """Input files in a fixed order, each once.
+
+    A directory is searched recursively for `patterns`; a name with `*`, `?` or `[` is a glob, in which `**`
+    crosses directories.
+    Empty files are left out where they were found by search and refused where they were named.
+
+    Raises:
+        DataError: a named file does not exist or is empty, or nothing at all was found.
+    """
+    found: dict[str, Source] = {}
+    for name in inputs:
+        for path in _expand(name, patterns):
+            source = _describe(path, forced)
+            if source.size_bytes == 0 and str(path) == name:
+                raise DataError(f"{path} is empty; take it out of --input")
+            if source.size_bytes > 0:
+                found.setdefault(source.path, source)
+    if not found:
+        raise DataError(f"no text in {', '.join(inputs)}: every file found is empty; give files that hold text")
+    return list(found.values())
+
+
+def _expand(name: str, patterns: Sequence[str]) -> list[pathlib.Path]:
+    path = pathlib.Path(name)
+    if path.is_dir():
+        matches = sorted({match for pattern in patterns for match in path.rglob(pattern) if match.is_file()})
+        advice = (
+            f"holds no file that matches {' '.join(patterns)}; choose others with --pattern, such as --pattern '*.py'"
+        )
+    elif path.is_file():
+        return [path]
+    elif glob.has_magic(name):
+        matches = sorted(
+            pathlib.Path(match) for match in glob.glob(name, recursive=True) if pathlib.Path(match).is_file()
+        )
+        advice = "matches no file; check the pattern"
+    else:
+        raise DataError(f"input {name} does not exist; give a file, a directory or a quoted pattern")
+    if not matches:
+        raise DataError(f"input {name} {advice}")
+    return matches
+
+
+def _describe(path: pathlib.Path, forced: Format | None) -> Source:
+    try:
+        stat = path.stat()
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}; fix its permissions or take it out of --input"
+        ) from error
+    guessed = Format.JSONL if path.suffix.lower() in _JSON_SUFFIXES else Format.TEXT
+    return Source(path=str(path), format=forced or guessed, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def batches(sources: Sequence[Source], start: Position) -> Iterator[Batch]:
+    """Batches of about BATCH_BYTES from `start` on; small files share one."""
+    chunks: list[Chunk] = []
+    size_bytes = 0
+    end = start
+    for chunk, end in _chunks(sources, start):
+        chunks.append(chunk)
+        size_bytes += len(chunk.payload)
+        if size_bytes >= BATCH_BYTES or len(chunks) >= _FILES_PER_BATCH:
+            yield Batch(chunks=tuple(chunks), end=end)
+            chunks, size_bytes = [], 0
+    if chunks:
+        yield Batch(chunks=tuple(chunks), end=end)
+
+
+def _chunks(sources: Sequence[Source], start: Position) -> Iterator[tuple[Chunk, Position]]:
+    for number in range(start.file, len(sources)):
+        place = start if number == start.file else Position(file=number)
+        yield from _chunks_of(sources[number], place)
+
+
+def _chunks_of(source: Source, start: Position) -> Iterator[tuple[Chunk, Position]]:
+    limit = BATCH_BYTES if source.format is Format.JSONL else PIECE_BYTES
+    offset_bytes, line = start.offset_bytes, start.line
+    with open(source.path, "rb") as stream:
+        stream.seek(offset_bytes)
+        while offset_bytes < source.size_bytes:
+            payload = _whole_lines(stream, min(limit, source.size_bytes - offset_bytes), source.size_bytes)
+            if not payload:
+                raise DataError(
+                    f"{source.path} became shorter while it was read; start again when it no longer changes"
+                )
+            offset_bytes += len(payload)
+            closes = offset_bytes >= source.size_bytes
+            chunk = Chunk(
+                path=source.path, format=source.format, first_line=line + 1, payload=payload, closes_file=closes
+            )
+            line += payload.count(b"\n")
+            going_on = Position(file=start.file, offset_bytes=offset_bytes, line=line)
+            yield chunk, Position(file=start.file + 1) if closes else going_on
+
+
+def _whole_lines(stream: IO[bytes], limit_bytes: int, size_bytes: int) -> bytes:
+    """About `limit_bytes`, on to the next line end, but not beyond the size the file had when the run began."""
+    payload = stream.read(limit_bytes)
+    rest = size_bytes - stream.tell()
+    return payload + stream.readline(rest) if rest > 0 and not payload.endswith(b"\n") else payload

@@ -1,0 +1,147 @@
+"""Text tokenizers through the Hugging Face `tokenizers` library, in the shape megatron-core's datasets ask for.
+
+Nothing here reaches a network: a tokenizer is a pair of GPT-2 files, a tokenizer.json, or trained from text at hand.
+"""
+
+import hashlib
+import pathlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatronapp_trainer.errors import DataError
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
+_BYTE_VALUES = 256
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` as megatron-core's GPTDataset needs it: sizes, end-of-document id, a stable identity."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        if not self._vocab:
+            raise DataError("the tokenizer's vocabulary is empty; train one with --train-tokenizer --vocab-size N")
+        self.unique_identifiers: OrderedDict[str, str] = OrderedDict(
+            {"class": type(self).__name__, "digest": hashlib.sha256(backend.to_str().encode()).hexdigest()}
+        )
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The wrapped `tokenizers.Tokenizer`."""
+        return self._backend
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole tokenizer in hex: equal digests give equal ids."""
+        return self.unique_identifiers["digest"]
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token to id."""
+        return self._vocab
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id to token."""
+        return {index: token for token, index in self._vocab.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, so that every id indexes an embedding of this many rows."""
+        return max(self._vocab.values()) + 1
+
+    @property
+    def eod(self) -> int:
+        """Id of the end-of-document token."""
+        for name in _END_OF_DOCUMENT_NAMES:
+            if name in self._vocab:
+                return self._vocab[name]
+        raise DataError(
+            f"the tokenizer has no end-of-document token (looked for {', '.join(_END_OF_DOCUMENT_NAMES)}); "
+            "use one that has, or leave out --append-eod, --eod-mask-loss and the --reset-* flags"
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`, without any special token added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        """Start of each token of `text` in characters; `ids` must be the tokens of `text`."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if encoding.ids != list(ids):
+            raise DataError("these ids are not the tokens of this text")
+        return [start for start, _ in encoding.offsets]
+
+
+def load_gpt2(vocab_file: pathlib.Path, merge_file: pathlib.Path) -> Tokenizer:
+    """Byte-level BPE from GPT-2's `vocab.json` and `merges.txt`."""
+
+    def read() -> tokenizers.Tokenizer:
+        backend: tokenizers.Tokenizer = tokenizers.ByteLevelBPETokenizer(str(vocab_file), str(merge_file))._tokenizer
+        return backend
+
+    return _load(read, vocab_file, merge_file)
+
+
+def load_file(tokenizer_file: pathlib.Path) -> Tokenizer:
+    """A tokenizer.json as the `tokenizers` library writes it; a directory that holds one is taken too."""
+    path = tokenizer_file / "tokenizer.json" if tokenizer_file.is_dir() else tokenizer_file
+    return _load(lambda: tokenizers.Tokenizer.from_file(str(path)), path)
+
+
+def _load(read: Callable[[], tokenizers.Tokenizer], *files: pathlib.Path) -> Tokenizer:
+    names = " and ".join(str(path) for path in files)
+    for path in files:
+        if not path.is_file():
+            raise DataError(f"tokenizer file {path} does not exist; give the path of an existing file")
+    try:
+        backend = read()
+    except Exception as error:  # the Rust library raises bare Exception
+        raise DataError(
+            f"{names} cannot be read as a tokenizer ({error}); was it cut short or is it another format?"
+        ) from error
+    return Tokenizer(backend)
+
+
+def load(*, vocab_file: str | None, merge_file: str | None, tokenizer_file: str | None) -> Tokenizer:
+    """The tokenizer that the flags name: a pair of GPT-2 files, or one tokenizer.json."""
+    if tokenizer_file is not None and vocab_file is None and merge_file is None:
+        return load_file(pathlib.Path(tokenizer_file))
+    if vocab_file is not None and merge_file is not None and tokenizer_file is None:
+        return load_gpt2(pathlib.Path(vocab_file), pathlib.Path(merge_file))
+    raise DataError("name one tokenizer: either a tokenizer.json, or --vocab-file together with --merge-file")
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE (as GPT-2's) learned from `texts`; id 0 is `<|endoftext|>`.
+
+    The same texts in the same order give the same tokenizer. `vocab_size` counts the 256 byte values and the
+    special token.
+    """
+    least = _BYTE_VALUES + 1
+    if vocab_size < least:
+        raise DataError(f"--vocab-size {vocab_size} is too small: byte-level BPE needs at least {least}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend)

@@ -1,0 +1,74 @@
+"""What a run knows of its tokens: how many there are, and which one ends a document."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatronapp_trainer.errors import DataError, UsageError
+
+_NO_TOKEN = -1
+
+
+class VocabularyConfig(Protocol):
+    """The flags that tell of tokens; `config.DataConfig` has them."""
+
+    @property
+    def tokenizer_file(self) -> str | None: ...  # noqa: D102
+    @property
+    def vocab_file(self) -> str | None: ...  # noqa: D102
+    @property
+    def merge_file(self) -> str | None: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def eod_mask_loss(self) -> bool: ...  # noqa: D102
+    @property
+    def reset_position_ids(self) -> bool: ...  # noqa: D102
+    @property
+    def reset_attention_mask(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The tokenizer as megatron-core's datasets see it. `eod` is -1, which is no token, where nothing needs it."""
+
+    vocab_size: int
+    eod: int
+    digest: str | None
+
+    @property
+    def unique_identifiers(self) -> "OrderedDict[str, object]":
+        """What the cached order of samples depends on."""
+        return OrderedDict(vocab_size=self.vocab_size, digest=self.digest)
+
+
+def load_vocabulary(config: VocabularyConfig) -> Vocabulary:
+    """From the tokenizer's files, or from `--vocab-size` alone.
+
+    Raises:
+        UsageError: neither is given, or a flag needs the end of documents and no tokenizer tells its id.
+        DataError: a file is missing or corrupt, or has more tokens than `--vocab-size`.
+    """
+    needs_eod = config.eod_mask_loss or config.reset_position_ids or config.reset_attention_mask
+    if config.tokenizer_file is None and config.vocab_file is None:
+        if config.vocab_size is None:
+            raise UsageError("give --tokenizer-file, or --vocab-file and --merge-file, or --vocab-size")
+        if needs_eod:
+            raise UsageError("--eod-mask-loss and --reset-... need the end of documents: give the tokenizer's files")
+        return Vocabulary(vocab_size=config.vocab_size, eod=_NO_TOKEN, digest=None)
+    from megatronapp_trainer.data import tokenizer as tokenizers
+
+    tokenizer = tokenizers.load(
+        vocab_file=config.vocab_file, merge_file=config.merge_file, tokenizer_file=config.tokenizer_file
+    )
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"--vocab-size {config.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; write "
+            f"--vocab-size {tokenizer.vocab_size} (spec.model.vocabSize: {tokenizer.vocab_size}), or leave it out: "
+            "it is the tokenizer's then"
+        )
+    return Vocabulary(
+        vocab_size=config.vocab_size or tokenizer.vocab_size,
+        eod=tokenizer.eod if needs_eod else _NO_TOKEN,
+        digest=tokenizer.digest,
+    )

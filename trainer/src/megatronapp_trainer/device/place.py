@@ -1,0 +1,84 @@
+"""Choosing the device, and the few operations that differ between GPU and CPU."""
+
+import dataclasses
+import warnings
+
+import torch
+
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.quiet import importing_megatron
+
+_NOISE = (
+    "Please use DTensor instead",  # of sharded tensors, which its checkpoints are made of
+    "full scope is deprecated",  # of a default value of TransformerConfig
+    "The .grad attribute of a Tensor that is not a leaf",  # asked of every shard by the distributed optimizer
+)
+"""Warnings of megatron-core 0.16 about itself, which nobody here can act on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Where this rank computes."""
+
+    torch_device: torch.device
+    name: str
+    """For people: ``cpu`` or ``cuda:0 NVIDIA ...``."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """It is a GPU."""
+        return self.torch_device.type == "cuda"
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on this device; to a GPU the copy runs beside the host, out of pinned memory."""
+        if not self.is_cuda:
+            return tensor
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> "HostCopy":
+        """Start copying a small tensor to the host."""
+        return HostCopy(tensor, is_cuda=self.is_cuda)
+
+
+class HostCopy:
+    """A tensor on its way to the host. Reading it waits for the copy alone, not for work queued after it."""
+
+    def __init__(self, tensor: torch.Tensor, *, is_cuda: bool) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
+def prepare_device(local_rank: int) -> Device:
+    """Choose the device of this process and make megatron-core ready for it.
+
+    Must run before a model is built. Raises UsageError where there are GPUs, but too few of them.
+    """
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"local rank {local_rank} has no GPU: this machine shows {torch.cuda.device_count()}; "
+                "start one rank per GPU, or none of them with CUDA_VISIBLE_DEVICES= set to nothing"
+            )
+        torch.cuda.set_device(local_rank)
+        with importing_megatron():
+            import megatron.core.models.gpt.gpt_layer_specs
+            import megatron.core.optimizer  # noqa: F401 - imported here for its warnings to be left out
+        device = torch.device("cuda", local_rank)
+        return Device(torch_device=device, name=f"{device} {torch.cuda.get_device_name(device)}")
+    from megatronapp_trainer.device import cpu
+
+    cpu.install()
+    return Device(torch_device=torch.device("cpu"), name="cpu")

@@ -1,0 +1,88 @@
+"""Errors of megatronapp_trainer. Each class knows the exit code its process ends with.
+
+TrainerError               1  anything of ours that went wrong
+├── UsageError            64  flags or configuration that cannot work
+├── DataError             65  training data that is corrupt, empty, missing or does not fit the model
+├── UnsavedStopError       1  asked to stop without --save: a restart begins from the start
+├── NotFiniteError        66  a loss became NaN or Inf
+├── StorageError          67  a checkpoint, prepared corpus or log could not be written
+│   └── SupersededError   67  a newer attempt of this job owns the checkpoint directory
+├── CheckpointError       65  a checkpoint that cannot be read back into this run
+├── RendezvousError       68  the gang did not gather
+│   ├── RefusedError      68  worker 0 does not let this worker in
+│   └── MessageError      68  bytes that are not a message between launchers of this gang
+└── PeerLostError         69  this process stopped because a peer was lost
+"""
+
+from typing import ClassVar
+
+from megatronapp_common.names import ExitCode
+
+
+class TrainerError(Exception):
+    """Base of every error this package raises. Its text says what is wrong, where, and what to do."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.OWN_FAILURE
+
+
+class UsageError(TrainerError):
+    """Flags or a configuration that cannot work."""
+
+    exit_code = ExitCode.USAGE
+
+
+class DataError(TrainerError):
+    """Training data that is corrupt, empty, missing or does not fit the model."""
+
+    exit_code = ExitCode.DATA
+
+
+class UnsavedStopError(TrainerError):
+    """Asked to stop without `--save`. A failure, so that restarts from the start are counted against the budget."""
+
+
+class NotFiniteError(TrainerError):
+    """A loss became NaN or Inf."""
+
+    exit_code = ExitCode.NOT_FINITE
+
+
+class StorageError(TrainerError):
+    """A checkpoint, prepared corpus or log could not be written."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class SupersededError(StorageError):
+    """A newer attempt of this job owns the checkpoint directory; this one must not write there."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be read back into this run."""
+
+    exit_code = ExitCode.DATA
+
+
+class RendezvousError(TrainerError):
+    """The gang did not gather."""
+
+    exit_code = ExitCode.RENDEZVOUS
+
+
+class RefusedError(RendezvousError):
+    """Worker 0 does not let this worker in. `final`: trying again cannot help."""
+
+    def __init__(self, reason: str, *, final: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.final = final
+
+
+class MessageError(RendezvousError):
+    """Bytes that are not a message between launchers of this gang."""
+
+
+class PeerLostError(TrainerError):
+    """This process stopped because a peer was lost; the evidence lies elsewhere."""
+
+    exit_code = ExitCode.PEER_LOST

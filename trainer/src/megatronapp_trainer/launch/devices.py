@@ -1,0 +1,89 @@
+"""GPU counters through NVML, where there is one."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatronapp_common.trace import Counter
+
+log = logging.getLogger(__name__)
+
+MILLIWATT_PER_WATT = 1000.0
+BYTES_PER_MIB = 1024.0 * 1024.0
+
+
+def visible_devices(variable: str | None, count: int) -> list[int | str]:
+    """Indices or UUIDs of the devices that CUDA shows, in its order; like CUDA, up to the first that is not there."""
+    if variable is None:
+        return list(range(count))
+    found: list[int | str] = []
+    for entry in variable.split(","):
+        name = entry.strip()
+        if name.isdigit() and int(name) < count:
+            found.append(int(name))
+        elif name.startswith(("GPU-", "MIG-")):
+            found.append(name)
+        else:
+            break
+    return found
+
+
+class DeviceReader:
+    """Reads the devices that the ranks of this worker see. Without a driver there are none."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._nvml: Any = None
+        self._handles: list[Any] = []
+        self._silent: set[Counter] = set()
+        try:
+            import pynvml
+        except ImportError:
+            return
+        try:
+            pynvml.nvmlInit()
+            names = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), pynvml.nvmlDeviceGetCount())
+            self._handles = [_handle(pynvml, name) for name in names]
+        except pynvml.NVMLError as error:
+            log.info("no GPU counters: %s", error)
+            return
+        self._nvml = pynvml
+
+    @property
+    def count(self) -> int:
+        """Devices that are read."""
+        return len(self._handles)
+
+    def sample(self) -> Iterator[tuple[Counter, int, float]]:
+        """What the devices tell now; a counter that a device does not have is named once and left out."""
+        for index, handle in enumerate(self._handles):
+            for counter, read in READERS.items():
+                value = self._try(counter, read, handle)
+                if value is not None:
+                    yield counter, index, value
+
+    def _try(self, counter: Counter, read: Callable[[Any, Any], float], handle: Any) -> float | None:  # noqa: ANN401
+        try:
+            return float(read(self._nvml, handle))
+        except self._nvml.NVMLError as error:
+            if counter not in self._silent:
+                self._silent.add(counter)
+                log.info("%s is not counted: %s", counter.name, error)
+            return None
+
+
+def _handle(nvml: Any, name: int | str) -> Any:  # noqa: ANN401 - untyped library
+    if isinstance(name, int):
+        return nvml.nvmlDeviceGetHandleByIndex(name)
+    return nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+READERS: dict[Counter, Callable[[Any, Any], float]] = {
+    Counter.GPU_SM_CLOCK_MHZ: lambda nvml, handle: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+    Counter.GPU_TEMPERATURE_C: lambda nvml, handle: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+    Counter.GPU_POWER_W: lambda nvml, handle: nvml.nvmlDeviceGetPowerUsage(handle) / MILLIWATT_PER_WATT,
+    Counter.GPU_THROTTLE_REASONS: lambda nvml, handle: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
+    Counter.GPU_UTILISATION: lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+    Counter.GPU_MEMORY_USED_MIB: lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle).used / BYTES_PER_MIB,
+}
+"""How each counter is asked for."""

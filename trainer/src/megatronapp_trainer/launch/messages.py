@@ -1,0 +1,218 @@
+"""What launchers say to each other, apart from sockets.
+
+A connection begins with a greeting of both sides, `{"protocol", "nonce"}`. From then on every line is a JSON object
+`{"body": text, "mac": hex}`: the body is JSON, the code is HMAC-SHA256 over direction, running number and body, keyed
+by HMAC-SHA256(gather token, both nonces). So the secret never travels, a wrong one is noticed by the first message,
+and lines cannot be replayed, reordered or turned around. Only a refusal comes bare: whoever is refused may not be able
+to check it, and believing it costs no more than the connection.
+"""
+
+import dataclasses
+import hashlib
+import hmac
+import ipaddress
+import json
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeVar
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.errors import MessageError, RefusedError
+
+PROTOCOL = 1
+COORDINATOR = 0
+"""The worker that gathers the others."""
+NONCE_BYTES = 16
+JOIN_S = 10.0
+"""A connection that has not joined by then is closed."""
+MAX_LINE_BYTES = 8 * 1024 * 1024
+"""A table of 16,384 ranks has about 1 MiB."""
+
+Side = Literal["coordinator", "worker"]
+T = TypeVar("T", int, str)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """What a worker tells of itself."""
+
+    uid: str
+    attempt: int
+    index: int
+    address: str
+    node: str
+    num_ranks: int
+    port: int
+    """A port kept free, for torch's store if this is worker 0."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """How a worker ended, or what went wrong there."""
+
+    worker: int
+    code: int
+    rank: int | None = None
+    message: str = ""
+
+    @property
+    def orderly(self) -> bool:
+        """Whether the others may go on."""
+        return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The gang that a coordinator gathers."""
+
+    uid: str
+    attempt: int
+    proc_per_node: tuple[int, ...]
+
+
+def check_join(join: Join, expected: Expected, joined: Collection[int]) -> None:
+    """Raises RefusedError with the reason why `join` may not enter.
+
+    Who is here already may try again: its earlier connection may be dead, and its end not seen yet. A true duplicate
+    is refused for as long as the first one is here.
+    """
+    if join.uid != expected.uid:
+        raise RefusedError(f"this is job {expected.uid}, not {join.uid}", final=False)
+    if join.attempt != expected.attempt:
+        late = join.attempt < expected.attempt
+        age = "late: its attempt is over" if late else "early: this gang is about to end"
+        raise RefusedError(f"attempt {join.attempt} comes to attempt {expected.attempt}, {age}", final=late)
+    if join.index >= len(expected.proc_per_node):
+        raise RefusedError(f"index {join.index} in a gang of {len(expected.proc_per_node)}", final=True)
+    if join.index in joined:
+        raise RefusedError(f"worker {join.index} is already here", final=join.index == COORDINATOR)
+    if join.num_ranks != expected.proc_per_node[join.index]:
+        wanted = expected.proc_per_node[join.index]
+        raise RefusedError(f"worker {join.index} brings {join.num_ranks} ranks, not {wanted}", final=True)
+    _check_address(join.address)
+
+
+def _check_address(address: str) -> None:
+    try:
+        ipaddress.IPv4Address(address)
+    except ValueError:
+        raise RefusedError(f"the address {address!r} is not one of IPv4", final=True) from None
+
+
+def new_nonce() -> str:
+    """A fresh number in hex."""
+    return secrets.token_hex(NONCE_BYTES)
+
+
+def encode(document: Mapping[str, Any]) -> bytes:
+    """One line."""
+    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The object of one line. Raises RefusedError if it is a refusal, MessageError if it is no object."""
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise MessageError("a line that is not JSON") from error
+    if not isinstance(document, dict):
+        raise MessageError("a line that is not an object")
+    if "refused" in document:
+        raise RefusedError(str(document["refused"]), final=document.get("final") is True)
+    return document
+
+
+def greeting(nonce: str) -> bytes:
+    """The first line of either side."""
+    return encode({"protocol": PROTOCOL, "nonce": nonce})
+
+
+def parse_greeting(line: bytes) -> str:
+    """The other side's nonce. Raises MessageError for another protocol."""
+    document = decode(line)
+    nonce = document.get("nonce")
+    if document.get("protocol") != PROTOCOL or not isinstance(nonce, str) or len(nonce) != 2 * NONCE_BYTES:
+        raise MessageError(f"not a launcher of protocol {PROTOCOL}")
+    return nonce
+
+
+def refusal(error: RefusedError) -> bytes:
+    """The line that a refused worker gets."""
+    return encode({"refused": error.reason, "final": error.final})
+
+
+class Session:
+    """Seals and opens the lines of one connection."""
+
+    def __init__(self, token: str, *, side: Side, coordinator_nonce: str, worker_nonce: str) -> None:
+        text = f"{coordinator_nonce}:{worker_nonce}".encode()
+        self._key = hmac.digest(token.encode(), text, hashlib.sha256)
+        self._side: Side = side
+        self._other: Side = "worker" if side == "coordinator" else "coordinator"
+        self._sent = 0
+        self._received = 0
+
+    def seal(self, document: Mapping[str, Any]) -> bytes:
+        """The next line to send."""
+        body = json.dumps(document, separators=(",", ":"))
+        mac = self._code(self._side, self._sent, body)
+        self._sent += 1
+        return encode({"body": body, "mac": mac})
+
+    def open(self, line: bytes) -> dict[str, Any]:
+        """The body of the next line. Raises RefusedError for a refusal, MessageError for a line of another key."""
+        document = decode(line)
+        body, mac = document.get("body"), document.get("mac")
+        if not isinstance(body, str) or not isinstance(mac, str):
+            raise MessageError("a message without its code")
+        if not hmac.compare_digest(mac.encode(), self._code(self._other, self._received, body).encode()):
+            raise MessageError("wrong secret")
+        self._received += 1
+        return decode(body.encode())
+
+    def _code(self, sender: Side, number: int, body: str) -> str:
+        return hmac.new(self._key, f"{sender}:{number}:{body}".encode(), hashlib.sha256).hexdigest()
+
+
+def join_to_json(join: Join) -> dict[str, Any]:
+    """Body of the first sealed line of a worker."""
+    return {"type": "join", **dataclasses.asdict(join)}
+
+
+def join_from_json(document: Mapping[str, Any]) -> Join:
+    """Raises MessageError if a field is missing or of another type."""
+    if document.get("type") != "join":
+        raise MessageError("the first message must be a join")
+    return Join(
+        uid=_field(document, "uid", str),
+        attempt=_field(document, "attempt", int),
+        index=_field(document, "index", int),
+        address=_field(document, "address", str),
+        node=_field(document, "node", str),
+        num_ranks=_field(document, "num_ranks", int),
+        port=_field(document, "port", int),
+    )
+
+
+def notice_to_json(notice: Notice) -> dict[str, Any]:
+    """Body of a line that tells how a worker ended."""
+    return {"type": "notice", **dataclasses.asdict(notice)}
+
+
+def notice_from_json(document: Mapping[str, Any]) -> Notice:
+    """Raises MessageError if a field is missing or of another type."""
+    if document.get("type") != "notice":
+        raise MessageError(f"unexpected message of type {document.get('type')!r}")
+    return Notice(
+        worker=_field(document, "worker", int),
+        code=_field(document, "code", int),
+        rank=None if document.get("rank") is None else _field(document, "rank", int),
+        message=_field(document, "message", str),
+    )
+
+
+def _field(document: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = document.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        raise MessageError(f"the field {name} is {value!r}")
+    return value

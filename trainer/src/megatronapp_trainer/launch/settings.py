@@ -1,0 +1,117 @@
+"""What the backend tells a launcher through its environment (docs/contracts.md, sections 1 to 3)."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Self
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import UsageError
+
+DEFAULT_SHM_DIR = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A host and a port; the host is resolved where it is used."""
+
+    host: str
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers."""
+
+    job: str
+    uid: str
+    attempt: int
+    index: int
+    proc_per_node: tuple[int, ...]
+    coordinator: Endpoint | None
+    secret_file: pathlib.Path | None
+    address: str | None
+    node: str
+    shm_dir: pathlib.Path
+    shm_prefix: str
+    run_dir: pathlib.Path
+    termination_log: pathlib.Path | None
+    hub_url: str
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the gang."""
+        return len(self.proc_per_node)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this worker."""
+        return self.proc_per_node[self.index]
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
+        """Read the variables. Raises UsageError that names the variable that is missing or wrong."""
+        proc_per_node = _proc_per_node(environment)
+        index = _integer(environment, Env.WORKER_INDEX)
+        if index >= len(proc_per_node):
+            raise UsageError(f"{Env.WORKER_INDEX} is {index}, but the gang has {len(proc_per_node)} workers, from 0 on")
+        alone = len(proc_per_node) == 1
+        if not alone:
+            _required(environment, Env.COORDINATOR)
+            _required(environment, Env.SECRET_FILE)
+        return cls(
+            job=_required(environment, Env.JOB),
+            uid=_required(environment, Env.JOB_UID),
+            attempt=_integer(environment, Env.ATTEMPT),
+            index=index,
+            proc_per_node=proc_per_node,
+            coordinator=None if alone else parse_endpoint(environment[Env.COORDINATOR]),
+            secret_file=None if alone else pathlib.Path(environment[Env.SECRET_FILE]),
+            address=environment.get(Env.ADDRESS) or None,
+            node=environment.get(Env.NODE_NAME) or host_name,
+            shm_dir=pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR),
+            shm_prefix=_required(environment, Env.SHM_PREFIX),
+            run_dir=pathlib.Path(_required(environment, Env.RUN_DIR)),
+            termination_log=_optional_path(environment, Env.TERMINATION_LOG),
+            hub_url=environment.get(Env.HUB_URL, ""),
+        )
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """`host:port`. Raises UsageError for anything else, an IPv6 address included."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{Env.COORDINATOR} is {text!r}; write it as host:port")
+    if ":" in host:
+        raise UsageError(f"{Env.COORDINATOR} is {text!r}: IPv6 is not supported; give a name or an IPv4 address")
+    return Endpoint(host=host, port=int(port))
+
+
+def _required(environment: Mapping[str, str], name: Env) -> str:
+    value = environment.get(name)
+    if not value:
+        raise UsageError(f"the variable {name} is not set; the backend that starts a launcher sets it")
+    return value
+
+
+def _integer(environment: Mapping[str, str], name: Env) -> int:
+    text = _required(environment, name)
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"{name} is {text!r}; it must be an integer from 0 on")
+    return int(text)
+
+
+def _proc_per_node(environment: Mapping[str, str]) -> tuple[int, ...]:
+    text = _required(environment, Env.PROC_PER_NODE)
+    counts = text.split(",")
+    if not all(count.isascii() and count.isdigit() and int(count) > 0 for count in counts):
+        raise UsageError(f"{Env.PROC_PER_NODE} is {text!r}; write the ranks of each worker as 4,4")
+    num_workers = _integer(environment, Env.NUM_WORKERS)
+    if num_workers != len(counts):
+        raise UsageError(f"{Env.NUM_WORKERS} is {num_workers}, but {Env.PROC_PER_NODE} ({text}) names {len(counts)}")
+    return tuple(map(int, counts))
+
+
+def _optional_path(environment: Mapping[str, str], name: Env) -> pathlib.Path | None:
+    text = environment.get(name)
+    return pathlib.Path(text) if text else None

@@ -1,0 +1,94 @@
+"""This rank's place in the parallel layout; the arithmetic is that of `megatronapp_common.topology`."""
+
+import dataclasses
+import os
+
+from megatronapp_common.topology import Coordinates, Topology
+from megatronapp_trainer.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Sizes of the groups and the coordinates of this rank in them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    tensor_size: int
+    pipeline_size: int
+    virtual_size: int
+    """Model chunks of each rank; 1 where the schedule is not interleaved."""
+
+    @property
+    def topology(self) -> Topology:
+        """The layout of all ranks. Raises TopologyError if its groups do not divide the world."""
+        return Topology.of_world(self.world_size, tensor=self.tensor_size, pipeline=self.pipeline_size)
+
+    @property
+    def _place(self) -> Coordinates:
+        return self.topology.coordinates(self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """Number of model replicas."""
+        return self.topology.data
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place in the tensor group."""
+        return self._place.tp
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's model replica."""
+        return self._place.dp
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Pipeline stage."""
+        return self._place.pp
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank computes the loss."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def is_reporter(self) -> bool:
+        """The one rank that logs: first of its tensor group and replica 0, on the last stage."""
+        return self.is_last_stage and self.tensor_rank == 0 and self.data_rank == 0
+
+
+def environment_integer(name: str, default: int) -> int:
+    """An integer that the launcher left in the environment. Raises UsageError if it is no integer."""
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UsageError(f"the variable {name} is {text!r}; the launcher must set it to an integer") from error
+
+
+def layout_from_environment(*, tensor_size: int, pipeline_size: int, virtual_size: int) -> Layout:
+    """The layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
+
+    Raises UsageError if the groups do not divide the world.
+    """
+    rank, world = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1)
+    if world % (tensor_size * pipeline_size):
+        raise UsageError(
+            f"{world} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x "
+            f"--pipeline-model-parallel-size {pipeline_size}; start a multiple of {tensor_size * pipeline_size} ranks"
+        )
+    return Layout(
+        rank=rank,
+        world_size=world,
+        local_rank=environment_integer("LOCAL_RANK", 0),
+        tensor_size=tensor_size,
+        pipeline_size=pipeline_size,
+        virtual_size=virtual_size,
+    )

@@ -1,0 +1,76 @@
+"""Core attention on torch's fused scaled_dot_product_attention, a drop-in for megatron-core's DotProductAttention.
+
+Shapes: S sequence, B microbatch, H query heads of this rank, G key heads of this rank, D channels of a head.
+"""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carries no types
+    """Causal attention without a mask tensor, or attention under a mask where one is given.
+
+    Dropout draws from Megatron's tracker of tensor-parallel states, as heads differ between the ranks of a tensor
+    group; under sequence parallelism the whole layer already runs in that state.
+    """
+
+    def __init__(
+        self,
+        config: Any,  # noqa: ANN401 - TransformerConfig
+        *,
+        layer_number: int,
+        attn_mask_type: Any,  # noqa: ANN401 - AttnMaskType
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any | None = None,  # noqa: ANN401 - ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1:
+            raise ValueError("TorchAttention does not split the sequence; context_parallel_size must be 1")
+        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._grouped = config.num_query_groups != config.num_attention_heads
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        attn_mask_type: Any | None = None,  # noqa: ANN401 - AttnMaskType
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any | None = None,  # noqa: ANN401 - PackedSeqParams
+    ) -> torch.Tensor:
+        """query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] true where not to look -> [S, B, HD].
+
+        Raises ValueError for packed sequences or a bias, which this module does not know.
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError("TorchAttention knows neither packed sequences nor an attention bias")
+        dropout = self._dropout if self.training else 0.0
+        with self._rng(dropout):
+            context_BHSD = torch.nn.functional.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=None if attention_mask is None else attention_mask.logical_not(),
+                dropout_p=dropout,
+                is_causal=attention_mask is None,
+                scale=self._scale,
+                enable_gqa=self._grouped,
+            )
+        return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
+        if dropout == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        forked: contextlib.AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
+        return forked

@@ -1,0 +1,165 @@
+"""The GPT model: megatron-core's configuration and one model chunk per virtual stage, wrapped for data parallelism."""
+
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.models.initial import initialize_weights
+from megatronapp_trainer.models.layers import block_spec, resolve_implementation
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
+    """The vocabulary rounded up. It does not depend on the layout, so checkpoints move between layouts."""
+    return -(-vocab_size // divisible_by) * divisible_by
+
+
+def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: ANN401 - untyped library
+    """megatron-core's TransformerConfig. Raises UsageError for what megatron-core refuses."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values = _shape(config) | _numerics(config, device) | _parallelism(config) | _recomputation(config)
+    try:
+        return TransformerConfig(**values)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"megatron-core does not take this model: {error}") from error
+
+
+def build_chunks(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> tuple[Any, list[Any]]:
+    """TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel."""
+    core_config = transformer_config(config, device)
+    vocab_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    chunks = [
+        _build_chunk(config, core_config, layout, chunk, vocab_size).to(device.torch_device)
+        for chunk in range(layout.virtual_size)
+    ]
+    return core_config, _wrap(config, core_config, chunks)
+
+
+def _build_chunk(
+    config: TrainerConfig,
+    core_config: Any,  # noqa: ANN401 - TransformerConfig
+    layout: Layout,
+    chunk: int,
+    vocab_size: int,
+) -> Any:  # noqa: ANN401 - GPTModel
+    from megatron.core.models.gpt import GPTModel
+
+    model, vp_stage = config.model, chunk if layout.virtual_size > 1 else None
+    gpt = GPTModel(
+        core_config,
+        block_spec(resolve_implementation(model), core_config, vp_stage),
+        vocab_size,
+        model.positions,
+        pre_process=layout.is_first_stage and chunk == 0,
+        post_process=layout.is_last_stage and chunk == layout.virtual_size - 1,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        vp_stage=vp_stage,
+    )
+    initialize_weights(gpt, model, seed=config.training.seed, layout=layout)
+    return gpt
+
+
+def _leave_empty(weight: torch.Tensor) -> torch.Tensor:
+    """Initialisation of megatron-core's modules: they mark their parameters as split, and we fill them afterwards."""
+    return weight
+
+
+def _wrap(config: TrainerConfig, core_config: Any, chunks: list[Any]) -> list[Any]:  # noqa: ANN401 - untyped library
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision.bf16,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        bucket_size=parallel.ddp_bucket_size,
+        average_in_collective=parallel.ddp_average_in_collective,
+    )
+    if config.precision.bf16:
+        chunks = [Float16Module(core_config, chunk) for chunk in chunks]
+    return [
+        DistributedDataParallel(core_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def _shape(config: TrainerConfig) -> dict[str, Any]:
+    model = config.model
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.heads_of_keys,
+        "kv_channels": model.head_width,
+        "ffn_hidden_size": model.mlp_width,
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "init_method_std": model.init_method_std,
+        "init_method": _leave_empty,
+        "output_layer_init_method": _leave_empty,
+        "embedding_init_method": _leave_empty,
+    }
+
+
+def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:
+    model, dtype = config.model, torch.bfloat16 if config.precision.bf16 else torch.float32
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.precision.bf16,
+        "use_cpu_initialization": not device.is_cuda,
+        # megatron-core fuses these with torch.compile, whose guards cost the host more than the kernels save: one
+        # H200, 6 layers of 2048, 16 microbatches: 263 ms a step fused, 219 apart (docs/benchmarks.md).
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "attention_softmax_in_fp32": model.attention_softmax_in_fp32,
+        "deterministic_mode": config.precision.deterministic_mode,
+        "calculate_per_token_loss": config.training.calculate_per_token_loss,
+    }
+
+
+def _parallelism(config: TrainerConfig) -> dict[str, Any]:
+    """The layout.
+
+    Batched transfers stay off: each brings a device sync, and between two stages they pair up wrongly. Where transfers
+    overlap compute, megatron-core would free a stage's output while it is still being sent, so it keeps it.
+    """
+    parallel, interleaved = config.parallel, config.virtual_size > 1
+    overlap = interleaved and parallel.overlap_p2p_comm
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.virtual_size if interleaved else None,
+        "sequence_parallel": parallel.sequence_parallel,
+        "batch_p2p_comm": False,
+        "batch_p2p_sync": False,
+        "overlap_p2p_comm": overlap,
+        "deallocate_pipeline_outputs": not overlap,
+        "barrier_with_L1_time": False,
+    }
+
+
+def _recomputation(config: TrainerConfig) -> dict[str, Any]:
+    precision = config.precision
+    return {
+        "recompute_granularity": precision.granularity,
+        "recompute_method": precision.recompute_method,
+        "recompute_num_layers": precision.recompute_num_layers,
+    }

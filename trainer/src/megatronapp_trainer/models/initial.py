@@ -1,0 +1,75 @@
+"""Initial weights as a function of (seed, global parameter name) alone, so that every layout starts equal.
+
+Each rank draws the whole tensor of a parameter from a generator of its own and keeps its shard. The draw is done on
+the CPU in fp32 whatever the device, so that GPUs and CPUs start equal too.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.layout import Layout
+
+_LAYER = re.compile(r"(?<=\.layers\.)(\d+)(?=\.)")
+_ONES = re.compile(r"(layernorm|layer_norm)(\.|_)weight$")
+_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+"""Projections back into the residual stream: their deviation shrinks with depth."""
+
+
+def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:  # noqa: ANN401 - GPTModel
+    """Every parameter of a chunk under the name it has in the unsplit model."""
+    first_layer = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+    tied_copy = model.share_embeddings_and_output_weights and not model.pre_process
+    for name, parameter in model.named_parameters():
+        if tied_copy and name == "output_layer.weight":
+            yield "embedding.word_embeddings.weight", parameter
+        else:
+            yield _LAYER.sub(lambda match: str(int(match[1]) + first_layer), name), parameter
+
+
+def initialize_weights(model: Any, config: ModelConfig, *, seed: int, layout: Layout) -> None:  # noqa: ANN401
+    """Fill all parameters of a model chunk in place."""
+    for name, parameter in global_names(model):
+        with torch.no_grad():
+            parameter.copy_(initial_shard(name, parameter, config, seed=seed, layout=layout))
+
+
+def initial_shard(
+    name: str, parameter: torch.nn.Parameter, config: ModelConfig, *, seed: int, layout: Layout
+) -> torch.Tensor:
+    """This rank's part of the initial value of the parameter with this global name, in fp32 on the CPU."""
+    if name.endswith("bias"):
+        return torch.zeros(parameter.shape)
+    if _ONES.search(name):
+        return torch.ones(parameter.shape)
+    axis = parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+    shape = list(parameter.shape)
+    if axis is not None:
+        shape[axis] *= layout.tensor_size
+    whole = torch.empty(shape).normal_(0.0, _deviation(name, config), generator=generator_of(f"{seed}:{name}"))
+    if axis is None or layout.tensor_size == 1:
+        return whole
+    return _shard(whole, axis, layout, halves=config.swiglu and "linear_fc1" in name)
+
+
+def _shard(whole: torch.Tensor, axis: int, layout: Layout, *, halves: bool) -> torch.Tensor:
+    """The part of one tensor rank; gate and up projection of a gated MLP are split each for itself."""
+    parts = whole.chunk(2, axis) if halves else (whole,)
+    return torch.cat([part.chunk(layout.tensor_size, axis)[layout.tensor_rank] for part in parts], axis)
+
+
+def _deviation(name: str, config: ModelConfig) -> float:
+    if name.endswith(_OUTPUTS):
+        return config.init_method_std / math.sqrt(2.0 * config.num_layers)
+    return config.init_method_std
+
+
+def generator_of(key: str) -> torch.Generator:
+    """A CPU generator that depends on the key alone. Its Mersenne Twister takes 32 bits of seed, so 4 bytes of hash."""
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -1,0 +1,45 @@
+"""Layer specs: ours around torch's fused attention, megatron-core's local one, and Transformer Engine's."""
+
+import importlib.util
+from typing import Any
+
+from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.errors import UsageError
+
+
+def resolve_implementation(model: ModelConfig) -> str:
+    """The layers to build. Raises UsageError for Transformer Engine where it is not installed."""
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    if model.transformer_impl == "transformer_engine" and not has_engine:
+        raise UsageError(
+            "--transformer-impl transformer_engine: the package transformer_engine is not installed; "
+            "install it or take --transformer-impl torch"
+        )
+    return model.transformer_impl or ("transformer_engine" if has_engine else "torch")
+
+
+def block_spec(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401 - untyped library
+    """The spec of one model chunk's transformer block."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if implementation == "transformer_engine":
+        return get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=True, vp_stage=vp_stage)
+    return _torch_block(implementation, transformer_config, vp_stage)
+
+
+def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | None) -> Any:  # noqa: ANN401
+    """Layers of megatron-core's linear modules and torch's norms, with either core attention."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    from megatronapp_trainer.models.norm import TorchNorm
+
+    layer = get_gpt_layer_local_spec(normalization=transformer_config.normalization)
+    layer.submodules.input_layernorm = TorchNorm
+    layer.submodules.pre_mlp_layernorm = TorchNorm
+    if implementation == "torch":
+        from megatronapp_trainer.models.attention import TorchAttention
+
+        layer.submodules.self_attention.submodules.core_attention = TorchAttention
+    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)

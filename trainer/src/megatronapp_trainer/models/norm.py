@@ -1,0 +1,27 @@
+"""torch's norms with the mark that sequence parallelism needs; megatron-core's wrapper refuses it."""
+
+from typing import Any
+
+import torch
+
+
+class TorchNorm:
+    """Stands for LayerNorm or RMSNorm over the last axis, by ``config.normalization``, where a spec wants a class.
+
+    Under sequence parallelism each rank sees only its slice, so the parameters are marked for the reduction over the
+    tensor group that finalize_model_grads does.
+    """
+
+    def __new__(  # type: ignore[misc] # a spec's builder may give any module
+        cls,
+        config: Any,  # noqa: ANN401 - TransformerConfig
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_options: Any,  # noqa: ANN401 - of fused norms
+    ) -> torch.nn.Module:
+        """The norm itself."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

@@ -1,0 +1,127 @@
+"""``python -m megatronapp_trainer.pretrain``: one rank of a training run. Exit codes: ``names.ExitCode``."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.config import TrainerConfig, build_parser, parse
+from megatronapp_trainer.errors import PeerLostError, RendezvousError, TrainerError
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.device import Device
+    from megatronapp_trainer.layout import Layout
+    from megatronapp_trainer.setup import Run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train; returns the exit code. Errors of ours become one message on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        build_parser().print_help()
+        return ExitCode.OK
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return pretrain(parse(arguments))
+    except TrainerError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def pretrain(config: TrainerConfig) -> ExitCode:
+    """Set up, train, evaluate, and tear down. Raises TrainerError."""
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import apply_deterministic_mode, destroy_groups, initialize_groups
+    from megatronapp_trainer.setup import layout_of
+    from megatronapp_trainer.signals import StopWish
+
+    layout = layout_of(config)
+    with StopWish() as stop_wish, _named_errors():
+        apply_deterministic_mode(config)
+        device = prepare_device(layout.local_rank)
+        initialize_groups(config, layout, device)
+        code = _train(config, layout, device, stop_wish)
+        destroy_groups()
+    return code
+
+
+def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish: Any) -> ExitCode:  # noqa: ANN401
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.report import make_reporter
+    from megatronapp_trainer.setup import build_iterators, build_run, vocab_size_of
+
+    reporter = make_reporter(config, layout)
+    if reporter is not None:
+        reporter.state("starting")
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    checkpoints = _open_checkpoints(run)
+    iterators = build_iterators(config, layout, run.state.consumed_samples)
+    with contextlib.ExitStack() as stack:
+        if reporter is not None:
+            stack.callback(reporter.close)
+        observer = open_observer(run)
+        if observer is not None:
+            stack.callback(observer.close)
+        trainer = Trainer(
+            run, iterators, stop_wish=stop_wish, reporter=reporter, checkpoints=checkpoints, observer=observer
+        )
+        code = ExitCode.OK if config.logging.skip_train else trainer.train()
+        if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
+            trainer.test()
+    return code
+
+
+def _open_checkpoints(run: "Run") -> Any | None:  # noqa: ANN401 - the manager, not imported where there is none
+    """The checkpoint manager, after it has loaded what there is to load; None where nothing is saved or loaded."""
+    checkpoint = run.config.checkpoint
+    if checkpoint.save is None and checkpoint.load is None:
+        return None
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+
+    manager = CheckpointManager(run.config, run.layout)
+    manager.load(run.state)
+    return manager if checkpoint.save is not None else None
+
+
+def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not imported where there is none
+    """The tracer with ``--trace``, else None and nothing imported; collective."""
+    if not run.config.logging.trace:
+        return None
+    from megatronapp_trainer import scan
+    from megatronapp_trainer.observe import RunContext
+
+    context = RunContext(
+        config=run.config,
+        layout=run.layout,
+        model_config=run.core_config,
+        device_name=run.device.name,
+        first_iteration=run.state.iteration,
+        num_microbatches=run.batches.num_microbatches(run.state.consumed_samples),
+    )
+    return scan.start(context)
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    """Turn what torch says of peers and ports into errors of ours."""
+    from megatronapp_trainer.collective import says_lost_peer, says_port_in_use
+
+    try:
+        yield
+    except RuntimeError as error:
+        if says_port_in_use(error):
+            raise RendezvousError(
+                f"port {os.environ.get('MASTER_PORT')} is in use, so that rank 0 cannot listen there for the others; "
+                "stop what uses it, or start again with another MASTER_PORT (the launcher chooses one by itself)"
+            ) from error
+        if says_lost_peer(error):
+            raise PeerLostError(f"a peer was lost: {error}") from error
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

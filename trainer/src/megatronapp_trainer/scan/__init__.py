@@ -1,0 +1,17 @@
+"""MegaScan in the trainer: spans of each step into the rank's ring, and faults for demonstrations.
+
+Imported only when tracing is on. Nothing here blocks, synchronises a device, or runs a collective.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.observe import RunContext
+    from megatronapp_trainer.scan.observer import ScanObserver
+
+
+def start(context: "RunContext") -> "ScanObserver":
+    """Create the ring of this rank and the observer that fills it. Raises UsageError for faults that cannot be."""
+    from megatronapp_trainer.scan.assemble import assemble
+
+    return assemble(context)

@@ -1,0 +1,130 @@
+"""Putting the tracer of a rank together: ring, recorder, communicators, faults."""
+
+import json
+import logging
+import os
+import pathlib
+
+import torch
+from megatron.core import parallel_state
+from torch import distributed as dist
+
+import megatronapp_native as native
+from megatronapp_common.names import Env, ShmFile
+from megatronapp_common.pages import PageReader
+from megatronapp_common.trace import Flag
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.observe import RunContext
+from megatronapp_trainer.scan.device import DeviceRecorder
+from megatronapp_trainer.scan.faults import Fault, FaultPlan
+from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
+from megatronapp_trainer.scan.observer import ScanObserver
+from megatronapp_trainer.scan.recorder import Fields, Recorder, Ring
+from megatronapp_trainer.scan.stall import DeviceStall, host_stall
+
+log = logging.getLogger(__name__)
+
+
+class NoRing:
+    """Takes the place of a ring that could not be made: training goes on without a trace."""
+
+    def record(self, *_fields: int) -> None:
+        """Nothing."""
+
+    def open_span(self, *_fields: int) -> None:
+        """Nothing."""
+
+    def close_span(self) -> None:
+        """Nothing."""
+
+    def heartbeat(self) -> None:
+        """Nothing."""
+
+    def clock_pair(self) -> None:
+        """Nothing."""
+
+    def close(self, unlink: bool, /) -> None:
+        """Nothing."""
+
+
+def assemble(context: RunContext) -> ScanObserver:
+    """The observer of this rank, its ring created. Raises UsageError for faults that cannot be."""
+    rank = context.layout.rank
+    table = communicators(context.layout, _groups())
+    plan = FaultPlan(rank, _faults(context.config.logging.faults, context.layout.world_size))
+    recorder = _recorder(_ring(context, table), plan, on_device=torch.cuda.is_available())
+    stall = host_stall
+    if torch.cuda.is_available():
+        stall = DeviceStall()
+        stall.calibrate()
+    return ScanObserver(
+        recorder=recorder,
+        table=table,
+        plan=plan,
+        control=PageReader(_shm_path(ShmFile.CONTROL)),
+        stall=stall,
+        host_stall=host_stall,
+        rank=rank,
+        is_reporter=context.layout.is_reporter,
+    )
+
+
+def _groups() -> dict[str, list[int]]:
+    """Global ranks of the groups that this rank meets in collectives."""
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "mp": parallel_state.get_model_parallel_group(),
+    }
+    found = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    if embedding is not None and parallel_state.is_rank_in_embedding_group():
+        found["embed"] = dist.get_process_group_ranks(embedding)
+    return found
+
+
+def _faults(text: str | None, world_size: int) -> list[Fault]:
+    try:
+        documents = json.loads(text) if text else []
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--faults: not JSON: {error}") from error
+    faults = [Fault.from_json(document) for document in documents]
+    for fault in faults:
+        if not 0 <= fault.rank < world_size:
+            raise UsageError(f"--faults: rank {fault.rank} does not exist; ranks are 0 to {world_size - 1}")
+    return faults
+
+
+def _shm_path(suffix: str) -> pathlib.Path:
+    directory = os.environ.get(Env.SHM_DIR, "/dev/shm")
+    prefix = os.environ.get(Env.SHM_PREFIX) or f"megatronapp-{os.getpid()}"
+    return pathlib.Path(directory) / f"{prefix}.{suffix}"
+
+
+def _ring(context: RunContext, table: list[Communicator]) -> Ring:
+    path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.rank))
+    attempt = int(os.environ.get(Env.ATTEMPT, "0"))
+    try:
+        ring: Ring = native.RingWriter(
+            str(path), context.config.logging.trace_capacity, attempt, ring_metadata(context, table)
+        )
+    except native.RingError as error:
+        log.warning("tracing is off on rank %d: %s", context.layout.rank, error)
+        return NoRing()
+    return ring
+
+
+def _recorder(ring: Ring, plan: FaultPlan, *, on_device: bool) -> Recorder:
+    def on_length(fields: Fields, own_ns: int) -> None:
+        if not fields.flags & Flag.INJECTED:
+            plan.observe(fields.kind, own_ns)
+
+    if not on_device:
+        return Recorder(ring, monotonic_ns=native.monotonic_ns, run_queue_ns=native.run_queue_ns, on_length=on_length)
+    return DeviceRecorder(
+        ring,
+        monotonic_ns=native.monotonic_ns,
+        run_queue_ns=native.run_queue_ns,
+        on_length=on_length,
+        new_event=lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+    )

@@ -1,0 +1,165 @@
+"""Spans of the CUDA compute stream: pooled events, read by polling, never synchronised.
+
+Events go on the compute stream only: timing events on communication streams break the overlap that Megatron relies
+on when CUDA_DEVICE_MAX_CONNECTIONS is 1. A finished step is read at the border of a later one, when its events are
+done anyway.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatronapp_common.trace import BYTES_UNIT, Flag
+from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder, Ring
+
+CALIBRATIONS = 5
+NS_PER_MS = 1e6
+FINISH_NS = 1_000_000_000
+FINISH_POLL_S = 0.005
+
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event(enable_timing=True)`."""
+
+    def record(self) -> None:
+        """Put the event into the current stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+    def elapsed_time(self, end: Any) -> float:  # noqa: ANN401 - an event of the same kind
+        """Milliseconds from this event to `end`, as a 32-bit float."""
+
+
+class DeviceClock:
+    """Host time of events, by chaining elapsed times from anchor to anchor.
+
+    A 32-bit float of milliseconds resolves 0.5 us at 4 to 8 s, so every step gets an anchor of its own. The drift
+    between the clocks is held by two facts: an event cannot be done before the host recorded it, nor after the host
+    saw it done.
+    """
+
+    def __init__(self, new_event: Callable[[], Event], now_ns: Callable[[], int]) -> None:
+        brackets = [_bracket(new_event(), now_ns) for _ in range(CALIBRATIONS)]
+        width_ns, self._anchor_ns, self._anchor = min(brackets, key=lambda bracket: bracket[0])
+        self.uncertainty_ns = width_ns // 2
+
+    def advance(self, anchor: Event, recorded_ns: int, seen_ns: int) -> None:
+        """Move on to a newer anchor that is done."""
+        predicted_ns = self.host_ns(anchor)
+        self._anchor, self._anchor_ns = anchor, min(max(predicted_ns, recorded_ns), seen_ns)
+
+    def host_ns(self, event: Event) -> int:
+        """Monotonic host time at which a finished event was passed."""
+        return self._anchor_ns + round(self._anchor.elapsed_time(event) * NS_PER_MS)
+
+
+def _bracket(event: Event, now_ns: Callable[[], int]) -> tuple[int, int, Event]:
+    before_ns = now_ns()
+    event.record()
+    event.synchronize()  # before training: the only place where the host waits for the device
+    after_ns = now_ns()
+    return after_ns - before_ns, (before_ns + after_ns) // 2, event
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    step: int
+    fields: Fields
+    start: Event
+    end: Event
+    aux: int = 0
+    flags: int = Flag.DEVICE_CLOCK
+
+
+@dataclasses.dataclass(slots=True)
+class _Anchor:
+    event: Event
+    recorded_ns: int
+
+
+class DeviceRecorder(Recorder):
+    """A recorder whose `enter` and `leave` enclose work of the compute stream."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        monotonic_ns: Callable[[], int],
+        run_queue_ns: Callable[[], int],
+        on_length: Callable[[Fields, int], None],
+        new_event: Callable[[], Event],
+    ) -> None:
+        super().__init__(ring, monotonic_ns=monotonic_ns, run_queue_ns=run_queue_ns, on_length=on_length)
+        self._new_event = new_event
+        self._free: list[Event] = []
+        self._pending: collections.deque[_Pending | _Anchor] = collections.deque()
+        self.clock = DeviceClock(new_event, monotonic_ns)
+
+    def begin_step(self, step: int) -> None:
+        """From now on spans belong to `step`; what is done of earlier steps is written."""
+        super().begin_step(step)
+        self._harvest()
+        recorded_ns = self._now_ns()
+        self._pending.append(_Anchor(self._recorded_event(), recorded_ns))
+
+    def enter(self, fields: Fields) -> Mark:
+        """Begin a span of the compute stream."""
+        now_ns = self._now_ns()
+        self.ring.open_span(fields.kind, self.step, fields.microbatch, now_ns)
+        return Mark(now_ns, 0, self._recorded_event())
+
+    def leave(self, fields: Fields, mark: Mark) -> None:
+        """End the span that `enter` began."""
+        self._pending.append(_Pending(self.step, fields, mark.event, self._recorded_event()))
+        self.ring.close_span()
+
+    def transfer(self, fields: Fields, mark: Mark, size_bytes: int) -> None:
+        """Record when the compute stream reached the post: only then is a tensor ready to leave or to be filled.
+
+        The host posts long before, so its clock would make every delivery look late.
+        """
+        reached = self._recorded_event()
+        flags = Flag.DEVICE_CLOCK | Flag.AUX_BYTES
+        self._pending.append(_Pending(self.step, fields, reached, reached, size_bytes // BYTES_UNIT, flags))
+
+    def own_ns(self, mark: Mark) -> int:
+        """0: the device will know later."""
+        return 0
+
+    def finish(self) -> None:
+        """Write what the device has done, giving the last events a moment; a stream that is stuck keeps nobody."""
+        deadline_ns = self._now_ns() + FINISH_NS
+        self._harvest()
+        while self._pending and self._now_ns() < deadline_ns:
+            time.sleep(FINISH_POLL_S)
+            self._harvest()
+
+    def _recorded_event(self) -> Event:
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        return event
+
+    def _harvest(self) -> None:
+        """Write the spans that are done. The stream passes events in order, so the first one not done ends it."""
+        while self._pending:
+            head = self._pending[0]
+            if not (head.event if isinstance(head, _Anchor) else head.end).query():
+                return
+            self._pending.popleft()
+            if isinstance(head, _Anchor):
+                self.clock.advance(head.event, head.recorded_ns, self._now_ns())
+            else:
+                self._write_pending(head)
+
+    def _write_pending(self, span: _Pending) -> None:
+        start_ns = self.clock.host_ns(span.start)
+        length_ns = 0 if span.start is span.end else round(span.start.elapsed_time(span.end) * NS_PER_MS)
+        self._write(span.step, span.fields, start_ns, length_ns, span.aux, span.flags)
+        self._on_length(span.fields, length_ns)
+        self._free += {span.start, span.end}

@@ -1,0 +1,107 @@
+"""Faults for demonstrations: a rank that computes slowly, a host that stalls, a link that delivers late.
+
+No root, no real damage, and each ends by itself. Which fault is active is decided at step borders, from the manifest
+and from the control page; how much time it adds comes from this rank's own usual spans.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.trace import Kind
+from megatronapp_trainer.errors import UsageError
+
+KINDS = ("compute", "host", "link")
+HISTORY = 16
+"""Spans that make up what is usual."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. `peer` limits a link fault to messages of that source rank."""
+
+    rank: int
+    kind: str
+    factor: float
+    from_step: int
+    steps: int
+    peer: int | None = None
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Fault":
+        """A fault in the spelling of the manifest. Raises UsageError."""
+        try:
+            peer = document.get("peer")
+            fault = cls(
+                rank=int(document["rank"]),
+                kind=str(document["kind"]),
+                factor=float(document["factor"]),
+                from_step=int(document["fromStep"]),
+                steps=int(document["steps"]),
+                peer=None if peer is None else int(peer),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"fault {dict(document)}: {error!r}; give rank, kind, factor, fromStep, steps") from error
+        if fault.kind not in KINDS or not fault.factor >= 1:
+            raise UsageError(f"fault {dict(document)}: kind is one of {', '.join(KINDS)}, factor at least 1")
+        return fault
+
+    def active(self, step: int) -> bool:
+        """Whether it acts in `step`."""
+        return self.from_step <= step < self.from_step + self.steps
+
+
+class FaultPlan:
+    """The faults of one rank, and the time each adds. Pure: stalling is the caller's business."""
+
+    def __init__(self, rank: int, faults: Iterable[Fault]) -> None:
+        self._rank = rank
+        self._manifest = self._mine(faults)
+        self._commanded: tuple[Fault, ...] = ()
+        self._active: tuple[Fault, ...] = ()
+        self._usual: dict[Kind, collections.deque[int]] = {
+            kind: collections.deque(maxlen=HISTORY) for kind in (Kind.FORWARD, Kind.BACKWARD)
+        }
+
+    def command(self, faults: Iterable[Fault]) -> None:
+        """Replace the faults that came through the control page."""
+        self._commanded = self._mine(faults)
+
+    def begin_step(self, step: int) -> None:
+        """Choose the faults that act in this step."""
+        self._active = tuple(fault for fault in self._manifest + self._commanded if fault.active(step))
+
+    def observe(self, kind: Kind, own_ns: int) -> None:
+        """Learn what is usual from a span that no fault has stretched."""
+        if kind in self._usual:
+            self._usual[kind].append(own_ns)
+
+    def usual_ns(self, kind: Kind) -> int:
+        """Median of the last spans of this kind; 0 where there is none yet."""
+        history = self._usual[kind]
+        return round(statistics.median(history)) if history else 0
+
+    def compute_stall_ns(self, own_ns: int) -> int:
+        """What to add to a compute span that took `own_ns` by itself."""
+        return round(sum(factor - 1 for factor in self._factors("compute")) * own_ns)
+
+    def host_stall_ns(self) -> int:
+        """How long to stall before a forward pass."""
+        return round(sum(factor - 1 for factor in self._factors("host")) * self.usual_ns(Kind.FORWARD))
+
+    def withhold_ns(self, source: int) -> int:
+        """How long to withhold a message of rank `source` that has arrived."""
+        factors = self._factors("link", source)
+        return round(sum(factor - 1 for factor in factors) * self.usual_ns(Kind.FORWARD))
+
+    def _factors(self, kind: str, source: int | None = None) -> list[float]:
+        return [
+            fault.factor
+            for fault in self._active
+            if fault.kind == kind and (source is None or fault.peer in (None, source))
+        ]
+
+    def _mine(self, faults: Iterable[Fault]) -> tuple[Fault, ...]:
+        return tuple(fault for fault in faults if fault.rank == self._rank)

@@ -1,0 +1,84 @@
+"""What a ring says about its rank: place in the layout, and the table of its communicators."""
+
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.names import Env
+from megatronapp_common.trace import Kind
+from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.observe import RunContext
+
+GROUP_OF_KIND = {
+    Kind.GRAD_REDUCE: "dp",
+    Kind.PARAM_GATHER: "dp",
+    Kind.LOSS_REDUCE: "dp",
+    Kind.EMBED_REDUCE: "embed",
+    Kind.GRAD_NORM: "mp",
+}
+"""The group whose members meet in a span of this kind."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """A slot of the table. A p2p communicator is directed: members are source and destination."""
+
+    slot: int
+    kind: str
+    members: tuple[int, ...]
+
+
+def directed_pairs(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs (source, destination) between this rank and its neighbours in the pipeline's ring, each once."""
+    if layout.pipeline_size == 1:
+        return []
+    stride = layout.tensor_size * layout.data_size
+    stage, size = layout.pipeline_rank, layout.pipeline_size
+    around = [layout.rank + ((stage + way) % size - stage) * stride for way in (-1, 1)]
+    pairs = [pair for peer in around for pair in ((peer, layout.rank), (layout.rank, peer))]
+    return list(dict.fromkeys(pairs))
+
+
+def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[Communicator]:
+    """The table: directed pairs first, then the groups that have more than one member."""
+    members: list[tuple[str, tuple[int, ...]]] = [("p2p", pair) for pair in directed_pairs(layout)]
+    members += [(kind, tuple(ranks)) for kind, ranks in groups.items()]
+    wanted = [(kind, ranks) for kind, ranks in members if len(ranks) > 1]
+    return [Communicator(slot=slot, kind=kind, members=ranks) for slot, (kind, ranks) in enumerate(wanted)]
+
+
+def ring_metadata(context: RunContext, table: Iterable[Communicator]) -> bytes:
+    """The JSON that a rank's ring carries; see docs/contracts.md section 4."""
+    layout, config = context.layout, context.config
+    document: dict[str, Any] = {
+        "rank": layout.rank,
+        "localRank": layout.local_rank,
+        "worker": int(os.environ.get(Env.WORKER_INDEX, "0")),
+        "node": os.environ.get(Env.NODE_NAME) or socket.gethostname(),
+        "address": os.environ.get(Env.ADDRESS, ""),
+        "pid": os.getpid(),
+        "world": layout.world_size,
+        "layout": {
+            "tensor": layout.tensor_size,
+            "pipeline": layout.pipeline_size,
+            "virtualPipeline": layout.virtual_size,
+            "data": layout.data_size,
+            "context": 1,
+            "expert": 1,
+        },
+        "coordinates": {
+            "tp": layout.tensor_rank,
+            "cp": 0,
+            "ep": 0,
+            "dp": layout.data_rank,
+            "pp": layout.pipeline_rank,
+        },
+        "comms": [dataclasses.asdict(communicator) for communicator in table],
+        "device": context.device_name,
+        "totalIterations": config.training.train_iters,
+        "numMicrobatches": context.num_microbatches,
+    }
+    return json.dumps(document, separators=(",", ":")).encode()

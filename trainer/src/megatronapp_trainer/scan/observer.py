@@ -1,0 +1,174 @@
+"""The observer of a rank's loop: spans into the ring, faults out of the manifest and the control page."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from megatronapp_common.pages import PageReader
+from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind, Metric
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.observe import StepMetrics
+from megatronapp_trainer.scan.faults import Fault, FaultPlan
+from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
+from megatronapp_trainer.scan.p2p import TracedP2PCommunicator
+from megatronapp_trainer.scan.peers import Peers
+from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder
+
+log = logging.getLogger(__name__)
+
+HOST_KINDS = frozenset({Kind.DATA, Kind.EVALUATE, Kind.CHECKPOINT, Kind.GC})
+"""Work of the host also where there is a device."""
+STRETCHED_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD})
+
+
+class SpanWriter:
+    """Begins and ends spans of one rank; spans of different kinds may enclose each other."""
+
+    def __init__(self, recorder: Recorder, table: list[Communicator]) -> None:
+        self.recorder = recorder
+        slots = {communicator.kind: communicator.slot for communicator in table if communicator.kind != "p2p"}
+        self._slots = {kind: slots[group] for kind, group in GROUP_OF_KIND.items() if group in slots}
+        self._ordinals: Counter[Kind] = Counter()
+        self._open: dict[Kind, tuple[Fields, Mark]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Ordinals count anew in every step."""
+        self.recorder.begin_step(step)
+        self._ordinals.clear()
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A span begins."""
+        ordinal = self._ordinals[kind]
+        self._ordinals[kind] = ordinal + 1
+        fields = Fields(kind, microbatch, chunk, self._slots.get(kind, NO_COMM), ordinal)
+        enter = self.recorder.host_enter if kind in HOST_KINDS else self.recorder.enter
+        self._open[kind] = fields, enter(fields)
+
+    def mark_of(self, kind: Kind) -> Mark:
+        """When the open span of this kind began."""
+        return self._open[kind][1]
+
+    def end(self, kind: Kind, flags: int = 0) -> None:
+        """It ends."""
+        fields, mark = self._open.pop(kind)
+        if flags:
+            fields = fields._replace(flags=flags)
+        if kind in HOST_KINDS:
+            self.recorder.host_leave(fields, mark)
+        else:
+            self.recorder.leave(fields, mark)
+
+
+class ScanObserver:
+    """The `StepObserver` of the tracer."""
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        table: list[Communicator],
+        plan: FaultPlan,
+        control: PageReader,
+        stall: Callable[[int], None],
+        host_stall: Callable[[int], None],
+        rank: int,
+        is_reporter: bool,
+    ) -> None:
+        self._recorder = recorder
+        self._spans = SpanWriter(recorder, table)
+        self._peers = Peers(rank, {(c.members[0], c.members[1]): c.slot for c in table if c.kind == "p2p"})
+        self._plan = plan
+        self._control = control
+        self._stall = stall
+        self._host_stall = host_stall
+        self._is_reporter = is_reporter
+
+    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any | None:  # noqa: ANN401 - untyped library
+        """The traced communicator, where there is a pipeline."""
+        if pipeline_group.size() == 1:
+            return None
+        return TracedP2PCommunicator(
+            pipeline_group, model_config, recorder=self._recorder, peers=self._peers, withhold=self._withhold
+        )
+
+    def step_begin(self, step: int) -> None:
+        """A loop iteration begins."""
+        self._read_commands()
+        self._plan.begin_step(step)
+        self._peers.begin_step()
+        self._spans.begin_step(step)
+        self._spans.begin(Kind.STEP, 0, NO_MICROBATCH)
+
+    def step_end(self, *, skipped: bool) -> None:
+        """It has ended."""
+        self._spans.end(Kind.STEP, Flag.SKIPPED_UPDATE if skipped else 0)
+        self._recorder.ring.clock_pair()
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A span begins; a host fault stalls before a forward pass."""
+        if kind is Kind.FORWARD and (stall_ns := self._plan.host_stall_ns()):
+            self._inject(self._host_stall, stall_ns)
+        self._spans.begin(kind, chunk, microbatch)
+
+    def end(self, kind: Kind) -> None:
+        """A span ends; a compute fault stretches it first."""
+        flags = self._stretch(kind) if kind in STRETCHED_KINDS else 0
+        self._spans.end(kind, flags)
+
+    def metrics(self, metrics: StepMetrics) -> None:
+        """Samples of the step, written by the reporting rank alone."""
+        if not self._is_reporter:
+            return
+        for metric, value in _samples(metrics):
+            self._recorder.metric(metric, value)
+
+    def validation(self, loss: float) -> None:
+        """A sample of the validation loss."""
+        if self._is_reporter:
+            self._recorder.metric(Metric.VALIDATION_LOSS, loss)
+
+    def close(self) -> None:
+        """Write what is pending and mark the ring as closed."""
+        self._recorder.finish()
+        self._recorder.ring.close(False)
+        self._control.close()
+
+    def _stretch(self, kind: Kind) -> int:
+        own_ns = self._recorder.own_ns(self._spans.mark_of(kind)) or self._plan.usual_ns(kind)
+        stall_ns = self._plan.compute_stall_ns(own_ns)
+        if not stall_ns:
+            return 0
+        self._inject(self._stall, stall_ns)
+        return Flag.INJECTED
+
+    def _withhold(self, source: int) -> None:
+        if stall_ns := self._plan.withhold_ns(source):
+            self._inject(self._stall, stall_ns)
+
+    def _inject(self, stall: Callable[[int], None], stall_ns: int) -> None:
+        start_ns = self._recorder.host_mark().time_ns
+        stall(stall_ns)
+        self._recorder.interval(Fields(Kind.FAULT, flags=Flag.INJECTED), start_ns, stall_ns)
+
+    def _read_commands(self) -> None:
+        document = self._control.read_new()
+        if document is None:
+            return
+        try:
+            self._plan.command([Fault.from_json(fault) for fault in document.get("faults", ())])
+        except UsageError as error:
+            log.warning("the control page is ignored: %s", error)
+
+
+def _samples(metrics: StepMetrics) -> list[tuple[Metric, float]]:
+    samples = [
+        (Metric.LOSS, metrics.loss),
+        (Metric.LEARNING_RATE, metrics.learning_rate),
+        (Metric.TOKENS_PER_SECOND, metrics.tokens_per_second),
+        (Metric.TFLOPS_PER_GPU, metrics.tflops_per_gpu),
+        (Metric.CONSUMED_SAMPLES, float(metrics.consumed_samples)),
+    ]
+    if metrics.grad_norm is not None:
+        samples.append((Metric.GRAD_NORM, metrics.grad_norm))
+    return samples

@@ -1,0 +1,176 @@
+"""From marks to records: the host recorder for the CPU, and what both recorders share."""
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from megatronapp_common.trace import (
+    BYTES_UNIT,
+    DURATION_UNIT_NS,
+    MAX_DURATION_UNITS,
+    NO_COMM,
+    NO_MICROBATCH,
+    Flag,
+    Kind,
+    Metric,
+)
+
+_FLOAT = struct.Struct("<f")
+_WORD = struct.Struct("<I")
+
+
+class Ring(Protocol):
+    """What a recorder needs of `megatronapp_native.RingWriter`."""
+
+    def record(  # noqa: PLR0917 - the hot path takes positions only
+        self,
+        start_ns: int,
+        duration_ns: int,
+        step: int,
+        ordinal: int,
+        aux: int,
+        comm: int,
+        microbatch: int,
+        kind: int,
+        chunk: int,
+        layer: int,
+        flags: int,
+        /,
+    ) -> None:
+        """Append one record; never blocks."""
+
+    def open_span(self, kind: int, step: int, microbatch: int, start_ns: int, /) -> None:
+        """Say what this rank is inside of."""
+
+    def close_span(self) -> None:
+        """Say that it left."""
+
+    def heartbeat(self) -> None:
+        """Say that it lives."""
+
+    def clock_pair(self) -> None:
+        """Add a pair of monotonic and real time."""
+
+    def close(self, unlink: bool, /) -> None:
+        """Mark the ring as closed."""
+
+
+class Mark(NamedTuple):
+    """A moment: the host's monotonic time, this thread's run-queue delay so far, and on CUDA an event."""
+
+    time_ns: int
+    run_queue_ns: int
+    event: Any = None
+
+
+class Fields(NamedTuple):
+    """Key of a record besides its step."""
+
+    kind: Kind
+    microbatch: int = NO_MICROBATCH
+    chunk: int = 0
+    comm: int = NO_COMM
+    ordinal: int = 0
+    flags: int = 0
+
+
+def float_bits(value: float) -> int:
+    """The bits of `value` as a 32-bit float; a magnitude beyond its range becomes infinite."""
+    try:
+        packed = _FLOAT.pack(value)
+    except OverflowError:
+        packed = _FLOAT.pack(float("inf") if value > 0 else float("-inf"))
+    return int(_WORD.unpack(packed)[0])
+
+
+def duration_units(duration_ns: int) -> int:
+    """Nanoseconds as units of the record, cut at what 32 bits hold."""
+    return min(max(duration_ns, 0) // DURATION_UNIT_NS, MAX_DURATION_UNITS)
+
+
+class Recorder:
+    """Writes spans at their end into the ring, measured by the host's monotonic clock.
+
+    `on_length(fields, own_ns)` hears of every span that `enter` and `leave` enclose; own_ns is its length without
+    run-queue delay. The CUDA recorder overrides what a span of the compute stream is; host spans stay as here.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        monotonic_ns: Callable[[], int],
+        run_queue_ns: Callable[[], int],
+        on_length: Callable[[Fields, int], None],
+    ) -> None:
+        self.ring = ring
+        self.step = 0
+        self._now_ns = monotonic_ns
+        self._run_queue_ns = run_queue_ns
+        self._on_length = on_length
+
+    def begin_step(self, step: int) -> None:
+        """From now on spans belong to `step`."""
+        self.step = step
+        self.ring.heartbeat()
+
+    def host_mark(self) -> Mark:
+        """This moment on the host."""
+        return Mark(self._now_ns(), self._run_queue_ns())
+
+    def host_span(self, fields: Fields, mark: Mark) -> int:
+        """Record a span of the host from `mark` to now. Returns its length in ns without run-queue delay."""
+        end_ns = self._now_ns()
+        waited_ns = self._run_queue_ns() - mark.run_queue_ns
+        length_ns = end_ns - mark.time_ns
+        flag = Flag.AUX_RUN_QUEUE
+        self._write(self.step, fields, mark.time_ns, length_ns, duration_units(waited_ns), flag)
+        return max(length_ns - waited_ns, 0)
+
+    def host_enter(self, fields: Fields) -> Mark:
+        """Begin a span of the host and publish it as open, so that a rank that hangs in it is seen."""
+        mark = self.host_mark()
+        self.ring.open_span(fields.kind, self.step, fields.microbatch, mark.time_ns)
+        return mark
+
+    def host_leave(self, fields: Fields, mark: Mark) -> int:
+        """End the span that `host_enter` began. Returns its length in ns without run-queue delay."""
+        own_ns = self.host_span(fields, mark)
+        self.ring.close_span()
+        return own_ns
+
+    def enter(self, fields: Fields) -> Mark:
+        """Begin a span of the compute stream, which here is the host's."""
+        return self.host_enter(fields)
+
+    def leave(self, fields: Fields, mark: Mark) -> None:
+        """End the span that `enter` began."""
+        self._on_length(fields, self.host_leave(fields, mark))
+
+    def own_ns(self, mark: Mark) -> int:
+        """Time since `mark` without run-queue delay; 0 where only the device will know."""
+        return max(self._now_ns() - mark.time_ns - (self._run_queue_ns() - mark.run_queue_ns), 0)
+
+    def transfer(self, fields: Fields, mark: Mark, size_bytes: int) -> None:
+        """Record the posting of a transfer of `size_bytes`."""
+        length_ns = self._now_ns() - mark.time_ns
+        self._write(self.step, fields, mark.time_ns, length_ns, size_bytes // BYTES_UNIT, Flag.AUX_BYTES)
+
+    def interval(self, fields: Fields, start_ns: int, length_ns: int) -> None:
+        """Record a span whose times are known already."""
+        self._write(self.step, fields, start_ns, length_ns, 0, 0)
+
+    def metric(self, metric: Metric, value: float) -> None:
+        """Record a sample of this moment."""
+        self.ring.record(
+            self._now_ns(), 0, self.step, 0, float_bits(value), metric, NO_MICROBATCH, Kind.METRIC, 0, 0, 0
+        )
+
+    def finish(self) -> None:
+        """Write what is still pending, at the end of the run."""
+
+    def _write(  # noqa: PLR0917 - the hot path takes positions only
+        self, step: int, fields: Fields, start_ns: int, length_ns: int, aux: int, flag: int
+    ) -> None:
+        kind, microbatch, chunk, comm, ordinal, flags = fields
+        self.ring.record(start_ns, length_ns, step, ordinal, aux, comm, microbatch, kind, chunk, 0, flags | flag)

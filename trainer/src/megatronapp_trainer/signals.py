@@ -1,0 +1,30 @@
+"""SIGTERM and SIGINT become a wish, which the loop takes to the next step border."""
+
+import signal
+from types import FrameType, TracebackType
+
+
+class StopWish:
+    """Context manager: while it is entered, the signals only set ``requested``. A second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[signal.Signals, signal._HANDLER] = {}
+
+    def __enter__(self) -> "StopWish":
+        """Take the signals over."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._wish)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give them back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _wish(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
