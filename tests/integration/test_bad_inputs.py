@@ -128,16 +128,29 @@ def test_a_bad_manifest(megatronapp: Runner, document: dict[str, Any] | str, sai
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--num-layer", "3"], "unknown flag --num-layer; did you mean --num-layers?"),
-        (["--fp16"], "--fp16"),
-        (["--train-iters", "many"], "--train-iters"),
-        (["--tensor-model-parallel-size", "3"], "--tensor-model-parallel-size"),
+        (["--num-layer", "3"], "spec.args[0]: unknown flag --num-layer; did you mean --num-layers?"),
+        (["--seed", "1", "--fp16"], "spec.args[2]: --fp16 is a flag of Megatron-LM that this trainer does not support"),
+        (["--train-iters", "many"], "spec.args[0]: argument --train-iters: invalid int value: 'many'"),
+        (["--tensor-model-parallel-size=3"], "spec.args[0]: --num-attention-heads (4) must be a multiple of"),
+        (["--global-batch-size", "3", "--micro-batch-size", "2"], "spec.args[0]: --global-batch-size 3 is not"),
+        (["many"], "spec.args: unexpected argument 'many'"),
     ],
 )
 def test_bad_flags(megatronapp: Runner, args: list[str], said: str) -> None:
-    refused = megatronapp("run", megatronapp.path(manifest(args=args)))
-    assert_one_message(refused, said)
-    assert megatronapp.status()["failures"][0]["exitCode"] == 64
+    assert_refused_before_the_start(megatronapp, manifest(args=args), said)
+
+
+def test_bad_flags_of_a_detached_job(megatronapp: Runner) -> None:
+    document = manifest(args=["--num-layer", "3"])
+    assert_refused_before_the_start(megatronapp, document, "spec.args[0]: unknown flag --num-layer;", "--detach")
+
+
+def assert_refused_before_the_start(megatronapp: Runner, document: dict[str, Any], said: str, *how: str) -> None:
+    refused = megatronapp("run", megatronapp.path(document), *how)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert refused.stderr.startswith(f"error: {said}"), refused.stderr
+    assert (len(refused.stderr.splitlines()), refused.stdout) == (1, "")
+    assert not (megatronapp.folder / "state").exists(), "nothing was started"
 
 
 def assert_one_message(done: "subprocess.CompletedProcess[str]", said: str) -> None:
@@ -161,22 +174,48 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("suffix", "size_bytes", "said"),
     [
-        (None, 0, "copy/corpus_text_document"),
-        (".bin", 100, "corpus_text_document.bin"),
-        (".bin", 0, "corpus_text_document.bin"),
-        (".idx", 20, "corpus_text_document.idx"),
+        (None, 0, "corpus_text_document.idx does not exist; make it with `megatronapp data prepare`"),
+        (".bin", 100, "corpus_text_document.bin holds 100 bytes where"),
+        (".bin", 0, "corpus_text_document.bin holds 0 bytes where"),
+        (".idx", 20, "corpus_text_document.idx is only 20 bytes long"),
+        (".bin", -1, "corpus_text_document.bin does not exist"),
     ],
-    ids=["missing", "cut", "empty", "index cut"],
+    ids=["missing", "cut", "empty", "index cut", "half missing"],
 )
 def test_bad_data(megatronapp: Runner, corpus: pathlib.Path, suffix: str | None, size_bytes: int, said: str) -> None:
     copied = megatronapp.folder / "copy"
     if suffix is not None:
         shutil.copytree(corpus, copied)
-        os.truncate(copied / f"corpus_text_document{suffix}", size_bytes)
+        path = copied / f"corpus_text_document{suffix}"
+        path.unlink() if size_bytes < 0 else os.truncate(path, size_bytes)
     data = {"path": [str(copied / "corpus_text_document")], "tokenizer": str(corpus / "tokenizer.json")}
-    refused = megatronapp("run", megatronapp.path(manifest(data=data)))
-    assert_one_message(refused, said)
-    assert megatronapp.status()["failures"][0]["exitCode"] == 65
+    assert_refused_before_the_start(megatronapp, manifest(data=data), f"spec.data.path[0]: {copied}/{said}")
+
+
+@pytest.mark.parametrize(
+    ("data", "vocab_size", "said"),
+    [
+        ({"tokenizer": "none.json"}, 300, "spec.data.tokenizer: tokenizer file none.json does not exist"),
+        ({"tokenizer": "corpus.idx"}, 300, "spec.data.tokenizer: corpus.idx cannot be read as a tokenizer"),
+        ({"vocabFile": "v", "mergeFile": "m"}, 300, "spec.data.vocabFile: tokenizer file v does not exist"),
+        ({"tokenizer": "tokenizer.json"}, 100, "spec.model.vocabSize: 100 is below the tokenizer's 289 tokens; write "),
+        ({}, 100, "spec.data.path[0]: corpus holds token ids up to 288, but the vocabulary has 100; give "),
+        ({}, None, "spec.data.tokenizer: give data.tokenizer, or data.vocabFile and data.mergeFile, or model.vocabS"),
+    ],
+    ids=["missing", "no tokenizer", "GPT-2 files missing", "below the tokenizer", "below the corpus", "neither"],
+)
+def test_a_vocabulary_that_does_not_fit(
+    megatronapp: Runner, corpus: pathlib.Path, data: dict[str, Any], vocab_size: int | None, said: str
+) -> None:
+    shutil.copytree(corpus, megatronapp.folder, dirs_exist_ok=True)
+    (megatronapp.folder / "corpus.idx").touch()
+    document = manifest(data={"path": ["corpus_text_document"], **data})
+    if vocab_size is None:
+        del document["spec"]["model"]["vocabSize"]
+    else:
+        document["spec"]["model"]["vocabSize"] = vocab_size
+    said = said.replace("corpus holds", "corpus_text_document.bin holds")
+    assert_refused_before_the_start(megatronapp, document, said)
 
 
 def test_a_checkpoint_directory_that_cannot_be_written(megatronapp: Runner) -> None:

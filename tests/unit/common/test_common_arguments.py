@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megatronapp_common.job import Spec, load_job, megatron_arguments
+from megatronapp_common.job import Spec, load_job, megatron_arguments, place_of
 from megatronapp_common.job.arguments import FLAGS
 from megatronapp_common.job.fields import model_of
 from megatronapp_trainer.config import build_parser, parse
@@ -168,3 +168,26 @@ def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:
 def test_arguments_are_text_that_yaml_keeps(build: Any) -> None:
     words = megatron_arguments(load_job(build(EVERYTHING)))
     assert yaml.safe_load(yaml.safe_dump(words)) == words
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "place"),
+    [
+        ("--seed", None, "spec.args[0]"),
+        ("--lr", None, "spec.training.lr"),
+        ("--data-path", "b", "spec.data.path[3]"),
+        ("--data-path", "c", "spec.data.path"),
+        ("--recompute-num-layers", None, "spec.training.recompute.numLayers"),
+        ("--vocab-file", None, "spec.data.vocabFile"),
+        ("--bf16", None, "spec.training.precision"),
+        ("--faults", None, "spec.faults"),
+        ("--fp16", None, None),
+    ],
+)
+def test_a_flag_is_found_in_the_manifest(build: Any, flag: str, value: str | None, place: str | None) -> None:
+    assert place_of(load_job(build(EVERYTHING)), flag, value) == place
+
+
+def test_the_last_of_equal_flags_counts(build: Any) -> None:
+    job = load_job(build({"spec.args": ["--seed", "1", "--seed=2"]}))
+    assert place_of(job, "--seed") == "spec.args[2]"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, sight, signals, spawn
+from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, sight, spawn
 from megatronapp_operator.backends.process.backend import Backend
 from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess, read_outcome

@@ -94,5 +94,5 @@ def test_a_vocabulary_from_a_tokenizer(files: pathlib.Path, trained: tokenizers.
     vocabulary = load_vocabulary(DataConfig(tokenizer_file=path, reset_position_ids=True))
     assert (vocabulary.vocab_size, vocabulary.eod) == (trained.vocab_size, trained.eod)
     assert load_vocabulary(DataConfig(tokenizer_file=path, vocab_size=1000)).vocab_size == 1000
-    with pytest.raises(DataError, match=rf"--vocab-size 5 is below.*spec.model.vocabSize: {trained.vocab_size}\)"):
+    with pytest.raises(DataError, match=rf"--vocab-size 5 is below.*write --vocab-size {trained.vocab_size}, or"):
         load_vocabulary(DataConfig(tokenizer_file=path, vocab_size=5))

@@ -73,17 +73,22 @@ def environment_integer(name: str, default: int) -> int:
         raise UsageError(f"the variable {name} is {text!r}; the launcher must set it to an integer") from error
 
 
+def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> None:
+    """Raise UsageError if a world is not made of whole replicas."""
+    if world_size % (tensor_size * pipeline_size):
+        raise UsageError(
+            f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x "
+            f"--pipeline-model-parallel-size {pipeline_size}; start a multiple of {tensor_size * pipeline_size} ranks"
+        )
+
+
 def layout_from_environment(*, tensor_size: int, pipeline_size: int, virtual_size: int) -> Layout:
     """The layout of this process from RANK, WORLD_SIZE and LOCAL_RANK; one process where they are absent.
 
     Raises UsageError if the groups do not divide the world.
     """
     rank, world = environment_integer("RANK", 0), environment_integer("WORLD_SIZE", 1)
-    if world % (tensor_size * pipeline_size):
-        raise UsageError(
-            f"{world} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x "
-            f"--pipeline-model-parallel-size {pipeline_size}; start a multiple of {tensor_size * pipeline_size} ranks"
-        )
+    check_divides(world, tensor_size=tensor_size, pipeline_size=pipeline_size)
     return Layout(
         rank=rank,
         world_size=world,

@@ -1,6 +1,6 @@
 """MegatronJob: its types, its rules, and its flags."""
 
-from megatronapp_common.job.arguments import megatron_arguments
+from megatronapp_common.job.arguments import megatron_arguments, place_of
 from megatronapp_common.job.load import load_job, parse_manifest
 from megatronapp_common.job.metadata import Metadata
 from megatronapp_common.job.model import Model, Parallelism
@@ -50,4 +50,5 @@ __all__ = [
     "load_job",
     "megatron_arguments",
     "parse_manifest",
+    "place_of",
 ]

@@ -4,6 +4,8 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+from pydantic.alias_generators import to_camel
+
 from megatronapp_common.job.spec import Spec
 from megatronapp_common.job.types import MegatronJob
 
@@ -107,6 +109,29 @@ FLAGS: tuple[FlagOf, ...] = (
     FlagOf("trace.enabled", "--trace"),
     FlagOf("trace.capacity", "--trace-capacity"),
 )
+
+
+OTHER_FLAGS = {
+    "--group-query-attention": "model.num_query_groups",
+    "--bf16": "training.precision",
+    "--faults": "faults",
+}
+"""Flags that follow from a field without holding its value."""
+
+
+def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:
+    """Where a manifest says this flag: in spec.args, which win, else the field that stands for it, even if left out.
+
+    `value` is the one meant where the field is a list. None for a flag that no field stands for.
+    """
+    given = [index for index, word in enumerate(job.spec.args) if word.partition("=")[0] == flag]
+    if given:
+        return f"spec.args[{given[-1]}]"
+    field = {entry.flag: entry.field for entry in FLAGS}.get(flag) or OTHER_FLAGS.get(flag)
+    if field is None:
+        return None
+    place, items = ".".join(["spec", *map(to_camel, field.split("."))]), _value(job.spec, field)
+    return f"{place}[{items.index(value)}]" if isinstance(items, tuple) and value in items else place
 
 
 def megatron_arguments(job: MegatronJob) -> list[str]:

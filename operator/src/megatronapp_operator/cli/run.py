@@ -9,6 +9,7 @@ from megatronapp_common.job import MegatronJob, load_job, parse_manifest
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.backends.process.build import build_commands
 from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.preflight import preflight
 from megatronapp_operator.backends.process.runner import run_detached, run_job
 from megatronapp_operator.cli.follower import Follower
 from megatronapp_operator.cli.stop_words import interrupted
@@ -24,12 +25,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Run a job; returns the exit code."""
     try:
         job = read_job(arguments.file, name=arguments.name)
+        commands = build_commands(job)
+        preflight(job, commands.check)
     except ManifestError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return BAD_MANIFEST_EXIT_CODE
     registry.views()  # cleans up after backends that were killed
-    commands = build_commands(job)
     if arguments.detach:
         run_detached(job, commands=commands)
         print(f"megatronjob.megatronapp.io/{job.metadata.name} created")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megatronapp_trainer.data.blend import Blend, parse_blend, split_shares
-from megatronapp_trainer.data.corpus_check import check_vocabulary, inspect_corpus
+from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary, inspect_corpus
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
 from megatronapp_trainer.data.vocabulary import Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
@@ -85,19 +85,36 @@ def check_request(request: DatasetRequest, vocabulary: Vocabulary) -> None:
         DataError: a corpus is missing, damaged, of another tokenizer, or too short for a split that is wanted.
     """
     facts = {prefix: inspect_corpus(prefix) for prefix in request.prefixes}
-    for prefix, corpus in facts.items():
-        check_vocabulary(
-            prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
-        )
+    for corpus in facts.values():
+        check_tokens(corpus, vocabulary)
+        check_length(request, corpus)
+
+
+def check_training_has_data(request: DatasetRequest) -> None:
+    """Raise DataError if nothing is left for training."""
+    if not request.wants(0):
+        raise DataError("training has no data; give it a share with --split, or a --train-data-path")
+
+
+def check_tokens(corpus: CorpusFacts, vocabulary: Vocabulary) -> None:
+    """Raise DataError if the corpus was made with another tokenizer, or holds ids beyond the vocabulary."""
+    check_vocabulary(
+        corpus.prefix, vocab_size=vocabulary.vocab_size, digest=vocabulary.digest, token_type=corpus.token_type
+    )
+
+
+def check_length(request: DatasetRequest, corpus: CorpusFacts) -> None:
+    """Raise DataError if the corpus is too short for a split that is wanted of it."""
     for (name, blend, (first, last)), samples in zip(request.parts(), request.samples, strict=True):
-        for prefix in blend.prefixes if blend is not None and samples > 0 and last > first else ():
-            documents, tokens = facts[prefix].tokens_between(first, last)
-            if tokens < request.sequence_length + 1:
-                raise DataError(
-                    f"the {name} part of {prefix} has {documents} of {facts[prefix].documents} documents and "
-                    f"{tokens} tokens, fewer than one sample of {request.sequence_length} + 1; take more text, "
-                    "another --split, a shorter --seq-length, or --eval-iters 0 to do without evaluation"
-                )
+        if blend is None or corpus.prefix not in blend.prefixes or samples == 0 or last <= first:
+            continue
+        documents, tokens = corpus.tokens_between(first, last)
+        if tokens < request.sequence_length + 1:
+            raise DataError(
+                f"the {name} part of {corpus.prefix} has {documents} of {corpus.documents} documents and "
+                f"{tokens} tokens, fewer than one sample of {request.sequence_length} + 1; take more text, "
+                "another --split, a shorter --seq-length, or --eval-iters 0 to do without evaluation"
+            )
 
 
 def build_datasets(request: DatasetRequest, vocabulary: Vocabulary) -> list[SampleDataset | None]:

@@ -7,16 +7,15 @@ from megatronapp_trainer.collective import Agreement, on_all_ranks
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.batches import BatchStream
 from megatronapp_trainer.data.datasets import (
-    DEFAULT_SPLIT,
     DatasetRequest,
     SampleDataset,
-    blends_from_flags,
     build_datasets,
     check_request,
+    check_training_has_data,
 )
+from megatronapp_trainer.data.request import dataset_request, sample_counts
 from megatronapp_trainer.data.sampler import Sampler
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
-from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.layout import Layout
 
 
@@ -39,7 +38,9 @@ def build_train_valid_test_iterators(config: TrainerConfig, layout: Layout, cons
         UsageError: the flags do not name data or tokens.
         DataError: the data is missing, damaged or too short; on every rank, naming the one that found it.
     """
-    request, vocabulary = on_all_ranks(lambda: (dataset_request(config, layout), load_vocabulary(config.data)))
+    request, vocabulary = on_all_ranks(
+        lambda: (dataset_request(config, layout.data_size), load_vocabulary(config.data))
+    )
     datasets: list[SampleDataset | None] = []
     for turn in (layout.rank == 0, layout.rank != 0 and layout.local_rank == 0, layout.local_rank != 0):
         agreement = Agreement()
@@ -61,39 +62,10 @@ def build_train_valid_test_iterators(config: TrainerConfig, layout: Layout, cons
 
 
 def _datasets(request: DatasetRequest, vocabulary: Vocabulary, *, check: bool) -> list[SampleDataset | None]:
-    if not request.wants(0):
-        raise DataError("training has no data; give it a share with --split, or a --train-data-path")
+    check_training_has_data(request)
     if check:
         check_request(request, vocabulary)
     return build_datasets(request, vocabulary)
-
-
-def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
-    """Samples of training, of one evaluation and of the test. Those of training are an upper bound under a ramp-up."""
-    batch = config.global_batch_size(data_size)
-    evaluation = config.logging.eval_iters * batch
-    return config.training.train_iters * batch, evaluation, evaluation
-
-
-def dataset_request(config: TrainerConfig, layout: Layout) -> DatasetRequest:
-    """What the flags ask megatron-core to build."""
-    data = config.data
-    blend, per_split = blends_from_flags(
-        data.data_path, (data.train_data_path, data.valid_data_path, data.test_data_path)
-    )
-    return DatasetRequest(
-        blend=blend,
-        blend_per_split=per_split,
-        split=data.split or DEFAULT_SPLIT,
-        samples=sample_counts(config, layout.data_size),
-        sequence_length=config.model.seq_length,
-        seed=config.training.seed,
-        cache_path=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
-        eod_mask_loss=data.eod_mask_loss,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-    )
 
 
 def _stream(

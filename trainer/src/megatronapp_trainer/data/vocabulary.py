@@ -64,8 +64,7 @@ def load_vocabulary(config: VocabularyConfig) -> Vocabulary:
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
         raise DataError(
             f"--vocab-size {config.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; write "
-            f"--vocab-size {tokenizer.vocab_size} (spec.model.vocabSize: {tokenizer.vocab_size}), or leave it out: "
-            "it is the tokenizer's then"
+            f"--vocab-size {tokenizer.vocab_size}, or leave it out: it is the tokenizer's then"
         )
     return Vocabulary(
         vocab_size=config.vocab_size or tokenizer.vocab_size,

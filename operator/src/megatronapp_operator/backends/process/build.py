@@ -48,8 +48,10 @@ def build_commands(job: MegatronJob) -> Commands:
     """The programs of the other parts."""
     python = (sys.executable, "-m")
     allow = ("--allow-remote",) if not job.spec.analyzer.host.startswith("127.") else ()
+    arguments, ranks = megatron_arguments(job), str(job.world.world_size)
     return Commands(
-        launcher=(*python, "megatronapp_trainer.launch", "--", *megatron_arguments(job)),
+        check=(*python, "megatronapp_trainer.check", "--world-size", ranks, "--", *arguments),
+        launcher=(*python, "megatronapp_trainer.launch", "--", *arguments),
         agent=(*python, "megatronapp_analyzer.agent"),
         hub=(*python, "megatronapp_analyzer.hub", *frontend_words(), *allow),
     )

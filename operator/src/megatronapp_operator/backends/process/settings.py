@@ -18,6 +18,8 @@ class Commands:
     agent: tuple[str, ...]
     hub: tuple[str, ...]
     """Followed by --host, --port, --job-file and --state-dir."""
+    check: tuple[str, ...] = ()
+    """Run before anything is started; empty: there is none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

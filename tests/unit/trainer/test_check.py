@@ -1,0 +1,89 @@
+"""Arguments and data are judged without torch, all problems of the data at once."""
+
+import json
+import pathlib
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer import check
+
+SHAPE = ("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8")
+FLAGS = (*SHAPE, "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.001", "--eval-iters", "0")
+MOCK = ["--mock-data", "--vocab-size", "32"]
+
+
+def write_corpus(prefix: pathlib.Path, tokens: int) -> str:
+    """One document of `tokens` tokens with ids 0, 1, 2, ..."""
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1, 2)
+    lengths, borders = np.array([tokens], dtype=np.int32), np.arange(2, dtype=np.int64)
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + bytes(8) + borders.tobytes())
+    prefix.with_suffix(".bin").write_bytes(np.arange(tokens, dtype=np.uint16).tobytes())
+    return str(prefix)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "flag", "said"),
+    [
+        (["--num-layer", "3"], 1, "--num-layer", "unknown flag"),
+        (["--lr", "fast"], 1, "--lr", "invalid float value"),
+        (["--tensor-model-parallel-size", "2"], 3, "--tensor-model-parallel-size", "3 ranks cannot be divided"),
+        (["--global-batch-size", "3"], 2, "--global-batch-size", "is not a multiple"),
+        (["--help"], 1, "--help", "trains nothing"),
+    ],
+)
+def test_wrong_flags(words: list[str], world: int, flag: str, said: str) -> None:
+    (problem,) = check.find_problems([*FLAGS, *MOCK, *words], world)
+    assert (problem.code, problem.flags[0], said in problem.message) == (ExitCode.USAGE, flag, True), problem
+
+
+def test_what_can_be_trained_has_no_problem(tmp_path: pathlib.Path) -> None:
+    assert check.find_problems([*FLAGS, *MOCK], 4) == []
+    corpus = write_corpus(tmp_path / "corpus", 30)
+    assert check.find_problems([*FLAGS, "--split", "1", "--data-path", corpus, "--vocab-size", "30"], 1) == []
+
+
+def test_every_problem_of_the_data_is_told(tmp_path: pathlib.Path) -> None:
+    whole, short = write_corpus(tmp_path / "whole", 30), write_corpus(tmp_path / "short", 5)
+    absent, tokenizer = str(tmp_path / "absent"), str(tmp_path / "tokenizer.json")
+    data = ["--split", "1", "--data-path", "1", whole, "1", short, "1", absent, "--tokenizer-file", tokenizer]
+    found = check.find_problems([*FLAGS, *data], 1)
+    assert [(problem.flags[0], problem.value) for problem in found] == [
+        ("--tokenizer-file", None),
+        ("--data-path", short),
+        ("--data-path", absent),
+    ]
+    assert {problem.code for problem in found} == {ExitCode.DATA}
+
+
+def test_a_corpus_beyond_the_vocabulary_is_a_problem_of_the_corpus(tmp_path: pathlib.Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", 30)
+    data = ["--train-data-path", corpus, "--vocab-size", "20"]
+    (problem,) = check.find_problems([*FLAGS, *data], 1)
+    assert (problem.flags, problem.value) == (("--train-data-path",), corpus)
+    assert "holds token ids up to 29, but the vocabulary has 20" in problem.message
+
+
+def test_no_share_for_training_is_a_problem_of_the_split(tmp_path: pathlib.Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", 30)
+    data = ["--split", "0,1", "--data-path", corpus, "--vocab-size", "30"]
+    (problem,) = check.find_problems([*FLAGS, *data], 1)
+    assert problem.flags == ("--split",)
+
+
+def test_the_command_answers_in_json_and_loads_neither_torch_nor_megatron_core(tmp_path: pathlib.Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", 30)
+    data = ["--split", "1", "--data-path", corpus, "--vocab-size", "20"]
+    code = (
+        "import sys; from megatronapp_trainer.check import main; code = main(); "
+        "assert not {'torch', 'megatron'} & set(sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "--world-size", "1", "--", *FLAGS, *data]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.DATA, done.stderr
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert set(problem) == {"code", "flags", "value", "message"}

@@ -1,0 +1,118 @@
+"""``python -m megatronapp_trainer.check --world-size N -- <Megatron arguments>``: can these arguments be trained?
+
+Looks at the flags, the tokenizer's files and the corpora without torch, so that a wrong command line is refused in a
+fraction of a second before anything is started. Prints one JSON object, ``{"problems": [...]}``; a problem is
+``{"code", "flags", "value", "message"}``: the exit code that a rank would end with, the flags that it is about (the
+likeliest first), the word behind the flag where there are several, and a sentence for people. The exit code is that of
+the first problem, else 0. What depends on the machine (GPUs, ports, memory) is left to the ranks.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.data.corpus_check import CorpusFacts, inspect_corpus
+from megatronapp_trainer.data.datasets import DatasetRequest, check_length, check_tokens, check_training_has_data
+from megatronapp_trainer.data.request import dataset_request
+from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
+from megatronapp_trainer.errors import DataError, TrainerError
+from megatronapp_trainer.layout import check_divides
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One reason why a run cannot begin."""
+
+    code: int
+    flags: tuple[str, ...]
+    message: str
+    value: str | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check, print, and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    split = given.index("--") if "--" in given else len(given)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatronapp_trainer.check", description="Check arguments and data."
+    )
+    parser.add_argument("--world-size", type=int, required=True, help="ranks of the whole run")
+    found = find_problems(given[split + 1 :], parser.parse_args(given[:split]).world_size)
+    print(json.dumps({"problems": [dataclasses.asdict(problem) for problem in found]}))
+    return found[0].code if found else ExitCode.OK
+
+
+def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
+    """Why `world_size` ranks with these arguments could not train: the first problem of the flags, or all of the data.
+
+    Raises nothing: what cannot be read is a problem, too.
+    """
+    if {"-h", "--help"} & set(arguments):
+        return [Problem(code=ExitCode.USAGE, flags=("--help", "-h"), message="--help trains nothing; leave it out")]
+    try:
+        config = parse(arguments)
+        parallel = config.parallel
+        tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline)
+        data_size = world_size // (tensor * pipeline)
+        check_world(config, data_size)
+        if config.data.mock_data:
+            return []
+        request = dataset_request(config, data_size)
+        check_training_has_data(request)
+    except TrainerError as error:
+        return [_problem(error, flags=("--split",) if isinstance(error, DataError) else ())]
+    return list(_data_problems(config, request))
+
+
+def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[Problem]:
+    vocabulary = None
+    try:
+        vocabulary = load_vocabulary(config.data)
+    except (TrainerError, OSError) as error:
+        yield _problem(error, flags=("--vocab-file",) if config.data.vocab_file is not None else ("--tokenizer-file",))
+    for prefix in request.prefixes:
+        try:
+            _check_corpus(inspect_corpus(prefix), request, vocabulary)
+        except (TrainerError, OSError) as error:
+            yield _problem(error, flags=(_flag_of(prefix, config),), value=prefix)
+
+
+def _check_corpus(corpus: CorpusFacts, request: DatasetRequest, vocabulary: Vocabulary | None) -> None:
+    if vocabulary is not None:
+        check_tokens(corpus, vocabulary)
+    check_length(request, corpus)
+
+
+def _flag_of(prefix: str, config: TrainerConfig) -> str:
+    """The flag that names this corpus."""
+    data = config.data
+    flags = {"--train-data-path": data.train_data_path, "--valid-data-path": data.valid_data_path}
+    named = (flag for flag, words in flags.items() if prefix in (words or ()))
+    return "--data-path" if data.data_path is not None else next(named, "--test-data-path")
+
+
+def _problem(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> Problem:
+    """`flags` are those that the error is about, unless its text begins with one; empty: those of its text."""
+    if isinstance(error, OSError):
+        return Problem(code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}")
+    message = str(error)
+    told = tuple(_FLAG.findall(message))
+    return Problem(
+        code=error.exit_code,
+        flags=told if not flags or message.startswith("--") else flags,
+        value=value,
+        message=message,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

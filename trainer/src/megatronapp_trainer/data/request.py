@@ -1,0 +1,32 @@
+"""What the flags ask megatron-core to build. Needs neither torch nor megatron-core."""
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, blends_from_flags
+
+
+def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
+    """Samples of training, of one evaluation and of the test. Those of training are an upper bound under a ramp-up."""
+    batch = config.global_batch_size(data_size)
+    evaluation = config.logging.eval_iters * batch
+    return config.training.train_iters * batch, evaluation, evaluation
+
+
+def dataset_request(config: TrainerConfig, data_size: int) -> DatasetRequest:
+    """The datasets of a run of `data_size` replicas. Raises UsageError for a blend that is none."""
+    data = config.data
+    blend, per_split = blends_from_flags(
+        data.data_path, (data.train_data_path, data.valid_data_path, data.test_data_path)
+    )
+    return DatasetRequest(
+        blend=blend,
+        blend_per_split=per_split,
+        split=data.split or DEFAULT_SPLIT,
+        samples=sample_counts(config, data_size),
+        sequence_length=config.model.seq_length,
+        seed=config.training.seed,
+        cache_path=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
