@@ -104,6 +104,7 @@ def run(case: Case) -> Outcome:
         microbatches=int(rng.choice([4, 8])),
         stage_weight=tuple(rng.uniform(0.8, 1.25, layout.pp)),
         faults=(fault,) if fault else (),
+        launch_ratio=float(np.random.default_rng(case.seed + 1).uniform(0.9, 1.4)),
         global_slowdown=lambda step: slow if case.kind == "machine" and step >= onset else 1.0,
     )
     views = list(ps.Simulator(job, case.seed).steps(0, STEPS))

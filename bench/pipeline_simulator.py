@@ -94,6 +94,8 @@ class Job:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     boot_per_node: bool = False
+    launch_ratio: float = 0.0
+    """Host time to launch a span's kernels over their device time: how long it lasts behind a host that stalls."""
     global_slowdown: Callable[[int], float] = lambda step: 1.0
 
 
@@ -304,10 +306,18 @@ class _Rank:
     def slow(self) -> float:
         return max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
 
+    def launch_s(self, forward: bool) -> float:
+        """Time to launch one span's kernels, if the device has to wait for that: 0 while the host runs ahead."""
+        if not self.noise.device or not any(fault.kind == "host" for fault in self.faults):
+            return 0.0
+        base = self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
+        return base * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
+
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
         """One compute span; with TP its members meet inside it after each quarter."""
         kind = Kind.FORWARD if forward else Kind.BACKWARD
         begin, work, factor = self.time, self.work_s(forward), self.slow()
+        work = max(work, self.launch_s(forward) / factor)
         if self.job.layout.tp > 1:
             at_end = self.job.tp_sleep_at_end
             for part in range(4):

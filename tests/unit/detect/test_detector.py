@@ -226,6 +226,41 @@ def test_device_clocks_show_small_slowdowns(watch: Watch, sim: ModuleType) -> No
     assert told.subjects == {("rank", (5,), "compute")}
 
 
+@FAST
+@given(seed=st.integers(0, 10_000), factor=st.floats(1.5, 3.0), launch=st.floats(1.2, 1.45))
+def test_kernels_that_a_stalling_host_launches_late_are_no_slow_compute(
+    watch: Watch, sim: ModuleType, seed: int, factor: float, launch: float
+) -> None:
+    rank = seed % 4
+    fault = sim.Fault(rank=rank, kind="host", factor=factor, from_step=25)
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=launch, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), "host")}
+    assert any("launched late" in line for line in told.last.evidence_text)
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), factor=st.floats(2.0, 3.0))
+def test_a_stalling_host_does_not_hide_slow_compute(
+    watch: Watch, sim: ModuleType, seed: int, rank: int, factor: float
+) -> None:
+    faults = (
+        sim.Fault(rank=rank, kind="host", factor=3.0, from_step=25),
+        sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25),
+    )
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, launch_ratio=1.3, faults=faults)
+    assert ("rank", (rank,), "compute") in told.subjects
+    assert told.subjects <= {("rank", (rank,), "host"), ("rank", (rank,), "compute")}
+
+
+def test_late_launches_on_one_rank_hide_no_other_rank(watch: Watch, sim: ModuleType) -> None:
+    faults = (
+        sim.Fault(rank=0, kind="host", factor=3.0, from_step=25),
+        sim.Fault(rank=1, kind="compute", factor=1.4, from_step=25),
+    )
+    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.2, faults=faults)
+    assert told.subjects == {("rank", (0,), "host"), ("rank", (1,), "compute")}
+
+
 def test_another_attempt_ends_findings_and_starts_afresh(sim: ModuleType) -> None:
     layout = LAYOUTS["dp2-pp2"]
     fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=20)

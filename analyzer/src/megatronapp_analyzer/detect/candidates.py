@@ -43,6 +43,8 @@ class Candidate:
     occurrence_s: float
     ratio: float
     by_history: bool
+    late_ratio: float = 1.0
+    """How many times longer spans of the device were meanwhile, because a stalling host launched them late."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -121,7 +123,12 @@ def of_compute(evidence: Evidence, active: Ints, places: Places, settings: Setti
         if len(inside) > 1 and set(inside) <= left and len(inside) < len(places.units):
             found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
             left -= set(inside)
-    return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
+    return found + by_unit(evidence, np.array(sorted(left), np.int64), places)
+
+
+def by_unit(evidence: Evidence, active: Ints, places: Places) -> list[Candidate]:
+    """Slow units, each by itself."""
+    return [_candidate(evidence, (int(unit),), places.unit(int(unit))) for unit in active]
 
 
 def of_host(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:

@@ -13,6 +13,7 @@ from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
 from megatronapp_analyzer.detect.hangs import HangBook
+from megatronapp_analyzer.detect.launches import late_units, with_late
 from megatronapp_analyzer.detect.lifecycle import Track, Tracks
 from megatronapp_analyzer.detect.narrowing import Narrowing
 from megatronapp_analyzer.detect.report import evidence_text, verdict_of
@@ -104,7 +105,12 @@ class Detector:
         """Subjects that the last steps speak against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
-        compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
+        active = self._active(evidence.compute)
+        if evidence.on_device:
+            late = late_units(cand.by_unit(evidence.compute, active, self._places), host)
+            active = np.setdiff1d(active, [unit for one in late for unit in one.columns])
+            host = [with_late(one, late) for one in host]
+        compute = cand.of_compute(evidence.compute, active, self._places, self._settings)
         compute = cand.without_explained(compute, host + link, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
         found = [one for one in compute + host + link if one.excess_s >= self._settings.impact_share * step_s]

@@ -26,6 +26,7 @@ class StepEvidence:
     link: Evidence
     imbalance: Evidence
     pairs: Ints
+    on_device: bool
 
     def part(self, candidate: Candidate) -> Evidence:
         """The evidence that a candidate's columns belong to."""
@@ -76,6 +77,7 @@ class Channels:
             link=self._read_link(features, step_s),
             imbalance=self._read_imbalance(features),
             pairs=self.pairs,
+            on_device=features.on_device,
         )
 
     def _read_compute(self, features: StepFeatures) -> Evidence:
