@@ -175,8 +175,8 @@ def follow(hub: httpx.Client) -> None:
         phase = job_phase()
         if phase == "Succeeded":
             return
-        if phase == "Failed":
-            raise DemoError("the job failed; see: megatronapp describe demo, megatronapp logs demo")
+        if phase in {"Failed", "Suspended"}:
+            raise DemoError(f"the job ended as {phase}; see: megatronapp describe demo, megatronapp logs demo")
         time.sleep(POLL_S)
     raise DemoError(f"the job did not end within {DEADLINE_S} s")
 

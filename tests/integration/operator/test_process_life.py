@@ -35,8 +35,17 @@ def test_the_first_ctrl_c_asks_for_a_checkpoint(desk: Any) -> None:
     desk.until_nothing_is_left(uid)
     record = json.loads((desk.job() / "attempt-0" / "worker-1" / "termination.json").read_text())
     assert record["code"] == 75, "the launcher was asked, not killed"
-    failed = next(one for one in desk.status()["conditions"] if one["type"] == "Failed")
-    assert failed["reason"] == "Interrupted"
+    conditions = {one["type"]: one for one in desk.status()["conditions"]}
+    assert desk.status()["phase"] == "Suspended"
+    assert (conditions["Suspended"]["status"], conditions["Suspended"]["reason"]) == ("True", "Interrupted")
+    assert "Failed" not in conditions
+    assert desk.cli("get").stdout.splitlines()[1].split()[:2] == ["job", "Suspended"]
+    waited = desk.cli("wait", "job", "--for=condition=Complete", "--timeout=80s")
+    assert (waited.returncode, "has ended as Suspended (Interrupted: stopped by SIGINT)" in waited.stderr) == (1, True)
+    again = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    desk.end(0)
+    assert again.wait(60) == 0
 
 
 def test_the_second_ctrl_c_kills(desk: Any) -> None:
@@ -45,11 +54,12 @@ def test_the_second_ctrl_c_kills(desk: Any) -> None:
     desk.until_phase("Running")
     uid = desk.uid()
     backend.send_signal(signal.SIGINT)
-    desk.until(lambda: any(one["type"] == "FailureTarget" for one in desk.status()["conditions"]), "first is seen")
+    desk.until(lambda: any(one["reason"] == "Interrupted" for one in desk.status()["conditions"]), "first is seen")
     assert backend.poll() is None
     backend.send_signal(signal.SIGINT)
     assert backend.wait(60) == 130
     desk.until_nothing_is_left(uid)
+    assert desk.status()["phase"] == "Failed", "nothing was saved"
 
 
 def test_a_worker_that_does_not_stop_is_killed_after_its_grace(desk: Any) -> None:

@@ -220,6 +220,8 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
     ended = make_view(tmp_path, lost_status(status_document(FULL), now=0))
     assert Wanted("Complete").hopeless(ended)
     assert not Wanted("Failed").hopeless(ended)
+    stopped = make_view(tmp_path, status_document(dataclasses.replace(FULL, phase=Phase.SUSPENDED)))
+    assert Wanted("Complete").hopeless(stopped), "nothing on this machine takes it up by itself"
 
 
 @pytest.mark.parametrize("text", ["Complete", "condition=", "condition", "jsonpath={.x}=1"])

@@ -9,7 +9,7 @@ import pytest
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.cli.follower import Follower
-from megatronapp_operator.cli.run import read_job
+from megatronapp_operator.cli.run import exit_code, read_job
 from megatronapp_operator.cli.stop_words import stopped_line, stopping_line
 from megatronapp_operator.errors import ManifestError
 from megatronapp_operator.plan import Condition, ConditionType, EventType, Phase, RecordEvent, Status
@@ -19,6 +19,8 @@ FAILED = Condition(
     type=ConditionType.FAILED, status=True, reason="Interrupted", message="stopped by SIGINT", since=0, generation=1
 )
 STOPPED = Status(phase=Phase.FAILED, conditions=(FAILED,))
+SUSPENDED = dataclasses.replace(FAILED, type=ConditionType.SUSPENDED)
+RESTING = Status(phase=Phase.SUSPENDED, conditions=(SUSPENDED,))
 
 
 def make_job(save: pathlib.Path | None) -> MegatronJob:
@@ -55,18 +57,22 @@ def test_no_checkpoint_is_claimed_of_launchers_that_were_killed_or_of_a_job_that
     assert "nothing is saved" in stopping_line(make_job(None))
 
 
-def test_a_stop_is_said_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("status", "end"), [(STOPPED, "Failed"), (RESTING, "Suspended")], ids=["failed", "suspended"])
+def test_a_stop_is_said_once(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], status: Status, end: str
+) -> None:
     job = make_job(tmp_path)
     follower = Follower(job, JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
     asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
-    ended = RecordEvent(type=EventType.WARNING, reason="Failed", message="stopped by SIGINT")
-    follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (asked,))
-    follower(STOPPED, (ended,))
-    follower.finish(STOPPED)
+    ended = RecordEvent(type=EventType.WARNING, reason=end, message="stopped by SIGINT")
+    follower(dataclasses.replace(status, phase=Phase.RUNNING, conditions=()), (asked,))
+    follower(status, (ended,))
+    follower.finish(status)
     said = capsys.readouterr().out
     assert said.count("stopping: ") == 1
     assert "SIGINT" not in said
-    assert f"{job.metadata.name}: Failed (Interrupted)\nstopped" in said
+    assert f"{job.metadata.name}: {end} (Interrupted)\nstopped" in said
+    assert exit_code(status) == 130
 
 
 def test_problems_of_the_text_name_the_file(tmp_path: pathlib.Path) -> None:

@@ -81,7 +81,7 @@ class History(RuleBasedStateMachine):
         self.job = dataclasses.replace(self.job, status=made.status)
         for action in made.actions[:carried_out]:
             self.carry_out(action)
-        self.last = made
+        self.last, self.planned_before_the_stop = made, self.job.stop is None
         if carried_out is None:
             self.check_idempotent()
             self.check_wakes(made)
@@ -152,6 +152,12 @@ class History(RuleBasedStateMachine):
     def nothing_lives_after_the_end(self) -> None:
         if hasattr(self, "job") and self.job.status.phase in TERMINAL_PHASES:
             assert not any(one.live for one in self.world.workers)
+
+    @invariant()
+    def a_stopped_job_starts_nothing(self) -> None:
+        if hasattr(self, "job") and self.job.stop is not None and self.last is not None:
+            created = [action for action in self.last.actions if isinstance(action, CreateWorker)]
+            assert not created or self.planned_before_the_stop
 
     @invariant()
     def counters_only_grow(self) -> None:

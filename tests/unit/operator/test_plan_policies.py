@@ -241,11 +241,67 @@ def test_a_stop_leaves_time_for_a_checkpoint_and_a_second_one_does_not(running: 
     assert deeds(made.plan()) == []
     made.job = dataclasses.replace(made.job, stop=dataclasses.replace(made.job.stop, force=True))
     assert {one.grace_s for one in deeds(made.plan())} == {0}
-    made.see(worker(0, "Failed", ExitCode.PREEMPTED, grace=0.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=0.0))
+    made.see(worker(0, "Failed", 1, grace=0.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=0.0))
     status = made.plan().status
     assert status.phase is Phase.FAILED
     assert status.condition(ConditionType.FAILED).reason == "Interrupted"
+    assert not status.is_true(ConditionType.SUSPENDED)
     assert status.attempt == 0
+
+
+def stopped(made: Any, *workers: Any) -> Any:
+    """The plan of a job that was asked to stop, and whose workers have ended like this."""
+    made.job = dataclasses.replace(made.job, stop=Stop(reason="Interrupted", message="stopped by SIGINT"))
+    assert reasons(made.plan()) == ["Interrupted"]
+    assert made.job.status.phase is Phase.RUNNING
+    made.see(*workers)
+    return made.plan()
+
+
+def test_a_stop_with_a_checkpoint_suspends_the_job_and_starts_nothing_again(running: Maker, worker: Maker) -> None:
+    made = running()
+    saved = (worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=60.0))
+    rested = stopped(made, *saved)
+    assert (rested.status.phase, reasons(rested), deeds(rested)) == (Phase.SUSPENDED, ["Suspended"], [])
+    assert rested.status.condition(ConditionType.SUSPENDED).reason == "Interrupted"
+    assert rested.status.condition(ConditionType.FAILED) is None
+    assert not rested.status.is_true(ConditionType.RUNNING)
+    made.see()
+    made.now += 10_000
+    later = made.plan()
+    assert (later.status.phase, later.actions) == (Phase.SUSPENDED, ())
+
+
+def test_a_stopped_job_goes_on_as_a_new_attempt_once_nobody_wants_it_stopped(running: Maker, worker: Maker) -> None:
+    made = running(active_deadline_s=50)
+    saved = (worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0), worker(1, "Failed", ExitCode.PREEMPTED, grace=60.0))
+    stopped(made, *saved)
+    made.see()
+    made.now += 10_000
+    made.job = dataclasses.replace(made.job, stop=None)
+    resumed = made.plan()
+    assert deeds(resumed) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+    assert (resumed.status.phase, resumed.status.restarts) == (Phase.STARTING, 0)
+    assert not resumed.status.is_true(ConditionType.SUSPENDED)
+
+
+def test_a_stop_that_comes_after_the_last_step_finds_the_job_complete(running: Maker, worker: Maker) -> None:
+    done = stopped(running(), worker(0, "Succeeded", 0, grace=60.0), worker(1, "Succeeded", 0, grace=60.0))
+    assert done.status.phase is Phase.SUCCEEDED
+
+
+def test_a_stop_of_a_gang_that_is_not_whole_fails_the_job(running: Maker, worker: Maker) -> None:
+    assert stopped(running(), worker(0, "Failed", ExitCode.PREEMPTED, grace=60.0)).status.phase is Phase.FAILED
+
+
+def test_a_stop_does_not_save_a_job_that_is_failing(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0), worker(1, "Failed", ExitCode.DATA))
+    made.plan()
+    made.job = dataclasses.replace(made.job, stop=Stop(reason="Interrupted", message="stopped by SIGINT"))
+    made.see(worker(0, "Failed", ExitCode.PREEMPTED, grace=5.0), worker(1, "Failed", ExitCode.DATA))
+    status = made.plan().status
+    assert (status.phase, status.condition(ConditionType.FAILED).reason) == (Phase.FAILED, "Because")
 
 
 def test_a_worker_that_outlives_its_grace_is_removed_by_force_once(running: Maker, worker: Maker) -> None:

@@ -59,7 +59,7 @@ class Follower:
     def _say_event(self, event: RecordEvent, status: Status) -> None:
         if event.reason == INTERRUPTED:
             self._print(stopping_line(self._job))
-        elif not (event.reason == "Failed" and interrupted(status)):  # said by `finish`
+        elif not (event.reason in {"Failed", "Suspended"} and interrupted(status)):  # said by `finish`
             mark = "" if event.type is EventType.NORMAL else "warning: "
             self._print(f"{mark}{event.message}")
 

@@ -14,9 +14,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def interrupted(status: Status) -> bool:
-    """Whether the job has failed only because it was asked to stop."""
-    failed = status.condition(ConditionType.FAILED)
-    return failed is not None and failed.status and failed.reason == INTERRUPTED
+    """Whether the job has ended because it was asked to stop: suspended with a checkpoint, or failed without."""
+    ends = (status.condition(kind) for kind in (ConditionType.FAILED, ConditionType.SUSPENDED))
+    return any(one is not None and one.status and one.reason == INTERRUPTED for one in ends)
 
 
 def stopping_line(job: MegatronJob) -> str:

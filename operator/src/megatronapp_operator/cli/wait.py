@@ -9,7 +9,7 @@ from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
 POLL_S = 0.2
-FINAL = frozenset({"Complete", "Failed"})
+FINAL = frozenset({"Complete", "Failed", "Suspended"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def _reached(name: str, wanted: Wanted) -> bool:
     if wanted.type and wanted.holds(job):
         return True
     if wanted.hopeless(job):
-        last = next((one for one in reversed(job.status.get("conditions", ())) if one["type"] in FINAL), None)
+        ends = [one for one in job.status.get("conditions", ()) if one["type"] in FINAL and one["status"] == "True"]
+        last = ends[-1] if ends else None
         why = "" if last is None else f" ({last['reason']}: {last['message']})"
         raise OperatorError(f"{name} has ended as {job.phase}{why}; {wanted.type} cannot become {wanted.status}")
     return False

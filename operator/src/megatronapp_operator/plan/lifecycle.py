@@ -1,9 +1,11 @@
 """The ends of a job: terminal guard, failing, deletion, stop on request, suspension."""
 
+from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.actions import DeleteHub, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import HubPhase
-from megatronapp_operator.plan.restart import fail_job, next_attempt
+from megatronapp_operator.plan.restart import next_attempt
+from megatronapp_operator.plan.spec import Stop
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase
 
 
@@ -27,13 +29,55 @@ def delete_job(draft: Draft) -> bool:
     return True
 
 
+def guard_stopped(draft: Draft) -> bool:
+    """A job that was stopped rests, whatever else is asked for, until it is planned without that wish."""
+    if draft.job.stop is None or draft.status.phase is not Phase.SUSPENDED:
+        return False
+    for worker in draft.live:
+        draft.delete(worker, _stopping_grace_s(draft))
+    _delete_hub(draft)
+    return True
+
+
 def stop_on_request(draft: Draft) -> bool:
-    """Somebody asked the job to end now: it fails, after a checkpoint where there is time for one."""
+    """Somebody asked the job to end now: it is suspended if its ranks could save, else it fails.
+
+    A job that is failing already goes on failing.
+    """
     stop = draft.job.stop
-    if stop is not None and not draft.status.is_true(ConditionType.FAILURE_TARGET):
-        fail_job(draft, stop.reason, stop.message)
+    if stop is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
+        return False
+    asked = draft.status.condition(ConditionType.SUSPENDED)
+    if asked is None or asked.reason != stop.reason:
+        draft.set_condition(ConditionType.SUSPENDED, False, stop.reason, stop.message)
         draft.event(EventType.NORMAL, stop.reason, stop.message)
-    return False
+    for worker in draft.live:
+        draft.delete(worker, _stopping_grace_s(draft))
+    if not draft.live:
+        _end_stopping(draft, stop)
+    return True
+
+
+def _end_stopping(draft: Draft, stop: Stop) -> None:
+    """No worker is left: what they left behind says what became of the job."""
+    whole = len(draft.gang) == draft.job.spec.workers
+    if whole and outcome.succeeded(draft.gang):
+        complete(draft)
+    elif whole and outcome.preempted(draft.gang):
+        _rest(draft, stop.reason, stop.message)
+        draft.event(EventType.NORMAL, "Suspended", f"{stop.message}; it goes on where it was when it is started again")
+        _delete_hub(draft)
+    else:
+        end(draft, Phase.FAILED, ConditionType.FAILED, stop.reason, stop.message)
+        draft.event(EventType.WARNING, "Failed", stop.message)
+        _retire_hub(draft)
+
+
+def _rest(draft: Draft, reason: str, message: str) -> None:
+    draft.update(phase=Phase.SUSPENDED)
+    draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
+    for gone in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED):
+        draft.clear_condition(gone, reason, message)
 
 
 def finish_failing(draft: Draft) -> bool:
@@ -70,31 +114,42 @@ def end(draft: Draft, phase: Phase, kind: ConditionType, reason: str, message: s
 def suspend(draft: Draft) -> bool:
     """Stop the gang, keep the job; when it is resumed, a new attempt starts outside the budget."""
     if not draft.job.spec.suspend:
-        draft.clear_condition(ConditionType.SUSPENDED, "Resumed", "the job was resumed")
         return False
     for worker in draft.observed.workers:
         draft.delete(worker, draft.job.spec.policy.grace_s)
     if draft.status.phase is Phase.SUSPENDED:
         return True
-    if draft.status.attempt_time is not None:
-        next_attempt(draft)
-    draft.update(phase=Phase.SUSPENDED, start_time=None, last_restart_time=None)
-    draft.set_condition(ConditionType.SUSPENDED, True, "Suspended", "spec.suspend is true")
-    for gone in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED):
-        draft.clear_condition(gone, "Suspended", "the job is suspended")
+    _forget_gang(draft)
+    _rest(draft, "Suspended", "spec.suspend is true")
     draft.event(EventType.NORMAL, "Suspended", "the workers are being stopped")
     return True
+
+
+def resume(draft: Draft) -> bool:
+    """A job that rests is to go on: a new attempt follows, and its clocks begin anew."""
+    if draft.status.phase is Phase.SUSPENDED and not draft.job.spec.suspend:
+        _forget_gang(draft)
+        draft.clear_condition(ConditionType.SUSPENDED, "Resumed", "the job was resumed")
+    return False
+
+
+def _forget_gang(draft: Draft) -> None:
+    """What ran is stale from now on, and its time does not count."""
+    if draft.status.attempt_time is not None:
+        next_attempt(draft)
+    draft.update(start_time=None, last_restart_time=None)
 
 
 def _forced(draft: Draft) -> bool:
     return draft.job.stop is not None and draft.job.stop.force
 
 
+def _stopping_grace_s(draft: Draft) -> float:
+    return 0.0 if _forced(draft) else draft.job.spec.policy.grace_s
+
+
 def _failing_grace_s(draft: Draft) -> float:
-    if _forced(draft):
-        return 0.0
-    policy = draft.job.spec.policy
-    return policy.grace_s if draft.job.stop is not None else policy.failed_grace_s
+    return _stopping_grace_s(draft) if draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
 
 
 def _retire_hub(draft: Draft) -> None:

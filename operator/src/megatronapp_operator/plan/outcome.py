@@ -42,6 +42,17 @@ def failed(workers: Sequence[Worker]) -> tuple[Worker, ...]:
     return tuple(sorted(found, key=lambda one: (suspicion(one), one.finished_at or 0.0, one.index)))
 
 
+def succeeded(workers: Sequence[Worker]) -> bool:
+    """Whether all of them have ended with success."""
+    return all(one.phase is WorkerPhase.SUCCEEDED for one in workers)
+
+
+def preempted(workers: Sequence[Worker]) -> bool:
+    """Whether all of them have ended as asked: with a checkpoint, before they began, or with success."""
+    left = (one for one in workers if one.phase is not WorkerPhase.SUCCEEDED)
+    return all(one.phase is WorkerPhase.FAILED and outcome_of(one).code == ExitCode.PREEMPTED for one in left)
+
+
 def settles_at(workers: Sequence[Worker], settle_s: float) -> float | None:
     """Until when to wait for the culprit's own record; None: the first of `failed` is the evidence already.
 

@@ -17,9 +17,11 @@ from megatronapp_operator.plan.status import Status
 POLICIES: tuple[Callable[[Draft], bool], ...] = (
     lifecycle.delete_job,
     lifecycle.guard_terminal,
+    lifecycle.guard_stopped,
     gang.created,
-    lifecycle.stop_on_request,
+    lifecycle.resume,
     deadlines.active,
+    lifecycle.stop_on_request,
     lifecycle.finish_failing,
     lifecycle.suspend,
     gang.ensure_hub,

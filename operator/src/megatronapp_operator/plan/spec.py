@@ -66,7 +66,7 @@ class JobSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Somebody asked the job to end now, such as by Ctrl-C in front of it."""
+    """Somebody asked the job to end now, such as by Ctrl-C in front of it. Without this wish it goes on."""
 
     reason: str
     message: str

@@ -31,6 +31,7 @@ from megatronapp_operator.plan import (
     Job,
     JobSpec,
     Observed,
+    Phase,
     RecordEvent,
     Status,
     Stop,
@@ -138,7 +139,9 @@ class Backend:
         spawn.reap_strangers(own | {self._guardian.pid})
 
     def _forgotten(self, worker: WorkerProcess) -> bool:
-        return worker.gone and worker.observe().deletion is not None
+        """Only a stale one makes room for another; how the others ended says what became of the job."""
+        stale = worker.attempt != self._job.status.attempt
+        return stale and worker.gone and worker.observe().deletion is not None
 
     def _keep_guardian(self) -> None:
         if self._guardian is not None and self._guardian.poll() is not None:
@@ -237,7 +240,9 @@ class Backend:
         self._job = dataclasses.replace(self._job, stop=dataclasses.replace(stop, force=force))
 
     def _finished(self) -> bool:
-        if self._job.status.phase not in TERMINAL_PHASES or not all(one.gone for one in self._workers.values()):
+        stopped = self._job.stop is not None and self._job.status.phase is Phase.SUSPENDED
+        ended = stopped or self._job.status.phase in TERMINAL_PHASES
+        if not ended or not all(one.gone for one in self._workers.values()):
             return False
         return self._hub is None or self._hub.ended_at is not None
 

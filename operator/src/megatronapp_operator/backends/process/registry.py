@@ -17,6 +17,8 @@ from megatronapp_operator.backends.process.paths import JobPaths, jobs_dir, shm_
 from megatronapp_operator.document import rfc3339
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError
 
+ENDED_PHASES = TERMINAL_PHASES | {"Suspended"}
+"""Phases without a backend. On this machine a job is suspended by stopping it; the same `run` takes it up again."""
 LOST = "BackendLost"
 FAILED = "BackendFailed"
 LOST_MESSAGE = "the backend ended without a word (killed, or the machine went down); start the job again to resume it"
@@ -50,8 +52,8 @@ class JobView:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended; its pages may still be open."""
-        return self.phase in TERMINAL_PHASES
+        """Whether it has ended or was stopped; its pages may still be open."""
+        return self.phase in ENDED_PHASES
 
 
 def new_uid() -> str:
@@ -95,7 +97,7 @@ def view(name: str) -> JobView:
     if not paths.manifest.exists():
         raise JobNotFoundError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
     alive = lock.is_held(paths.lock)
-    if not alive and (paths.backend.exists() or _phase(paths) not in TERMINAL_PHASES):
+    if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
         with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: somebody starts it right now
             _settle(paths)
         alive = lock.is_held(paths.lock)
@@ -133,14 +135,14 @@ def _settle(paths: JobPaths) -> None:
     """Clean up after a dead backend, and say in the status what became of the job."""
     clean_up(paths)
     status = files.read_json(paths.status) or {}
-    if status.get("phase") not in TERMINAL_PHASES:
+    if status.get("phase") not in ENDED_PHASES:
         files.write_json(paths.status, lost_status(status, now=time.time()))
 
 
 def fail(paths: JobPaths, message: str) -> None:
     """The backend itself cannot go on: say so in the status. The caller holds the lock."""
     status = files.read_json(paths.status) or {}
-    if status.get("phase") not in TERMINAL_PHASES:
+    if status.get("phase") not in ENDED_PHASES:
         files.write_json(paths.status, lost_status(status, now=time.time(), reason=FAILED, message=message))
     end(paths)
 
