@@ -24,7 +24,7 @@ def seconds_of(time: str) -> float:
 def status_document(status: Status) -> dict[str, Any]:
     """The `status` of a MegatronJob, without what only the backend knows (sizes, rank table, hub)."""
     replicas = dataclasses.asdict(status.replicas)
-    if status.progress is not None and status.progress.attempt == status.attempt:
+    if status.trains:
         replicas["ready"] = status.replicas.running
     return without_none(
         {

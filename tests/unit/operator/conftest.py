@@ -16,6 +16,7 @@ from megatronapp_operator.plan import (
     Observed,
     Outcome,
     Plan,
+    Progress,
     RunPolicy,
     Status,
     Worker,
@@ -80,12 +81,12 @@ def scene() -> Callable[..., Scene]:
 
 @pytest.fixture
 def running(scene: Callable[..., Scene], worker: Callable[..., Worker]) -> Callable[..., Scene]:
-    """The same with both workers running."""
+    """The same with both workers running, and training."""
 
     def make(**policy: Any) -> Scene:
         made = scene(**policy)
         made.plan()
-        made.see(worker(0), worker(1))
+        made.see(worker(0), worker(1), progress=Progress(attempt=0, iteration=0))
         made.plan()
         return made
 

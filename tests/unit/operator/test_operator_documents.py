@@ -118,6 +118,8 @@ def test_every_field_of_the_full_status_is_shown() -> None:
 def test_no_worker_is_ready_before_its_attempt_makes_progress() -> None:
     before = dataclasses.replace(FULL, attempt=3)
     assert "ready" not in status_document(before)["replicaStatuses"]
+    starting = dataclasses.replace(FULL, progress=Progress(attempt=2, iteration=0, state="starting"))
+    assert "ready" not in status_document(starting)["replicaStatuses"]
 
 
 @given(st.integers(0, 4_000_000_000))

@@ -54,7 +54,7 @@ def test_a_new_job_gets_its_secret_hub_and_whole_gang_at_once(scene: Maker) -> N
     assert first.status.start_time == made.now
 
 
-def test_running_is_when_every_worker_runs(scene: Maker, worker: Maker) -> None:
+def test_running_is_when_every_worker_runs_and_the_ranks_train(scene: Maker, worker: Maker) -> None:
     made = scene()
     made.plan()
     made.see(worker(0), worker(1, "Pending"))
@@ -62,9 +62,24 @@ def test_running_is_when_every_worker_runs(scene: Maker, worker: Maker) -> None:
     made.see(worker(0), worker(1))
     made.now += 5
     status = made.plan().status
-    assert status.phase is Phase.RUNNING
-    assert status.running_time == made.now
-    assert status.is_true(ConditionType.RUNNING)
+    assert (status.phase, status.running_time) == (Phase.STARTING, made.now)
+    made.see(worker(0), worker(1), progress=Progress(attempt=0, iteration=0, state="starting"))
+    assert made.plan().status.phase is Phase.STARTING
+    assert not status.is_true(ConditionType.RUNNING)
+    made.see(worker(0), worker(1), progress=Progress(attempt=0, iteration=0))
+    began = made.plan()
+    assert (began.status.phase, reasons(began)) == (Phase.RUNNING, ["Running"])
+    assert began.status.is_true(ConditionType.RUNNING)
+    made.now += 5
+    assert made.plan().actions == ()
+
+
+def test_a_rank_that_hangs_before_the_first_step_is_told(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    made.see(worker(0), worker(1), hung_ranks=(1,))
+    made.plan()
+    assert (made.job.status.phase, made.job.status.is_true(ConditionType.STALLED)) == (Phase.STARTING, True)
 
 
 def test_complete_when_all_workers_succeeded(running: Maker, worker: Maker) -> None:
@@ -113,6 +128,8 @@ def test_a_failure_restarts_the_gang_as_a_new_attempt_after_the_back_off(running
     made.now += 10
     assert deeds(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
     made.see(worker(0, attempt=1), worker(1, attempt=1))
+    assert made.plan().status.phase is Phase.RESTARTING
+    made.observed = dataclasses.replace(made.observed, progress=Progress(attempt=1, iteration=4))
     status = made.plan().status
     assert status.phase is Phase.RUNNING
     assert not status.is_true(ConditionType.RESTARTING)
@@ -230,7 +247,7 @@ def test_the_progress_deadline_restarts_and_progress_puts_it_off(running: Maker)
 def test_progress_of_an_older_attempt_is_not_taken_for_life(running: Maker) -> None:
     made = running(progress_deadline_s=20)
     made.observed = dataclasses.replace(made.observed, progress=Progress(attempt=3, iteration=9))
-    assert made.plan().status.progress is None
+    assert made.plan().status.progress == Progress(attempt=0, iteration=0)
 
 
 def test_a_stop_leaves_time_for_a_checkpoint_and_a_second_one_does_not(running: Maker, worker: Maker) -> None:
@@ -419,7 +436,7 @@ def test_hung_ranks_end_with_their_attempt(running: Maker, worker: Maker) -> Non
     made.plan()
     made.see(worker(0), worker(1, "Failed", 1), hung_ranks=None)
     made.plan()
-    made.see(worker(0, attempt=1), worker(1, attempt=1))
+    made.see(worker(0, attempt=1), worker(1, attempt=1), progress=Progress(attempt=1, iteration=0))
     made.now += 10
     status = made.plan().status
     assert (status.phase, status.hung_ranks) == (Phase.RUNNING, ())

@@ -120,23 +120,24 @@ def create(draft: Draft) -> bool:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time
         draft.update(attempt_time=draft.now, start_time=start_time)
         draft.event(EventType.NORMAL, "GangCreated", f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}")
-    if draft.status.phase is not Phase.RESTARTING:
+    if draft.status.phase not in {Phase.RESTARTING, Phase.RUNNING}:
         draft.update(phase=Phase.STARTING)
     return False
 
 
 def running(draft: Draft) -> bool:
-    """Notice that the whole gang runs."""
+    """Notice that the whole gang runs, and that it trains; until then the job starts, whatever its processes do."""
     counted = draft.status.replicas
     if counted.running + counted.succeeded < draft.job.spec.workers:
         return False
     if draft.status.running_time is None:
-        verb = "runs" if draft.job.spec.workers == 1 else "run"
-        message = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt} {verb}"
         draft.update(running_time=draft.now)
-        draft.set_condition(ConditionType.RUNNING, True, "AllWorkersRunning", message)
-        draft.clear_condition(ConditionType.RESTARTING, "AllWorkersRunning", message)
+    if draft.status.trains and draft.status.phase is not Phase.RUNNING:
+        verb = "trains" if draft.job.spec.workers == 1 else "train"
+        message = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt} {verb}"
+        draft.update(phase=Phase.RUNNING)
+        draft.set_condition(ConditionType.RUNNING, True, "TrainingBegan", message)
+        draft.clear_condition(ConditionType.RESTARTING, "TrainingBegan", message)
         draft.event(EventType.NORMAL, "Running", message)
-    draft.update(phase=Phase.RUNNING)
     reset_budget(draft, until=draft.now)
     return False

@@ -46,7 +46,7 @@ def stalls(draft: Draft) -> None:
     """
     if draft.observed.hung_ranks is not None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(hung_ranks=draft.observed.hung_ranks)
-    if draft.status.phase is not Phase.RUNNING:
+    if draft.status.running_time is None or draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
         return
     ranks = draft.status.hung_ranks
     if not ranks:

@@ -6,6 +6,8 @@ import enum
 from megatronapp_operator.plan.observed import Progress, SlowRank
 
 FAILURES_KEPT = 10
+STARTING = "starting"
+"""State of a progress page whose ranks have not begun to train."""
 
 
 class Phase(enum.StrEnum):
@@ -113,6 +115,11 @@ class Status:
     replicas: Replicas = dataclasses.field(default_factory=Replicas)
     failures: tuple[Failure, ...] = ()
     """The newest ten, oldest first."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the ranks of this attempt have begun: groups, model and data are there."""
+        return self.progress is not None and self.progress.attempt == self.attempt and self.progress.state != STARTING
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""
