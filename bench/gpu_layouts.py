@@ -86,19 +86,20 @@ class Samples:
         rows = [mock_sample(f"bench:{index}", shape.vocabulary, shape.sequence + 1) for index in range(2 * 16)]
         self.rows = torch.stack(rows)
         self.shape = shape
+        self.loss_mask = torch.ones(1, shape.sequence)
+        self.positions = torch.arange(shape.sequence).expand(1, -1)
 
     def __call__(self, sample: int) -> torch.Tensor:
         return self.rows[sample % len(self.rows)].unsqueeze(0)
 
     def batches(self, replicas: int, mine: int) -> Iterator[Batch]:
-        length = self.shape.sequence
         for sample in itertools.count(mine, replicas):
             tokens = self(sample)
             yield {
                 "tokens": tokens[:, :-1].contiguous(),
                 "labels": tokens[:, 1:].contiguous(),
-                "loss_mask": torch.ones(1, length),
-                "position_ids": torch.arange(length).expand(1, -1),
+                "loss_mask": self.loss_mask,
+                "position_ids": self.positions,
                 "attention_mask": None,
             }
 

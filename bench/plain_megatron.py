@@ -1,7 +1,8 @@
 """Plain megatron-core 0.16.1 as an anchor: its own layers, schedule, DDP and optimizer, no code of ours.
 
 The configuration is the one of a user without Transformer Engine and Apex: the "local" layer spec, distributed
-optimizer, bf16. Used by gpu_layouts.py beside our trainer, in the same process and on the same data.
+optimizer, bf16, and as with Megatron's flags no softmax in fp32. Used by gpu_layouts.py and bench_host.py beside our
+trainer, in the same process and on the same data.
 """
 
 import dataclasses
@@ -62,13 +63,14 @@ def transformer_config(shape: Shape, layout: Layout) -> TransformerConfig:
         batch_p2p_comm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
+        attention_softmax_in_fp32=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         deallocate_pipeline_outputs=True,
     )
 
 
-def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig) -> list[Any]:
+def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig, device: str) -> list[Any]:
     chunks = []
     for chunk in range(layout.chunks):
         stage = chunk if layout.chunks > 1 else None
@@ -82,7 +84,7 @@ def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig) -> lis
             share_embeddings_and_output_weights=False,
             vp_stage=stage,
         )
-        chunks.append(Float16Module(config, model.cuda()))
+        chunks.append(Float16Module(config, model.to(device)))
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     return [
         DistributedDataParallel(config, settings, model, disable_bucketing=index > 0)
@@ -90,18 +92,20 @@ def build_chunks(shape: Shape, layout: Layout, config: TransformerConfig) -> lis
     ]
 
 
-def causal_mask(length: int) -> torch.Tensor:
-    return torch.triu(torch.ones(1, 1, length, length, device="cuda"), diagonal=1).bool()
+def causal_mask(length: int, device: str) -> torch.Tensor:
+    return torch.triu(torch.ones(1, 1, length, length, device=device), diagonal=1).bool()
 
 
 class PlainTraining:
     """One layout, ready to step. `batch(sample)` gives the tokens [microbatch, sequence + 1] of a global sample."""
 
-    def __init__(self, shape: Shape, layout: Layout, batch: Callable[[int], torch.Tensor]) -> None:
-        self.shape, self.layout = shape, layout
+    def __init__(
+        self, shape: Shape, layout: Layout, batch: Callable[[int], torch.Tensor], device: str = "cuda"
+    ) -> None:
+        self.shape, self.layout, self.device = shape, layout, device
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
         self.config = transformer_config(shape, layout)
-        self.chunks = build_chunks(shape, layout, self.config)
+        self.chunks = build_chunks(shape, layout, self.config, device)
         options = OptimizerConfig(
             optimizer="adam",
             lr=1e-4,
@@ -117,15 +121,16 @@ class PlainTraining:
         self.config.grad_scale_func = self.optimizer.scale_loss
         many = len(self.chunks) > 1
         self.config.no_sync_func = [c.no_sync for c in self.chunks] if many else self.chunks[0].no_sync
-        self.mask = causal_mask(shape.sequence)
-        self.positions = torch.arange(shape.sequence, device="cuda").unsqueeze(0)
+        self.mask = causal_mask(shape.sequence, device)
+        self.positions = torch.arange(shape.sequence, device=device).unsqueeze(0)
         self.batch = batch
 
     def samples(self, step: int) -> Iterator[torch.Tensor]:
         replicas = parallel_state.get_data_parallel_world_size()
         mine = parallel_state.get_data_parallel_rank()
         for index in range(self.shape.global_batch // replicas):
-            yield self.batch(step * self.shape.global_batch + index * replicas + mine).cuda(non_blocking=True)
+            sample = self.batch(step * self.shape.global_batch + index * replicas + mine)
+            yield sample.to(self.device, non_blocking=True)
 
     def forward(self, samples: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:  # noqa: ANN401
         tokens = next(samples)

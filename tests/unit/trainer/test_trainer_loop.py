@@ -234,6 +234,48 @@ def attention_difference(groups: int, masked: bool) -> tuple[float, float]:
     return (ours - theirs).abs().max().item(), (our_grad - their_grad).abs().max().item()
 
 
+def local_attention_results(flags: str, masked: bool) -> list[list[Any]]:
+    """Output and gradients of `--transformer-impl local` and of megatron-core's own attention, as lists."""
+    import torch
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatronapp_trainer.models.local import LocalAttention
+
+    run, _ = prepared(f"--attention-dropout 0 --transformer-impl local {flags}")
+    options = {"layer_number": 1, "attn_mask_type": AttnMaskType.causal, "attention_type": "self"}
+    torch.manual_seed(1)
+    inputs = torch.randn(3, 16, 2, 4, 8, dtype=run.core_config.params_dtype, requires_grad=True)
+    mask = torch.triu(torch.ones(2, 1, 16, 16), diagonal=1).bool()
+    mask[0, :, 7:, :7] = True
+    results = []
+    for kind in (LocalAttention, DotProductAttention):
+        output = kind(run.core_config, **options)(*inputs.unbind(0), mask if masked else None)
+        (gradient,) = torch.autograd.grad(output.float().square().sum(), inputs)
+        results.append([output.tolist(), gradient.tolist()])
+    return results
+
+
+def feed_of_a_step(microbatches: int) -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
+    """First tokens of what was read and of what two chunks took, in order, and the spans of that."""
+    from megatronapp_trainer.batch import Batch, BatchSource, ChunkFeed, StepFeed
+
+    run, iterators = prepared("")
+    read: list[int] = []
+
+    def noted() -> Iterator[Batch]:
+        for batch in iterators.train:
+            read.append(int(batch["tokens"][0, 0]))
+            yield batch
+
+    observer: Any = Observer()
+    source = BatchSource(run.config, run.layout, run.device)
+    feed = StepFeed(source, noted(), microbatches, needed_by=frozenset({0, 1}), observer=observer)
+    chunks = [ChunkFeed(feed, chunk) for chunk in (0, 1)]
+    batches = [chunk.next() for _ in range(microbatches) for chunk in chunks]
+    return read, [int(batch.tokens[0, 0]) for batch in batches if batch is not None], observer.events
+
+
 def test_a_signal_on_any_rank_stops_all_at_the_same_border(run_ranks: RunRanks) -> None:
     results = run_ranks(4, train_with_a_signal_on_rank_0)
     assert results == [(int(ExitCode.PREEMPTED), [4], 4)] * 4
@@ -337,9 +379,24 @@ def check_step(step: list[tuple[str, str, int, int]], chunks: int, backwards: li
     assert all(one[1] == two[1] for one, two in zip(compute[::2], compute[1::2], strict=True))
 
 
+def test_microbatches_are_read_together_but_never_those_of_the_next_step(run_ranks: RunRanks) -> None:
+    ((read, taken, spans),) = run_ranks(1, feed_of_a_step, 11)
+    assert len(read) == 11
+    assert taken == [token for token in read for _ in range(2)]
+    end = ("end", "DATA", -1, -1)
+    assert spans == [("begin", "DATA", 0, 0), end, ("begin", "DATA", 0, 8), end]
+
+
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
 def test_fused_attention_equals_megatrons(run_ranks: RunRanks, groups: int, masked: bool) -> None:
     ((output, gradient),) = run_ranks(1, attention_difference, groups, masked)
     assert output < 1e-5
     assert gradient < 1e-4
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--bf16 --attention-softmax-in-fp32"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_local_attention_is_megatrons_to_the_last_bit(run_ranks: RunRanks, flags: str, masked: bool) -> None:
+    ((ours, theirs),) = run_ranks(1, local_attention_results, flags, masked)
+    assert ours == theirs

@@ -1,9 +1,10 @@
 """Microbatches: read once, shared within the tensor group, handed to each model chunk in order.
 
-B microbatch, S sequence.
+G microbatches that travel together, P planes, B samples of a microbatch, S sequence.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import TypedDict
 
@@ -16,9 +17,13 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.layout import Layout
 from megatronapp_trainer.observe import StepObserver
 
+_TOGETHER = 8
+"""Microbatches that are copied to the device, and sent to the tensor group, at once: each copy and each broadcast costs
+the host as much as several kernels of a layer, however small it is."""
+
 
 class Batch(TypedDict):
-    """One microbatch of this rank's replica."""
+    """One microbatch of this rank's replica, as it is read."""
 
     tokens: torch.Tensor
     """int64 [B, S]"""
@@ -41,47 +46,67 @@ class DataIterators:
     test: Iterator[Batch] | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch of this rank's replica, on its device."""
+
+    tokens: torch.Tensor
+    """int64 [B, S]"""
+    labels: torch.Tensor
+    """int64 [B, S]"""
+    loss_mask: torch.Tensor
+    """float32 [B, S], 1 where the loss counts"""
+    loss_tokens: torch.Tensor
+    """float32 [], the sum of the loss mask"""
+    position_ids: torch.Tensor
+    """int64 [B, S]"""
+    attention_mask: torch.Tensor | None
+    """bool [B, 1, S, S], true where not to look; None: plain causal"""
+
+
 class BatchSource:
-    """Gives this rank's next microbatch on its device; ranks of a tensor group receive it from the first of them."""
+    """Gives this rank's microbatches on its device; ranks of a tensor group receive them from the first of them."""
 
     def __init__(self, config: TrainerConfig, layout: Layout, device: Device) -> None:
-        self._config = config
-        self._layout = layout
         self._device = device
-        size = (config.training.micro_batch_size, config.model.seq_length)
-        self._causal_positions = torch.arange(size[1], device=device.torch_device).expand(size)
+        self._size = (config.training.micro_batch_size, config.model.seq_length)
+        self._causal_positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
         self._planes = 4 if config.data.reset_position_ids else 3
+        self._masked = config.data.reset_attention_mask
+        self._reads = layout.tensor_rank == 0
+        self._shares = layout.tensor_size > 1
+        self.together = 1 if self._masked else _TOGETHER
+        """Microbatches to read at once; a mask is as large as hundreds of other planes."""
 
-    def read(self, iterator: Iterator[Batch]) -> Batch:
-        """The next microbatch of this iterator; collective over the tensor group."""
-        batch = next(iterator) if self._layout.tensor_rank == 0 else None
-        planes = self._shared(None if batch is None else self._packed(batch), self._planes)
-        mask = None
-        if self._config.data.reset_attention_mask:
-            mask = self._shared_mask(None if batch is None else batch["attention_mask"])
-        return {
-            "tokens": planes[0],
-            "labels": planes[1],
-            "loss_mask": planes[2].float(),
-            "position_ids": planes[3] if self._planes == 4 else self._causal_positions,
-            "attention_mask": mask,
-        }
+    def read(self, iterator: Iterator[Batch], count: int) -> list[Microbatch]:
+        """The next `count` microbatches of this iterator; collective over the tensor group."""
+        batches = list(itertools.islice(iterator, count)) if self._reads else []
+        planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
+        loss_mask_GBS = planes_GPBS[:, 2].float()
+        columns = (
+            planes_GPBS[:, 0].unbind(),
+            planes_GPBS[:, 1].unbind(),
+            loss_mask_GBS.unbind(),
+            loss_mask_GBS.sum((1, 2)).unbind(),
+            planes_GPBS[:, 3].unbind() if self._planes == 4 else [self._causal_positions] * count,
+            self._masks(batches, count),
+        )
+        return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
 
-    def _packed(self, batch: Batch) -> torch.Tensor:
-        """The planes that travel, int64 [planes, B, S]; a loss mask holds only 0 and 1."""
-        planes = [batch["tokens"], batch["labels"], batch["loss_mask"].long()]
-        if self._planes == 4:
-            planes.append(batch["position_ids"])
-        return torch.stack(planes)
+    def _packed(self, batches: list[Batch]) -> torch.Tensor | None:
+        """The planes that travel, int64 [G, P, B, S]; a loss mask holds only 0 and 1."""
+        if not batches:
+            return None
+        names = ("tokens", "labels", "loss_mask", "position_ids")[: self._planes]
+        planes = [batch[name].long() for batch in batches for name in names]  # type: ignore[literal-required]
+        return torch.stack(planes).view(len(batches), self._planes, *self._size)
 
-    def _shared(self, packed: torch.Tensor | None, planes: int) -> torch.Tensor:
-        shape = (planes, self._config.training.micro_batch_size, self._config.model.seq_length)
-        return self._broadcast(packed, shape, torch.int64)
-
-    def _shared_mask(self, mask: torch.Tensor | None) -> torch.Tensor:
-        length = self._config.model.seq_length
-        shape = (self._config.training.micro_batch_size, 1, length, length)
-        return self._broadcast(None if mask is None else mask.to(torch.uint8), shape, torch.uint8).bool()
+    def _masks(self, batches: list[Batch], count: int) -> list[torch.Tensor] | list[None]:
+        if not self._masked:
+            return [None] * count
+        (samples, length), found = self._size, [batch["attention_mask"] for batch in batches]
+        packed = torch.stack([mask.to(torch.uint8) for mask in found if mask is not None]) if found else None
+        return list(self._broadcast(packed, (count, samples, 1, length, length), torch.uint8).bool().unbind())
 
     def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         here = (
@@ -89,7 +114,7 @@ class BatchSource:
             if tensor is None
             else self._device.to_device(tensor)
         )
-        if self._layout.tensor_size > 1:
+        if self._shares:
             from megatron.core import parallel_state
 
             group = parallel_state.get_tensor_model_parallel_group()
@@ -98,7 +123,7 @@ class BatchSource:
 
 
 class StepFeed:
-    """Hands every chunk the microbatches of a step in order, and reads each microbatch once.
+    """Hands every chunk the microbatches of a step in order, and reads each microbatch once, several at a time.
 
     Under the interleaved schedule several chunks may need the same microbatch at different times.
     """
@@ -107,31 +132,40 @@ class StepFeed:
         self,
         source: BatchSource,
         iterator: Iterator[Batch],
+        num_microbatches: int,
         *,
         needed_by: frozenset[int],
         observer: StepObserver | None,
     ) -> None:
         self._source = source
         self._iterator = iterator
+        self._num_microbatches = num_microbatches
         self._needed_by = needed_by
         self._observer = observer
-        self._held: dict[int, tuple[Batch, int]] = {}
+        self._held: dict[int, tuple[Microbatch, int]] = {}
         self._read = 0
 
-    def take(self, chunk: int, microbatch: int) -> Batch | None:
+    def take(self, chunk: int, microbatch: int) -> Microbatch | None:
         """This chunk's microbatch, or None if the chunk needs no data."""
         if chunk not in self._needed_by:
             return None
+        if self._read <= microbatch:
+            self._fetch(chunk, microbatch)
+        return self._release(microbatch)
+
+    def _fetch(self, chunk: int, microbatch: int) -> None:
+        """Read the next microbatches of the step, up to this one at least, and never one of the next step."""
         if self._observer is not None:
             self._observer.begin(Kind.DATA, chunk, microbatch)
         while self._read <= microbatch:
-            self._held[self._read] = (self._source.read(self._iterator), len(self._needed_by))
-            self._read += 1
+            count = min(self._source.together, self._num_microbatches - self._read)
+            for batch in self._source.read(self._iterator, count):
+                self._held[self._read] = (batch, len(self._needed_by))
+                self._read += 1
         if self._observer is not None:
             self._observer.end(Kind.DATA)
-        return self._release(microbatch)
 
-    def _release(self, microbatch: int) -> Batch:
+    def _release(self, microbatch: int) -> Microbatch:
         batch, users = self._held.pop(microbatch)
         if users > 1:
             self._held[microbatch] = (batch, users - 1)
@@ -146,7 +180,7 @@ class ChunkFeed:
         self.microbatch = -1
         self._feed = feed
 
-    def next(self) -> Batch | None:
+    def next(self) -> Microbatch | None:
         """The chunk's next microbatch."""
         self.microbatch += 1
         return self._feed.take(self.chunk, self.microbatch)

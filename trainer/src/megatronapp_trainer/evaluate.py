@@ -19,7 +19,7 @@ def evaluate(run: Run, schedule: Schedule, source: BatchSource, iterator: Iterat
     reports: list[torch.Tensor] = []
     with untouched_training(run):
         for _ in range(run.config.logging.eval_iters):
-            feed = StepFeed(source, iterator, needed_by=needed_by, observer=None)
+            feed = StepFeed(source, iterator, microbatches, needed_by=needed_by, observer=None)
             reports += schedule.evaluate(feed, microbatches)
     return reduce_loss(reports, run.layout, run.device).read().mean
 

@@ -123,7 +123,9 @@ class Trainer:
         for chunk in self._state.chunks:
             chunk.zero_grad_buffer()
         self._state.optimizer.zero_grad()
-        feed = StepFeed(self._source, self._iterators.train, needed_by=self._needed_by, observer=self._observer)
+        feed = StepFeed(
+            self._source, self._iterators.train, microbatches, needed_by=self._needed_by, observer=self._observer
+        )
         reports = self._schedule.train(feed, microbatches)
         with self._span(Kind.LOSS_REDUCE):
             return reduce_loss(

@@ -17,14 +17,14 @@ _ADVICE = (
 )
 
 
-def token_loss(losses: torch.Tensor, loss_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-token losses [B, S] and mask -> their sum, the number of tokens, and both detached as a report [2].
+def token_loss(
+    losses: torch.Tensor, loss_mask: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token losses and mask [B, S], and the mask's sum -> sum of losses, that of the mask, both as a report [2].
 
     The form of megatron-core's schedules that divide by the number of tokens themselves, in place: hence the copy.
     """
-    mask = loss_mask.view(-1)
-    total = torch.sum(losses.float().view(-1) * mask)
-    tokens = mask.sum()
+    total = torch.sum(losses.float().view(-1) * loss_mask.view(-1))
     return total, tokens.to(torch.int), torch.stack((total.detach(), tokens))
 
 

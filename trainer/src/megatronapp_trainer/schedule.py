@@ -27,9 +27,8 @@ class ForwardStep:
             self._timers.begin_forward(feed.chunk, feed.microbatch)
         if batch is None:
             return model(None, None, None), _no_loss
-        output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
-        mask = batch["loss_mask"]
-        return output, lambda losses: token_loss(losses, mask)
+        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        return output, lambda losses: token_loss(losses, batch.loss_mask, batch.loss_tokens)
 
 
 def _no_loss(_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

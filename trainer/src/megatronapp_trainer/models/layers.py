@@ -37,9 +37,16 @@ def _torch_block(implementation: str, transformer_config: Any, vp_stage: int | N
     layer = get_gpt_layer_local_spec(normalization=transformer_config.normalization)
     layer.submodules.input_layernorm = TorchNorm
     layer.submodules.pre_mlp_layernorm = TorchNorm
+    layer.submodules.self_attention.submodules.core_attention = _core_attention(implementation)
+    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)
+
+
+def _core_attention(implementation: str) -> type:
     if implementation == "torch":
         from megatronapp_trainer.models.attention import TorchAttention
 
-        layer.submodules.self_attention.submodules.core_attention = TorchAttention
-    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchNorm)
+        return TorchAttention
+    from megatronapp_trainer.models.local import LocalAttention
+
+    return LocalAttention

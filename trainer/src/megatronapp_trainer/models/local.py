@@ -1,0 +1,47 @@
+"""megatron-core's own core attention without what it does anew in every call, for ``--transformer-impl local``.
+
+Without a mask tensor megatron-core 0.16 builds the causal one in every layer of every microbatch, and it writes the
+mask into a view of the scores, for which autograd copies their whole gradient three times. Both cost the host more than
+the kernels that they launch; the values are the same to the last bit.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+_HIDDEN = -10000.0
+"""What megatron-core puts where a token must not look."""
+
+
+@functools.lru_cache(maxsize=4)
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """bool [S, S], true above the diagonal."""
+    return torch.triu(torch.ones(length, length, dtype=torch.bool, device=device), diagonal=1)
+
+
+def masked(scores_BHSS: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Scores with those of hidden tokens replaced; `mask` broadcasts over B and H."""
+    return scores_BHSS.masked_fill(mask, _HIDDEN)
+
+
+class LocalAttention(DotProductAttention):  # type: ignore[misc] # megatron-core carries no types
+    """DotProductAttention with one causal mask for all layers, applied out of place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of megatron-core
+        super().__init__(*args, **kwargs)
+        self.scale_mask_softmax.mask_func = masked
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,  # noqa: ANN401 - what megatron-core takes besides
+    ) -> torch.Tensor:
+        """query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] true where not to look -> [S, B, HD]."""
+        mask = causal_mask(query.size(0), query.device) if attention_mask is None else attention_mask
+        context: torch.Tensor = super().forward(query, key, value, mask, **options)
+        return context
