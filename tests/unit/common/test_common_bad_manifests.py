@@ -348,6 +348,38 @@ def test_all_problems_between_fields_are_said_at_once(build: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"spec.nodes": "2", "spec.model.numLayers": 5}, ["spec.nodes", "spec.model.numLayers"]),
+        (
+            {"metadata.name": "My_Job", "spec.training.globalBatchSize": 7, "spec.checkpoint.saveInterval": 1},
+            ["metadata.name", "spec.checkpoint.saveInterval", "spec.training.globalBatchSize"],
+        ),
+        (
+            {"spec.model.numLayers": ..., "spec.model.hiddenSize": 66, "spec.parallelism.virtualPipeline": 1},
+            ["spec.model.numLayers", "spec.model.hiddenSize", "spec.parallelism.virtualPipeline"],
+        ),
+        (
+            {"spec.model.hiddenSize": "x", "spec.model.numAttentionHeads": 3, "spec.procPerNode": 3},
+            ["spec.model.hiddenSize", "spec.model.numAttentionHeads", "spec.parallelism"],
+        ),
+        (
+            {"spec.faults": [{**FAULT, "kind": "gpu"}, {**FAULT, "rank": 99}], "spec.training.minLr": 1.0},
+            ["spec.faults[0].kind", "spec.training.minLr"],
+        ),
+        ({"spec.data": {"pth": ["a"]}, "spec.training.minLr": 1.0}, ["spec.data.pth", "spec.training.minLr"]),
+        ({"spec.model": 4, "spec.training.globalBatchSize": 7}, ["spec.model", "spec.training.globalBatchSize"]),
+    ],
+)
+def test_problems_between_fields_are_said_beside_those_of_others(
+    build: Any, changes: dict[str, Any], wrong: list[str]
+) -> None:
+    with pytest.raises(JobError) as caught:
+        load_job(build(changes))
+    assert [line.split(":")[0] for line in caught.value.problems] == wrong, caught.value
+
+
 def test_an_object_that_is_not_plain_data_is_refused(build: Any) -> None:
     with pytest.raises(JobError, match="not plain data"):
         load_job(build({"spec.args": {"a", "b"}}))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,20 @@ def test_any_value_in_any_field(build: Any, changes: dict[str, Any]) -> None:
         return
     assert all(isinstance(word, str) for word in megatron_arguments(job))
     assert job.world.world_size >= 1
+
+
+@settings(max_examples=300)
+@given(changed=st.sets(st.sampled_from([path for path in PATHS if "recompute." not in path]), min_size=1, max_size=4))
+def test_a_wrong_field_makes_no_other_one_wrong(build: Any, changed: set[str]) -> None:
+    """A list in a list is right nowhere; rules between fields must not judge what stands there instead."""
+    try:
+        document = build({path: [[]] for path in sorted(changed)})
+    except (TypeError, AttributeError):
+        return
+    with pytest.raises(JobError) as refused:
+        load_job(document)
+    for line in refused.value.problems:
+        assert any(line.startswith(path) for path in changed), line
 
 
 @given(st.text(max_size=200))

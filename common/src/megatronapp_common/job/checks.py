@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from megatronapp_common.errors import JobError
+from megatronapp_common.job.partial import UnknownFieldError
 from megatronapp_common.job.spec import Spec
 from megatronapp_common.job.world import World, derive_world
 from megatronapp_common.names import Env
@@ -17,14 +18,24 @@ RESERVED_ENV = frozenset(
 
 
 def find_problems(spec: Spec) -> list[str]:
-    """Everything that is wrong between the fields of a spec whose fields are right one by one."""
-    found = list(itertools.chain.from_iterable(rule(spec) for rule in _RULES))
+    """Everything that is wrong between the fields of a spec, as far as they are known (`partial_spec`)."""
+    found = list(itertools.chain.from_iterable(_judged(rule(spec)) for rule in _RULES))
     try:
         world = derive_world(spec)
     except JobError as error:
         return [*found, *error.problems]
-    found.extend(itertools.chain.from_iterable(rule(spec, world) for rule in _WORLD_RULES))
+    except UnknownFieldError:
+        return found
+    found.extend(itertools.chain.from_iterable(_judged(rule(spec, world)) for rule in _WORLD_RULES))
     return found
+
+
+def _judged(problems: Problems) -> Problems:
+    """What a rule finds before it comes to a field that is not known."""
+    try:
+        yield from problems
+    except UnknownFieldError:
+        return
 
 
 def _unsupported(spec: Spec) -> Problems:
@@ -35,14 +46,19 @@ def _unsupported(spec: Spec) -> Problems:
             yield f"spec.parallelism.{name}: {size} is not supported yet; write 1 or leave it out"
 
 
-def _heads(spec: Spec) -> Problems:
-    model, tensor = spec.model, spec.parallelism.tensor
-    heads, groups = model.num_attention_heads, model.num_query_groups
+def _head_width(spec: Spec) -> Problems:
+    model = spec.model
+    heads = model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         yield (
             f"spec.model.hiddenSize: {model.hidden_size} is not a multiple of numAttentionHeads {heads}; "
             f"write {_nearest_multiple(model.hidden_size, heads)}, or give kvChannels"
         )
+
+
+def _heads(spec: Spec) -> Problems:
+    model, tensor = spec.model, spec.parallelism.tensor
+    heads, groups = model.num_attention_heads, model.num_query_groups
     if heads % tensor:
         yield (
             f"spec.model.numAttentionHeads: {heads} is not a multiple of parallelism.tensor {tensor}; "
@@ -81,12 +97,13 @@ def _widths(spec: Spec) -> Problems:
 
 
 def _pipeline(spec: Spec) -> Problems:
-    layers, layout = spec.model.num_layers, spec.parallelism
+    layout = spec.parallelism
     chunks = layout.virtual_pipeline or 1
     if layout.virtual_pipeline == 1:
         yield "spec.parallelism.virtualPipeline: 1 is the plain schedule; leave it out, or write 2 or more"
     elif chunks > 1 and layout.pipeline == 1:
         yield f"spec.parallelism.virtualPipeline: {chunks} needs pipeline above 1; leave it out"
+    layers = spec.model.num_layers
     if layers % (layout.pipeline * chunks):
         parts = f"{layout.pipeline} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
         yield (
@@ -98,9 +115,10 @@ def _pipeline(spec: Spec) -> Problems:
 def _sequence_parallel(spec: Spec) -> Problems:
     if not spec.parallelism.sequence_parallel:
         return
-    tensor, length = spec.parallelism.tensor, spec.model.seq_length
+    tensor = spec.parallelism.tensor
     if tensor == 1:
         yield "spec.parallelism.sequenceParallel: needs tensor above 1; leave it out"
+    length = spec.model.seq_length
     if length % tensor:
         yield (
             f"spec.model.seqLength: {length} is not a multiple of parallelism.tensor {tensor}, which "
@@ -302,6 +320,7 @@ def _is_number(text: str) -> bool:
 
 _RULES: tuple[Callable[[Spec], Problems], ...] = (
     _unsupported,
+    _head_width,
     _heads,
     _widths,
     _pipeline,

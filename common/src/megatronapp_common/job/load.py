@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.checks import find_problems
+from megatronapp_common.job.partial import partial_spec
 from megatronapp_common.job.problems import describe_errors
 from megatronapp_common.job.types import MegatronJob
 
@@ -20,13 +21,15 @@ def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
     """The job in a YAML or JSON text, or in an already parsed object.
 
     Raises JobError whose ``problems`` are all that is wrong, one line each: path, what is wrong, what to write.
-    Rules between fields are only checked once every field by itself is right.
+    Rules between fields are judged as far as the fields that they look at are right by themselves.
     """
     document = parse_manifest(source) if isinstance(source, str) else source
     try:
         job = MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
-        raise JobError(*describe_errors(error, MegatronJob)) from error
+        partial = partial_spec(document, error.errors(include_url=False))
+        between = [] if partial is None else find_problems(partial)
+        raise JobError(*describe_errors(error, MegatronJob), *between) from error
     except (TypeError, ValueError) as error:
         raise JobError(f"the document: is not plain data ({error}); use text, numbers, lists and maps") from error
     problems = find_problems(job.spec)

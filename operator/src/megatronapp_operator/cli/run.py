@@ -59,10 +59,13 @@ def read_job(file: str, *, name: str | None) -> MegatronJob:
         job = load_job(document)
     except JobError as error:
         raise ManifestError(_named(str(error), "standard input" if file == "-" else file)) from error
+    problems = []
     if job.spec.suspend:
-        raise ManifestError("spec.suspend: true would start nothing on this machine; leave it out")
+        problems.append("spec.suspend: true would start nothing on this machine; leave it out")
     if job.spec.run_policy.clean_pod_policy != "Running":
-        raise ManifestError("spec.runPolicy.cleanPodPolicy: there are no pods on this machine; leave it out")
+        problems.append("spec.runPolicy.cleanPodPolicy: there are no pods on this machine; leave it out")
+    if problems:
+        raise ManifestError("\n".join(problems))
     return job
 
 

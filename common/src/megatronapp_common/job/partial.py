@@ -1,0 +1,89 @@
+"""A spec of which some fields are wrong, made whole enough to judge the rules between the others.
+
+Wrong and missing fields get stand-ins, so that the rest can be read as a real Spec. Whoever looks at a stand-in gets
+UnknownFieldError: a rule says what it finds before that, and never judges a value that nobody wrote.
+"""
+
+import copy
+import itertools
+import json
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from megatronapp_common.job.fields import fields_by_alias, model_of, type_at, without_none
+from megatronapp_common.job.spec import Spec
+
+Path = tuple[str, ...]
+
+
+class UnknownFieldError(Exception):
+    """A rule has looked at a field whose value is not known. Never leaves this package."""
+
+
+class _Partial:
+    """A block; reading an unknown field of it raises UnknownFieldError."""
+
+    def __init__(self, block: BaseModel, path: Path, unknown: frozenset[Path]) -> None:
+        self._block = block
+        self._path = path
+        self._unknown = unknown
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the fields of the block
+        path = (*self._path, type(self._block).model_fields[name].alias or name)
+        if path in self._unknown:
+            raise UnknownFieldError(".".join(path))
+        value = getattr(self._block, name)
+        return _Partial(value, path, self._unknown) if isinstance(value, BaseModel) else value
+
+
+def partial_spec(document: Any, errors: Sequence[ErrorDetails]) -> Spec | None:  # noqa: ANN401 - what somebody wrote
+    """The spec of a document without the fields that these errors are about; None where nothing of it can be read."""
+    if not isinstance(document, Mapping) or not isinstance(document.get("spec"), dict):
+        return None
+    block, unknown = copy.deepcopy(document["spec"]), set[Path]()
+    for error in errors:
+        if error["loc"][:1] == ("spec",) and len(error["loc"]) > 1:
+            unknown |= _taken_out(block, error, document["spec"])
+    _fill(block, Spec)
+    try:
+        spec = Spec.model_validate_json(json.dumps(block), by_alias=True, by_name=False)
+    except ValidationError:
+        return None
+    return typing.cast(Spec, _Partial(spec, (), frozenset(unknown)))
+
+
+def _taken_out(block: dict[str, Any], error: ErrorDetails, written: dict[str, Any]) -> set[Path]:
+    """Remove what an error is about; returns the fields that are unknown for it. A list goes as a whole."""
+    path = tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str), error["loc"][1:]))
+    *parents, name = path
+    for parent in parents:
+        block, written = block.get(parent, {}), written.get(parent, {})
+    block.pop(name, None)
+    if error["type"] != "extra_forbidden" or len(path) < len(error["loc"]) - 1:
+        return {path}
+    model = model_of(type_at(Spec, parents)) if parents else Spec
+    # Its name is misspelt: any field of this block that was not written may be meant.
+    return {(*parents, alias) for alias in fields_by_alias(model or Spec) if alias not in written}
+
+
+def _fill(block: dict[str, Any], model: type[BaseModel]) -> None:
+    """Give required fields that are missing a value that the types accept."""
+    for alias, field in fields_by_alias(model).items():
+        nested = model_of(field.annotation)
+        if nested is not None and isinstance(block.get(alias), dict):
+            _fill(block[alias], nested)
+        elif alias not in block and field.is_required():
+            block[alias] = _stand_in(field.annotation)
+
+
+def _stand_in(annotation: Any) -> Any:  # noqa: ANN401
+    plain, nested = without_none(annotation), model_of(annotation)
+    if nested is not None:
+        block: dict[str, Any] = {}
+        _fill(block, nested)
+        return block
+    return typing.get_args(plain)[0] if typing.get_origin(plain) is Literal else plain(1)
