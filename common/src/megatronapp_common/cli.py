@@ -17,13 +17,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 import shtab
 
-from megatronapp_common.command_parser import CommandParser, RootParser
+from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
 
 GROUP = "megatronapp.commands"
 PROG = "megatronapp"
 FAILURE_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
 BROKEN_PIPE_EXIT_CODE = 141
+_PREAMBLE = {
+    "bash": f"""\
+{JOB_NAMES}() {{
+  local names
+  names="$({PROG} get --output name 2> /dev/null)" || return 0
+  compgen -W "${{names//megatronjob.megatronapp.io\\//}}" -- "$1"
+}}
+"""
+}
 SHELLS = ("bash", "zsh", "tcsh")
 _DESCRIPTION = "Train GPT models with Megatron-core on this machine or a cluster, and see which rank is slow."
 _EXAMPLES = """\
@@ -126,7 +135,7 @@ def _add_completion(parser: RootParser) -> None:
     command.add_argument("shell", choices=SHELLS, help="shell that it is for")
 
     def show(values: argparse.Namespace) -> int:
-        print(shtab.complete(parser, shell=values.shell))
+        print(shtab.complete(parser, shell=values.shell, preamble=_PREAMBLE))
         return 0
 
     command.set_defaults(func=show)

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 
 USAGE_EXIT_CODE = 2
 LISTED_NAMES = 12
+JOB_NAMES = "_megatronapp_job_names"
+"""Function of the bash completion that gives the names of jobs; a part names it in the `complete` of an argument."""
 
 
 class CommandParser(argparse.ArgumentParser):

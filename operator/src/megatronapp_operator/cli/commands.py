@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from megatronapp_common.command_parser import JOB_NAMES
 from megatronapp_operator.cli.durations import parse_duration
 from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
 
@@ -33,6 +34,12 @@ def _add(subparsers: Subparsers, name: str, text: str, *, description: str | Non
     return parser
 
 
+def _add_job(parser: argparse.ArgumentParser, text: str = "name of a job", *, nargs: str | None = None) -> None:
+    """The name of a job that is known; the shell completes it."""
+    job = parser.add_argument("job", nargs=nargs, metavar="JOB", help=text)
+    job.complete = {"bash": JOB_NAMES}  # type: ignore[attr-defined] # read by shtab
+
+
 def _run(subparsers: Subparsers) -> None:
     text = """Run a MegatronJob on this machine: every worker is a group of processes.
 
@@ -50,7 +57,7 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
 
 def _get(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "get", "list jobs, or show one")
-    parser.add_argument("job", nargs="?", metavar="JOB", help="name of a job; left out: all")
+    _add_job(parser, "name of a job; left out: all", nargs="?")
     parser.add_argument("-o", "--output", choices=("json", "yaml", "wide", "name"), help="form of the output")
     parser.add_argument("-w", "--watch", action="store_true", help="go on printing a line whenever something changes")
     parser.add_argument("--no-headers", action="store_true", help="leave the line of column names out")
@@ -58,13 +65,13 @@ def _get(subparsers: Subparsers) -> None:
 
 def _describe(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "describe", "show state, failures and events of a job")
-    parser.add_argument("job", metavar="JOB", help="name of a job")
+    _add_job(parser)
 
 
 def _logs(subparsers: Subparsers) -> None:
     text = """Print the log of one process of a job: of the rank that reports the loss, unless another one is named."""
     parser = _add(subparsers, "logs", "print the log of a rank or a worker", description=text)
-    parser.add_argument("job", metavar="JOB", help="name of a job")
+    _add_job(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="N", help="log of this global rank")
@@ -77,7 +84,7 @@ def _wait(subparsers: Subparsers) -> None:
     text = """Wait until a condition of a job is true, or until it is deleted.
 Ends early with code 1 if the job has ended in another way."""
     parser = _add(subparsers, "wait", "wait for a condition of a job", description=text)
-    parser.add_argument("job", metavar="JOB", help="name of a job")
+    _add_job(parser)
     parser.add_argument(
         "--for",
         dest="condition",
@@ -96,7 +103,7 @@ Ends early with code 1 if the job has ended in another way."""
 
 def _delete(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "delete", "stop a job and forget it with its logs; checkpoints stay")
-    parser.add_argument("job", metavar="JOB", help="name of a job")
+    _add_job(parser)
     parser.add_argument("--ignore-not-found", action="store_true", help="no error if there is none")
     parser.add_argument("--force", action="store_true", help="do not wait for a checkpoint")
 
@@ -105,7 +112,7 @@ def _inject(subparsers: Subparsers) -> None:
     text = """Make one rank slow for some steps, to see whether it is named.
 Needs spec.analyzer.enabled and spec.trace.enabled."""
     parser = _add(subparsers, "inject", "make one rank slow for a while", description=text)
-    parser.add_argument("job", metavar="JOB", help="name of a running job")
+    _add_job(parser, "name of a running job")
     parser.add_argument("--rank", type=parse_index, required=True, metavar="R", help="global rank that is made slow")
     parser.add_argument("--kind", choices=("compute", "host", "link"), required=True, help="what is slow")
     parser.add_argument(
@@ -118,5 +125,5 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
 
 def _ui(subparsers: Subparsers) -> None:
     parser = _add(subparsers, "ui", "open the pages of a job")
-    parser.add_argument("job", metavar="JOB", help="name of a job")
+    _add_job(parser)
     parser.add_argument("--print", action="store_true", dest="print_only", help="print the address, and nothing else")
