@@ -17,6 +17,7 @@ from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind
 Key = tuple[object, ...]
 Program = Generator[Key, float, None]
 EPOCH_S = 1000.0
+CROWD_STEPS = 8
 UPTIME_NS = 10**15
 """Every clock has run for long, so that no offset makes it negative."""
 
@@ -47,6 +48,18 @@ class Noise:
     gap_share: float = 0.0
     gap_tail_s: float = 0.0
     device: bool = False
+    crowd_share: float = 0.0
+    """Share of the stretches of CROWD_STEPS in which other processes crowd a rank off its processor."""
+    crowd_queue_s: float = 0.0
+    """Mean run-queue delay of each span then; half of it hits deliveries, where no record shows it."""
+    crowd_factor: float = 1.0
+    """What is left when the delay is taken off: caches that others have emptied."""
+
+    def crowded(self) -> "Noise":
+        queue_s = self.crowd_queue_s
+        return dataclasses.replace(
+            self, queue_share=1.0, queue_s=queue_s, delivery_share=1.0, delivery_tail_s=queue_s / 2
+        )
 
 
 QUIET = Noise()
@@ -57,6 +70,9 @@ SHARED_CPU = Noise(
     gap_tail_s=5e-3,
 )  # fmt: skip
 GPU = Noise(body=0.01, rank_step=0.004, delivery_share=0.05, delivery_tail_s=2e-4, device=True)
+
+# A machine with many more runnable processes than cores, some of the time.
+CROWDED_CPU = dataclasses.replace(SHARED_CPU, crowd_share=0.25, crowd_queue_s=60e-3, crowd_factor=1.6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +140,7 @@ class Simulator:
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job = job
-        self.rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, np.random.default_rng(seed)
         self.now = np.full(job.layout.world, EPOCH_S)
         self.comms, self._slots = _tables(job.layout)
         nodes = sorted(set(job.layout.nodes))
@@ -166,6 +182,10 @@ class Simulator:
     def local_ns(self, rank: int, time: float) -> int:
         boot = self._boot[self.job.layout.nodes[rank]]
         return int((time + self.offset[boot] + self.drift[boot] * (time - EPOCH_S)) * 1e9) + UPTIME_NS
+
+    def crowded(self, rank: int, step: int) -> bool:
+        stretch = np.random.default_rng((self.seed, rank, step // CROWD_STEPS))
+        return bool(stretch.random() < self.job.noise.crowd_share)
 
     def slot(self, rank: int, comm: Comm) -> int:
         return self._slots[rank][comm]
@@ -216,6 +236,9 @@ class _Rank:
         self.pace *= self.job.global_slowdown(step) * (self.job.warmup_factor if step == 0 else 1.0)
         self.ordinals: dict[Comm, int] = collections.defaultdict(int)
         self.queued = 0.0
+        if simulator.crowded(rank, step):
+            self.pace *= self.noise.crowd_factor
+            self.noise = self.noise.crowded()
 
     def program(self) -> Program:
         """The whole step of this rank."""
@@ -295,13 +318,15 @@ class _Rank:
     def weight(self) -> float:
         return self.job.stage_weight[self.at.pp] if self.job.stage_weight else 1.0
 
+    def base_s(self, forward: bool) -> float:
+        return self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
+
     def work_s(self, forward: bool) -> float:
         """Clean time of one forward or backward of one chunk."""
-        base = self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
         factor = float(np.exp(self.rng.normal(0, self.noise.body))) * self.pace
         if self.rng.random() < self.noise.tail_share:
             factor *= 1 + self.rng.exponential(self.noise.tail_factor)
-        return base * factor
+        return self.base_s(forward) * factor
 
     def slow(self) -> float:
         return max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
@@ -310,8 +335,7 @@ class _Rank:
         """Time to launch one span's kernels, if the device has to wait for that: 0 while the host runs ahead."""
         if not self.noise.device or not any(fault.kind == "host" for fault in self.faults):
             return 0.0
-        base = self.job.forward_s * self.weight() * (1.0 if forward else self.job.backward_ratio) / self.job.layout.vpp
-        return base * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
+        return self.base_s(forward) * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
 
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
         """One compute span; with TP its members meet inside it after each quarter."""
@@ -403,20 +427,16 @@ class _Rank:
             if self.job.rendezvous and self.job.layout.vpp == 1:
                 self.time = max(self.time, (yield ("recv-number", comm, ordinal)))
             self.time += 3e-5
-            queue = self.queue()
-            self.rows.append(
-                self.row(
-                    Kind.SEND_WAIT,
-                    begin,
-                    self.time,
-                    comm=comm,
-                    ordinal=ordinal,
-                    microbatch=microbatch,
-                    aux=self.units(queue),
-                    flags=Flag.AUX_RUN_QUEUE,
-                )
-            )
+            self.waited(Kind.SEND_WAIT, begin, comm, ordinal, microbatch)
         sent.clear()
+
+    def waited(self, kind: Kind, begin: float, comm: Comm, ordinal: int, microbatch: int) -> None:
+        queue = self.units(self.queue())
+        row = self.row(
+            kind, begin, self.time, comm=comm, ordinal=ordinal, microbatch=microbatch, aux=queue,
+            flags=Flag.AUX_RUN_QUEUE,
+        )  # fmt: skip
+        self.rows.append(row)
 
     def receive(self, comm: Comm, what: Key, microbatch: int) -> Program:
         begin = self.time
@@ -428,19 +448,7 @@ class _Rank:
         for fault in self.faults:
             if fault.kind == "link" and fault.peer in (None, comm.members[0]):
                 self.extra((fault.factor - 1) * self.job.forward_s * self.weight())
-        queue = self.queue()
-        self.rows.append(
-            self.row(
-                Kind.RECV_WAIT,
-                begin,
-                self.time,
-                comm=comm,
-                ordinal=ordinal,
-                microbatch=microbatch,
-                aux=self.units(queue),
-                flags=Flag.AUX_RUN_QUEUE,
-            )
-        )
+        self.waited(Kind.RECV_WAIT, begin, comm, ordinal, microbatch)
 
     def collective(self, kind: Kind, comm: Comm, seconds: float) -> Program:
         self.gap()

@@ -261,6 +261,21 @@ def test_late_launches_on_one_rank_hide_no_other_rank(watch: Watch, sim: ModuleT
     assert told.subjects == {("rank", (0,), "host"), ("rank", (1,), "compute")}
 
 
+def test_a_crowded_machine_is_no_slow_rank(watch: Watch, sim: ModuleType) -> None:
+    """Where what crowds a rank is hardly to be told from slowness, silence is the rule, not certain."""
+    layouts = (JobLayout.grid(dp=2), JobLayout.grid(pp=2), JobLayout.grid(tp=2), LAYOUTS["single"])
+    runs = [watch(layout, seed=seed, steps=60, noise=sim.CROWDED_CPU).said for layout in layouts for seed in range(3)]
+    assert sum(bool(said) for said in runs) <= 1
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), kind=st.sampled_from(["compute", "host"]))
+def test_a_slow_rank_is_named_on_a_crowded_machine(watch: Watch, sim: ModuleType, seed: int, kind: str) -> None:
+    fault = sim.Fault(rank=seed % 2, kind=kind, factor=2.5, from_step=30)
+    told = watch(JobLayout.grid(dp=2), seed=seed, steps=60, noise=sim.CROWDED_CPU, faults=(fault,))
+    assert ("rank", (fault.rank,), kind) in told.subjects
+
+
 def test_another_attempt_ends_findings_and_starts_afresh(sim: ModuleType) -> None:
     layout = LAYOUTS["dp2-pp2"]
     fault = sim.Fault(rank=1, kind="compute", factor=2.5, from_step=20)

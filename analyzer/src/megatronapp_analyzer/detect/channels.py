@@ -51,8 +51,8 @@ class LogChannel:
         self._history = History(columns, settings.window)
         self._residuals = History(columns, settings.window)
 
-    def read(self, values_s: Floats, noise: Noise) -> Reading:
-        """Judge one step, and learn from what is healthy."""
+    def read(self, values_s: Floats, noise: Noise, doubt_s: Floats) -> Reading:
+        """Judge one step, and learn from what is healthy. `doubt_s`: what each value may be too large by."""
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(values_s)
         warm = self._history.count >= self._settings.min_history
@@ -61,6 +61,9 @@ class LogChannel:
         shift = np.where(warm, own - common, logs - median_of_others_by(logs, self._peers))
         threshold = np.where(warm, self._threshold(noise), math.log(noise.peer_ratio))
         known = np.isfinite(shift)
+        with np.errstate(invalid="ignore"):
+            doubt = np.log1p(doubt_s / (values_s * np.exp(-shift)))
+        threshold = np.fmax(threshold, math.log(noise.compute_ratio) + doubt)
         over = known & (shift > threshold) & (~warm | (own > OWN_PART * threshold))
         self._history.add(logs, ~over)
         self._residuals.add(shift, ~over & warm)
@@ -70,7 +73,7 @@ class LogChannel:
             over=over,
             excess=np.nan_to_num(values_s) * (1.0 - np.exp(-shift)),
             ratio=np.exp(shift),
-            strength=shift / threshold,
+            strength=np.where(known, shift / threshold, 0.0),
             by_history=warm,
         )
 
@@ -101,14 +104,18 @@ class DelayChannel:
         self._weight = weight
         self._history = History(len(peers), settings.window)
 
-    def read(self, values_s: Floats, budget_s: Floats, noise: Noise) -> Reading:
-        """Judge one step. `budget_s` is the usual step time per occurrence of each column."""
+    def read(self, values_s: Floats, budget_s: Floats, noise: Noise, doubt_s: Floats) -> Reading:
+        """Judge one step. `budget_s` is the usual step time per occurrence of each column.
+
+        `doubt_s`: what each value may be too large by.
+        """
         warm = self._history.count >= self._settings.min_history
         own = np.where(warm, values_s - self._history.median(), np.nan)
         common = np.maximum(np.nan_to_num(median_of_others(own)), 0.0)
         cold = np.where(self._peers >= 0, values_s - median_of_others_by(values_s, self._peers), np.nan)
         delay = np.where(warm, own - common, cold)
         threshold = np.where(warm, self._threshold(budget_s, noise), self._weight * noise.cold_share * budget_s)
+        threshold = np.maximum(threshold, self._weight * noise.share * budget_s + doubt_s)
         known = np.isfinite(delay) & np.isfinite(threshold)
         over = known & (delay > threshold)
         self._history.add(values_s, ~over)

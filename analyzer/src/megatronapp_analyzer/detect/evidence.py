@@ -7,6 +7,7 @@ import numpy as np
 from megatronapp_analyzer.detect.baseline import median_of_others
 from megatronapp_analyzer.detect.candidates import Candidate, Evidence
 from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, DelayChannel, LogChannel, Reading
+from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, Crowding
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.detect.units import Units
@@ -48,6 +49,7 @@ class Channels:
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
+        self._crowding = Crowding(layout.world, settings)
         self._pairs: dict[tuple[int, int], int] = {}
         self._link = DelayChannel(np.empty(0, np.int64), settings)
         self._votes_compute = Votes(len(units), settings.votes)
@@ -71,44 +73,50 @@ class Channels:
 
     def read(self, features: StepFeatures, step_s: float, *, whole: bool) -> StepEvidence:
         """Judge one step. `step_s` is the usual length of a step; `whole`: no record was lost."""
+        crowded_s = self._crowding.growth_s(features.queue_s)
+        compute = self._read_compute(features, crowded_s)
+        self._crowding.learn(features.queue_s, ~compute.over[self._units.of_rank])
         return StepEvidence(
-            compute=self._read_compute(features),
-            host=self._read_host(features, step_s, whole=whole),
-            link=self._read_link(features, step_s),
+            compute=compute,
+            host=self._read_host(features, step_s, crowded_s, whole=whole),
+            link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
             pairs=self.pairs,
             on_device=features.on_device,
         )
 
-    def _read_compute(self, features: StepFeatures) -> Evidence:
+    def _read_compute(self, features: StepFeatures, crowded_s: Floats) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
-        reading = self._compute.read(self._units.slowest(features.compute_s), noise)
+        doubt = COMPUTE_PART * self._units.slowest(crowded_s)
+        reading = self._compute.read(self._units.slowest(features.compute_s), noise, doubt)
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards.astype(np.float64))
         return _evidence(Cause.COMPUTE, reading, self._votes_compute, count)
 
-    def _read_host(self, features: StepFeatures, step_s: float, *, whole: bool) -> Evidence:
+    def _read_host(self, features: StepFeatures, step_s: float, crowded_s: Floats, *, whole: bool) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         count = np.where(features.forwards > 0, features.forwards, np.nan)
         budget = step_s / count
         idle = features.idle_s if whole else np.full(len(count), np.nan)
+        doubt = COMPUTE_PART * crowded_s
         readings = [
-            self._stall.read(np.fmin(features.stall_s, idle), budget, noise),
-            self._idle.read(idle, budget, noise),
-            self._data.read(features.data_s if whole else idle, budget, noise),
+            self._stall.read(np.fmin(features.stall_s, idle), budget, noise, doubt),
+            self._idle.read(idle, budget, noise, doubt),
+            self._data.read(features.data_s if whole else idle, budget, noise, doubt),
         ]
         reading = _strongest(readings)
         self._votes_host.add(reading.over, reading.known)
         evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
         return _against_compute(evidence, features.compute_s)
 
-    def _read_link(self, features: StepFeatures, step_s: float) -> Evidence:
+    def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         columns = self._columns(features.pairs)
         delivery, count = np.full(len(self._pairs), np.nan), np.zeros(len(self._pairs))
         delivery[columns], count[columns] = features.delivery_s, features.messages
         budget = step_s / np.where(count > 0, count, np.nan)
-        reading = self._link.read(delivery, budget, noise)
+        doubt = HELPER_PART * crowded_s[self.pairs].max(axis=1, initial=0.0)
+        reading = self._link.read(delivery, budget, noise, doubt)
         self._votes_link.add(reading.over, reading.known)
         evidence = _evidence(Cause.LINK, reading, self._votes_link, count)
         return _against_compute(evidence, features.compute_s[self.pairs[:, 1]])

@@ -6,6 +6,7 @@ compute   seconds per microbatch in FORWARD and BACKWARD, without run-queue dela
 stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
 idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
 data      seconds of DATA per microbatch, without run-queue delay
+queue     run-queue delay per microbatch inside the same spans as compute, the same way
 delivery  seconds from "sent, and the receiver was waiting" to the end of the receive, without run-queue delay
           (median over the messages of a directed pair)
 """
@@ -30,6 +31,7 @@ class StepFeatures:
     """Arrays over ranks, NaN where the rank did not report enough; arrays over directed pairs."""
 
     compute_s: Floats
+    queue_s: Floats
     stall_s: Floats
     idle_s: Floats
     data_s: Floats
@@ -70,7 +72,8 @@ def extract(view: StepView, layout: JobLayout) -> StepFeatures:
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
-        compute_s=_compute(laid, layout.world),
+        compute_s=_positive(_per_microbatch(laid.spans, laid.clean, layout.world)),
+        queue_s=_per_microbatch(laid.spans, rec.run_queue_s(spans), layout.world),
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
@@ -113,18 +116,22 @@ def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Float
     return waits
 
 
-def _compute(laid: _Laid, world: int) -> Floats:
-    """Per microbatch; NaN for ranks that lack one of the (kind, chunk) groups that others have."""
-    kind, chunk = laid.spans["kind"], laid.spans["chunk"]
+def _per_microbatch(spans: RankRecords, values_s: Floats, world: int) -> Floats:
+    """Seconds of FORWARD and BACKWARD; NaN for ranks that lack one of the (kind, chunk) groups that others have."""
+    kind, chunk = spans["kind"], spans["chunk"]
     chosen = (kind == Kind.FORWARD) | (kind == Kind.BACKWARD)
     if not chosen.any():
         return np.full(world, np.nan)
     chunks = int(chunk[chosen].max()) + 1
-    group = (laid.spans["rank"][chosen].astype(np.int64) * 2 + (kind[chosen] == Kind.BACKWARD)) * chunks
-    medians = segment_medians(group + chunk[chosen], laid.clean[chosen], world * 2 * chunks).reshape(world, -1)
+    group = (spans["rank"][chosen].astype(np.int64) * 2 + (kind[chosen] == Kind.BACKWARD)) * chunks
+    medians = segment_medians(group + chunk[chosen], values_s[chosen], world * 2 * chunks).reshape(world, -1)
     used = ~np.isnan(medians).all(axis=0)
     total: Floats = medians[:, used].sum(axis=1)
-    return np.where(total > 0, total, np.nan)
+    return total
+
+
+def _positive(values: Floats) -> Floats:
+    return np.where(values > 0, values, np.nan)
 
 
 def _stalls(laid: _Laid, world: int) -> Floats:
