@@ -226,6 +226,25 @@ def test_a_condition_is_waited_for_by_type_and_status(tmp_path: Any) -> None:
     assert Wanted("Complete").hopeless(stopped), "nothing on this machine takes it up by itself"
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "condition=Completed",
+            "'Completed' is not known; did you mean Complete? known: Created, Running, Restarting, ",
+        ),
+        ("condition=Suceeded", "'Suceeded' is not known; did you mean Complete? "),
+        ("condition=SlowNode", "did you mean SlowNodeDetected?"),
+        ("condition=Running=no", "'no' is not known; known: True, False, Unknown"),
+    ],
+)
+def test_a_condition_that_no_job_has_is_refused_with_all_that_there_are(text: str, said: str) -> None:
+    with pytest.raises(OperatorError) as refused:
+        parse_condition(text)
+    assert said in str(refused.value)
+    assert "Unknown" in str(refused.value) or "Complete, Failed" in str(refused.value)
+
+
 @pytest.mark.parametrize("text", ["Complete", "condition=", "condition", "jsonpath={.x}=1"])
 def test_other_things_to_wait_for_are_refused(text: str) -> None:
     with pytest.raises(OperatorError, match="write condition=Complete"):

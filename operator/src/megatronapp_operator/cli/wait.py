@@ -2,13 +2,19 @@
 
 import argparse
 import dataclasses
+import difflib
 import time
+from collections.abc import Sequence
 
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
+from megatronapp_operator.plan import ConditionType
 
 POLL_S = 0.2
+OTHER_WORDS = {"succeeded": "Complete", "done": "Complete", "interrupted": "Suspended", "ready": "Running"}
+"""What people call a condition by a word that is not near its name."""
+STATUSES = ("True", "False", "Unknown")
 FINAL = frozenset({"Complete", "Failed", "Suspended"})
 
 
@@ -57,7 +63,18 @@ def parse_condition(text: str) -> Wanted:
     name, _, status = rest.partition("=")
     if word != "condition" or not name:
         raise OperatorError(f"--for={text}: write condition=Complete, condition=Running=false, or delete")
-    return Wanted(name, status or "True")
+    return Wanted(_known(text, name, [kind.value for kind in ConditionType]), _known(text, status or "True", STATUSES))
+
+
+def _known(text: str, word: str, known: Sequence[str]) -> str:
+    """The known word that is meant, however its letters are cased. Raises OperatorError that lists all."""
+    by_small = {one.lower(): one for one in known}
+    if word.lower() in by_small:
+        return by_small[word.lower()]
+    words = by_small | {other: meant for other, meant in OTHER_WORDS.items() if meant in known}
+    nearest = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.5)
+    meant = f"did you mean {words[nearest[0]]}? " if nearest else ""
+    raise OperatorError(f"--for={text}: {word!r} is not known; {meant}known: {', '.join(known)}")
 
 
 def _reached(name: str, wanted: Wanted) -> bool:
