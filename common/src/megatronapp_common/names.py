@@ -66,6 +66,8 @@ class ExitCode(enum.IntEnum):
     """The gang did not gather: refused, duplicate, or too late."""
     PEER_LOST = 69
     """This worker stopped because a peer was lost; the evidence lies elsewhere."""
+    SUPERSEDED = 70
+    """Another life of the job, or another job, owns the checkpoint directory: a restart would take it back."""
     PREEMPTED = 75
     """Asked to stop (SIGTERM); a checkpoint was written at a step border. Starting again resumes."""
 

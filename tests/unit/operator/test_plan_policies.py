@@ -94,7 +94,7 @@ def test_complete_when_all_workers_succeeded(running: Maker, worker: Maker) -> N
     assert deeds(done) == []
 
 
-@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FINITE])
+@pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FINITE, ExitCode.SUPERSEDED])
 def test_what_never_heals_fails_the_job_once_all_workers_are_gone(running: Maker, worker: Maker, code: int) -> None:
     made = running()
     made.see(worker(0), worker(1, "Failed", code))
@@ -109,6 +109,16 @@ def test_what_never_heals_fails_the_job_once_all_workers_are_gone(running: Maker
     message = failed.status.condition(ConditionType.FAILED).message
     log = "megatronapp logs job --rank 2 --attempt 0"
     assert message == f"rank 2 on worker 1 failed with exit code {int(code)}: words ({log})"
+
+
+def test_a_superseded_worker_of_an_older_attempt_changes_nothing(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0), worker(1, "Failed", 1))
+    assert made.plan().status.attempt == 1
+    made.see(worker(0, "Failed", ExitCode.SUPERSEDED), worker(1, "Failed", 1))
+    late = made.plan().status
+    assert (late.attempt, late.restarts, late.restarts_towards_max) == (1, 1, 1)
+    assert [failure.action for failure in late.failures] == [FailureAction.RESTART]
 
 
 def test_a_failure_restarts_the_gang_as_a_new_attempt_after_the_back_off(running: Maker, worker: Maker) -> None:

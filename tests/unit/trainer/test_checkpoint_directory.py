@@ -181,7 +181,7 @@ def test_the_same_attempt_started_twice_and_another_job(directory: CheckpointDir
 def test_a_vanished_owner_is_no_owner(directory: CheckpointDirectory) -> None:
     claim = claimed(directory)
     (directory.path / "owner.json").unlink()
-    with pytest.raises(SupersededError, match=r"owner\.json is gone"):
+    with pytest.raises(StorageError, match=r"owner\.json, .* is gone"):
         directory.check_owner(claim)
 
 

@@ -304,6 +304,11 @@ def test_named_codes_are_passed_on(code: ExitCode) -> None:
     assert (found.code, found.rank, found.signal, found.message) == (code, 3, None, lines(3))
 
 
+def test_a_superseded_rank_has_a_reason_of_its_own() -> None:
+    found = outcome.failed(end(3, ExitCode.SUPERSEDED), lines)
+    assert (found.code, found.reason, found.rank) == (ExitCode.SUPERSEDED, "Superseded", 3)
+
+
 def test_other_ends_are_own_failures() -> None:
     assert outcome.failed(end(3, 139), lines).code is ExitCode.OWN_FAILURE
     killed = outcome.failed(end(3, signal=signal.SIGKILL), lines)

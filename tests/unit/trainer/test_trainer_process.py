@@ -12,6 +12,7 @@ import pytest
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.pages import PageReader
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim
 
 pytestmark = pytest.mark.torch
 
@@ -106,6 +107,19 @@ def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.P
     output, errors = again[1].communicate(timeout=LIMIT_S)
     assert again[1].returncode == ExitCode.OK, errors
     assert [int(line.split("iteration")[1].split("/")[0]) for line in output.splitlines()] == [done + 1, done + 2]
+
+
+def test_ranks_whose_directory_has_a_newer_owner_write_nothing_and_say_so(start: Start, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "checkpoints"
+    ranks = start(f"{FLAGS} --save {folder}")
+    wait_for_steps(ranks[1], 2)
+    CheckpointDirectory(folder).claim(Claim(uid="", attempt=1))
+    ranks[0].send_signal(signal.SIGTERM)
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=LIMIT_S)
+        assert rank.returncode == ExitCode.SUPERSEDED, errors
+        assert "now belongs to attempt 1" in errors
+    assert not list(folder.glob("iter_*"))
 
 
 def test_a_rank_that_loses_its_peer_says_so(start: Start) -> None:

@@ -6,12 +6,12 @@ TrainerError               1  anything of ours that went wrong
 ├── UnsavedStopError       1  asked to stop without --save: a restart begins from the start
 ├── NotFiniteError        66  a loss became NaN or Inf
 ├── StorageError          67  a checkpoint, prepared corpus or log could not be written
-│   └── SupersededError   67  a newer attempt of this job owns the checkpoint directory
 ├── CheckpointError       65  a checkpoint that cannot be read back into this run
 ├── RendezvousError       68  the gang did not gather
 │   ├── RefusedError      68  worker 0 does not let this worker in
 │   └── MessageError      68  bytes that are not a message between launchers of this gang
-└── PeerLostError         69  this process stopped because a peer was lost
+├── PeerLostError         69  this process stopped because a peer was lost
+└── SupersededError       70  a newer attempt, or another job, owns the checkpoint directory
 """
 
 from typing import ClassVar
@@ -53,8 +53,10 @@ class StorageError(TrainerError):
     exit_code = ExitCode.STORAGE
 
 
-class SupersededError(StorageError):
-    """A newer attempt of this job owns the checkpoint directory; this one must not write there."""
+class SupersededError(TrainerError):
+    """A newer attempt of this job, or another job, owns the checkpoint directory; this one must not write there."""
+
+    exit_code = ExitCode.SUPERSEDED
 
 
 class CheckpointError(TrainerError):

@@ -10,6 +10,7 @@ ACTIONS = {
     ExitCode.USAGE: FailureAction.FAIL_JOB,
     ExitCode.DATA: FailureAction.FAIL_JOB,
     ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
+    ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
     ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
 }
 """What an exit code of the first failed worker leads to; every other code restarts the gang within the budget."""

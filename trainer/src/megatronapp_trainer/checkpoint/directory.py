@@ -98,8 +98,16 @@ class CheckpointDirectory:
             raise StorageError(f"--save {self.path} cannot be written: {error.strerror or error}") from error
 
     def check_owner(self, claim: Claim) -> None:
-        """Raise SupersededError unless `claim` is the newest one."""
+        """Raise SupersededError if another claim is the newest one, StorageError if none can be read.
+
+        A restart would take a directory back from its new owner, but claims one without an owner anew.
+        """
         owner = self._owner()
+        if owner is None:
+            raise StorageError(
+                f"{self.path / OWNER}, which says who may write checkpoints there, is gone or cannot be read; nothing "
+                "more is written by this attempt, the next one claims the directory anew"
+            )
         if owner != claim:
             raise SupersededError(self._superseded(owner, claim))
 
@@ -166,13 +174,10 @@ class CheckpointDirectory:
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
-    def _superseded(self, owner: Claim | None, claim: Claim) -> str:
-        who = (
-            "nobody (its owner.json is gone)" if owner is None else f"attempt {owner.attempt} of job {owner.uid or '-'}"
-        )
+    def _superseded(self, owner: Claim, claim: Claim) -> str:
         return (
-            f"{self.path} now belongs to {who}; attempt {claim.attempt} of job {claim.uid or '-'} "
-            "has been replaced and writes no more checkpoints"
+            f"{self.path} now belongs to attempt {owner.attempt} of job {owner.uid or '-'}; attempt {claim.attempt} of "
+            f"job {claim.uid or '-'} has been replaced and writes no more checkpoints"
         )
 
 

@@ -49,12 +49,18 @@ def failed(reason: Event, last_lines: Callable[[int], str]) -> Outcome:
     named = reason.signal is None and reason.code in set(ExitCode)
     return Outcome(
         code=ExitCode(reason.code) if named else ExitCode.OWN_FAILURE,
-        reason="RankKilled" if reason.signal is not None else "RankFailed",
+        reason=_reason(reason),
         message=last_lines(reason.rank),
         rank=reason.rank,
         local_rank=reason.local_rank,
         signal=reason.signal,
     )
+
+
+def _reason(end: RankEnd) -> str:
+    if end.signal is not None:
+        return "RankKilled"
+    return "Superseded" if end.code == ExitCode.SUPERSEDED else "RankFailed"
 
 
 def notice_of(outcome: Outcome, worker: int) -> Notice:
