@@ -655,7 +655,10 @@ export interface components {
             progress: components["schemas"]["Progress"] | null;
             /** Ranks */
             ranks: number;
-            /** Slowranks */
+            /**
+             * Slowranks
+             * @description Confirmed or recovering; a verdict that is cleared is not listed any more.
+             */
             slowRanks: components["schemas"]["VerdictView"][];
             tracer: components["schemas"]["TracerHealth"];
         };
@@ -770,6 +773,11 @@ export interface components {
              * @description Records overwritten in a ring or dropped by an agent.
              */
             lost: number;
+            /**
+             * Missingranks
+             * @description Ranks of which nothing was heard for long; the others are judged without them.
+             */
+            missingRanks: number[];
             /** Rings */
             rings: number;
             /**

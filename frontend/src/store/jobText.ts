@@ -28,6 +28,13 @@ export function tracerText(tracer: TracerHealth): TracerText {
   const behind =
     lag === null || lag === undefined ? "" : `${seconds(Math.max(0, Math.round(lag * 100) / 100))} behind`;
   if (tracer.state === "off") return { text: "off", note: "no rank sends a trace", look: "off" };
+  const missing = tracer.missingRanks.length;
+  if (missing > 0)
+    return {
+      text: missing === 1 ? `rank ${tracer.missingRanks[0]} missing` : `${integer(missing)} ranks missing`,
+      note: "the others are judged without",
+      look: "warn",
+    };
   if (tracer.state === "lossy")
     return { text: `${integer(tracer.lost)} lost`, note: "verdicts may be late", look: "warn" };
   return { text: "complete", note: behind, look: "good" };

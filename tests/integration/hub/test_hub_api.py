@@ -189,6 +189,27 @@ async def test_verdicts_reach_summary_and_disk(hub: Any, fake_job: Any, feed: An
     assert json.loads((hub.state_dir / "verdicts.json").read_text()) == [verdict]
 
 
+async def test_a_verdict_stays_in_the_summary_until_it_is_cleared(
+    hub: Any, fake_job: Any, feed: Any, until: Any
+) -> None:
+    for step, state in ((1, State.CONFIRMED), (3, State.RECOVERING), (5, State.CLEARED)):
+        hub.script.by_step[step] = [slow_rank(state)]
+    await feed(fake_job(), range(5))
+
+    async def recovering() -> bool:
+        standing = (await hub.get("/api/v1/summary"))["slowRanks"]
+        return bool([one["state"] for one in standing] == ["recovering"])
+
+    await until(recovering)
+    await feed(fake_job(), range(5, 7))
+
+    async def over() -> bool:
+        return not (await hub.get("/api/v1/summary"))["slowRanks"]
+
+    await until(over)
+    assert [one["state"] for one in await hub.get("/api/v1/verdicts")] == ["cleared"]
+
+
 async def test_a_failing_detector_stops_nothing(hub: Any, fake_job: Any, feed: Any, until: Any) -> None:
     hub.script.by_step[2] = RuntimeError("broken")
     hub.script.by_step[4] = [slow_rank()]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS
 from megatronapp_common.frames import FrameType
 
 pytestmark = pytest.mark.asyncio
@@ -40,8 +41,47 @@ async def test_steps_of_two_workers_are_put_together(hub: Any, fake_job: Any, un
         "lost": 0,
         "rings": 4,
         "agents": 0,
+        "missingRanks": [],
         "lagSeconds": 0,
     }
+
+
+async def test_a_worker_without_an_agent_is_named_and_the_others_are_judged(
+    hub: Any, fake_job: Any, until: Any
+) -> None:
+    job = fake_job()
+    async with hub.agent(job, 0) as agent:
+        await agent.hello()
+        await agent.rings()
+        await agent.steps(range(PATIENCE_STEPS + 6))
+
+        async def judged() -> bool:
+            return len(hub.script.seen) == PATIENCE_STEPS + 6
+
+        await until(judged)
+        (layout,) = hub.script.layouts
+        assert layout.nodes == ("node-0", "node-0", "", "")
+        assert [at.pp for at in layout.coordinates] == [0, 0, 1, 1]
+        assert (await hub.get("/api/v1/summary"))["tracer"]["missingRanks"] == [2, 3]
+        assert (await hub.get("/api/v1/job"))["tracer"]["missingRanks"] == [2, 3]
+        async with hub.client() as client:
+            assert 'megascan_missing_ranks{job_id="demo"} 2.0' in (await client.get("/metrics")).text
+        async with hub.agent(job, 1) as other:
+            await other.hello()
+            await other.rings()
+            await other.steps(range(PATIENCE_STEPS + 7))
+
+            async def found() -> bool:
+                return not (await hub.get("/api/v1/summary"))["tracer"]["missingRanks"]
+
+            await until(found)
+            await agent.steps([PATIENCE_STEPS + 6])
+
+            async def judged_anew() -> bool:
+                return len(hub.script.layouts) == 2
+
+            await until(judged_anew)
+    assert hub.script.layouts[-1].nodes == ("node-0", "node-0", "node-1", "node-1")
 
 
 async def test_timeline_has_flows_between_matched_ends(hub: Any, fake_job: Any, until: Any) -> None:

@@ -72,8 +72,23 @@ def test_missing_ring_does_not_hold_memory_for_ever() -> None:
     finished = []
     for step in range(2 * PATIENCE_STEPS):
         finished += assembler.add(0, spans(step))[0]
-    assert len(finished) == PATIENCE_STEPS
+    assert [step.step for step in finished] == list(range(2 * PATIENCE_STEPS))
     assert not any(step.complete for step in finished)
+    assert assembler.absent == {1}
+
+
+def test_rank_that_catches_up_is_waited_for_again() -> None:
+    assembler = StepAssembler(0, 2)
+    for step in range(PATIENCE_STEPS + 1):
+        assembler.add(0, spans(step))
+    late = [assembler.add(1, spans(step))[1] for step in range(PATIENCE_STEPS + 1)]
+    assert sum(map(len, late)) == PATIENCE_STEPS + 1
+    assert assembler.absent == {1}
+    assembler.add(1, spans(PATIENCE_STEPS + 1))
+    assert assembler.absent == set()
+    whole, _ = assembler.add(0, spans(PATIENCE_STEPS + 1))
+    assert [(step.step, step.complete) for step in whole] == [(PATIENCE_STEPS + 1, True)]
+    assert assembler.add(0, spans(PATIENCE_STEPS + 2))[0] == []
 
 
 def test_span_after_its_step_is_late() -> None:

@@ -301,6 +301,36 @@ def test_ranks_that_do_not_report_are_not_blamed(sim: ModuleType, judge: Callabl
     assert judge(layout, views).said == []
 
 
+@pytest.mark.parametrize(("name", "missing"), [("dp2-pp2", 3), ("tp2-pp2", 3), ("dp1-pp4", 0)])
+def test_the_others_are_judged_without_a_rank_that_never_reports(
+    sim: ModuleType, judge: Callable[..., Any], name: str, missing: int
+) -> None:
+    layout = LAYOUTS[name]
+    faults = (sim.Fault(rank=1, kind="compute", factor=2.5, from_step=30),)
+    for given_faults, expected in (((), set()), (faults, {("rank", (1,), "compute")})):
+        views = [
+            dataclasses.replace(view, records=view.records[view.records["rank"] != missing])
+            for view in sim.Simulator(sim.Job(layout=layout, noise=sim.SHARED_CPU, faults=given_faults), 2).steps(0, 55)
+        ]
+        assert judge(layout, views).subjects == expected
+
+
+def test_a_slow_unit_with_a_member_missing_is_not_judged(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    """Its spans hold waits for a rank that nothing is known of."""
+    layout = LAYOUTS["tp2-pp2"]
+    job = sim.Job(
+        layout=layout,
+        noise=sim.SHARED_CPU,
+        faults=(sim.Fault(rank=3, kind="compute", factor=3.0, from_step=25),),
+        tp_sleep_at_end=False,
+    )
+    views = [
+        dataclasses.replace(view, records=view.records[view.records["rank"] != 3])
+        for view in sim.Simulator(job, 2).steps(0, 50)
+    ]
+    assert judge(layout, views).said == []
+
+
 def test_memory_stays_bounded(sim: ModuleType) -> None:
     import pickle
 

@@ -66,6 +66,7 @@ def extract(view: StepView, layout: JobLayout) -> StepFeatures:
     clean = rec.clean_s(spans)
     if layout.tp * layout.cp * layout.ep > 1:
         clean = np.maximum(clean - _shared_waits(spans, start, layout), 0.0)
+        clean[_partly_heard(spans, layout)] = np.nan
     laid = _Laid(spans=spans, start=start, end=end, clean=clean)
     messages = messages_of(spans, rec.CommIndex(view.comms))
     forwards = np.bincount(spans["rank"][spans["kind"] == Kind.FORWARD], minlength=layout.world)
@@ -97,14 +98,25 @@ def segment_medians(group: Ints, values: Floats, groups: int) -> Floats:
     return out
 
 
+def _unit_of_rank(layout: JobLayout) -> Ints:
+    return np.array([at.pp * layout.dp + at.dp // layout.ep for at in layout.coordinates], np.int64)
+
+
+def _partly_heard(spans: RankRecords, layout: JobLayout) -> NDArray[np.bool_]:
+    """Spans of units of which a member did not report: what they wait for inside cannot be known."""
+    unit = _unit_of_rank(layout)
+    silent = np.bincount(spans["rank"], minlength=layout.world) == 0
+    mask: NDArray[np.bool_] = np.isin(unit[spans["rank"]], unit[silent])
+    return mask
+
+
 def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Floats:
     """How long a span waits inside for other members of its unit, as far as that can be known.
 
     Members meet inside the span (tensor, context, expert parallel): who enters early waits there for who enters late,
     and what the run queue costs one of them it costs all. Neither is a rank's own time.
     """
-    unit_of_rank = np.array([at.pp * layout.dp + at.dp // layout.ep for at in layout.coordinates], np.int64)
-    meetings = meetings_of(spans, unit_of_rank)
+    meetings = meetings_of(spans, _unit_of_rank(layout))
     where = np.repeat(np.arange(len(meetings)), np.diff(meetings.begin))
     last = np.full(len(meetings), -np.inf)
     np.maximum.at(last, where, start[meetings.record])

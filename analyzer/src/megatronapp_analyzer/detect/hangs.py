@@ -36,7 +36,10 @@ class HangBook:
 
     def observe(self, ranks: Sequence[RankLiveness], usual_step_s: float | None, when: When) -> list[Verdict]:
         """Judge the newest heartbeats; returns verdicts that are new or over."""
-        found = self._lasting(hang.find(ranks, usual_step_s, self._settings), when)
+        found = hang.find(ranks, usual_step_s, self._settings)
+        if found is not None and not found.certain and len(ranks) < self._layout.world:
+            found = None
+        found = self._lasting(found, when)
         culprits = found.culprits if found else ()
         told = [self._over(rank, when) for rank in list(self._live) if rank not in culprits]
         for rank in culprits:
@@ -46,7 +49,9 @@ class HangBook:
         return told
 
     def _lasting(self, found: hang.Hang | None, when: When) -> hang.Hang | None:
-        """`found` if the evidence is direct or has held for a while.
+        """`found` if the evidence is direct, or all ranks were heard of and it has held for a while.
+
+        Ranks that only wait may wait for one that nothing is heard of.
 
         When a stopped rank goes on, its victims look for a moment as if they waited for each other: agents report at
         different times.

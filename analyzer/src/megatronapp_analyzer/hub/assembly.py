@@ -2,7 +2,7 @@
 
 A step is whole once every rank has delivered its STEP record. A rank that is two steps on has lost it and is not
 waited for; nor is anybody once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when a ring is
-missing.
+missing. Who made the others wait that long is absent, and is not waited for again before it has caught up.
 """
 
 import dataclasses
@@ -72,6 +72,12 @@ class StepAssembler:
         self._pending: dict[int, _Pending] = {}
         self._newest: dict[int, int] = {}
         self._closed_below = 0
+        self._absent: set[int] = set()
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks whose steps are not waited for, because they never came or stopped coming."""
+        return frozenset(self._absent)
 
     @property
     def newest(self) -> dict[int, int]:
@@ -96,6 +102,8 @@ class StepAssembler:
             if (part["kind"] == Kind.STEP).any():
                 pending.ended.add(rank)
                 self._newest[rank] = max(step, self._newest.get(rank, step))
+        if self._newest.get(rank, -1) >= self._closed_below:
+            self._absent.discard(rank)
         if lost:
             self._note_loss(lost)
         return list(self._whole()), late
@@ -116,9 +124,10 @@ class StepAssembler:
 
     def _is_due(self, step: int) -> bool:
         if max(self._newest.values(), default=0) >= step + PATIENCE_STEPS:
+            self._absent |= {rank for rank in range(self._world) if self._newest.get(rank, -1) < step}
             return True
-        ended = self._pending[step].ended
-        return all(rank in ended or self._newest.get(rank, -1) >= step + MOVED_ON_STEPS for rank in range(self._world))
+        told = self._pending[step].ended | self._absent
+        return all(rank in told or self._newest.get(rank, -1) >= step + MOVED_ON_STEPS for rank in range(self._world))
 
     def _hand_out(self, step: int) -> Assembled:
         pending = self._pending.pop(step)

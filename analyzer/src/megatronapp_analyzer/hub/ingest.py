@@ -54,6 +54,8 @@ class AttemptState:
         self.next_index: dict[RingKey, int] = {}
         self.lost: dict[RingKey, int] = {}
         self.assembler: StepAssembler | None = None
+        self._laid_out = 0
+        """Rings that `layout` was made from."""
         self._digester: Digester | None = None
         self._aligner: ClockAligner | None = None
         self.clock_uncertainty_s: dict[int, float] = {}
@@ -72,20 +74,36 @@ class AttemptState:
         if self.assembler is None:
             self.assembler = StepAssembler(self.attempt, ring.world)
             self._digester = Digester(ring.world, None)
-        if self.layout is None and (layout := build_layout(self.rings)) is not None:
+        if len(self.rings) == ring.world:
+            self._lay_out()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without which steps are judged, because nothing was heard of them for long."""
+        return sorted(self.assembler.absent) if self.assembler else []
+
+    def _lay_out(self) -> None:
+        """Make the layout of the rings that are known, if more are known than before. Raises LayoutError."""
+        if len(self.rings) == self._laid_out:
+            return
+        self._laid_out = len(self.rings)
+        if (layout := build_layout(self.rings, partial=True)) is not None:
             self.layout = layout
-            self._digester = Digester(ring.world, layout)
+            self._digester = Digester(layout.world, layout)
             self._aligner = ClockAligner(layout)
 
     def store_form(self, step: Assembled) -> StoredStep:
         """An assembled step with the tables that reading it needs."""
+        if self.missing:
+            self._lay_out()
         assert self._digester is not None
+        known = self.rings[min(self.rings)]
         view = StepView(
             attempt=step.attempt,
             step=step.step,
             records=step.records,
             comms={rank: ring.comms for rank, ring in self.rings.items()},
-            boot_ids={rank: ring.boot_id for rank, ring in self.rings.items()},
+            boot_ids={rank: self.rings.get(rank, known).boot_id for rank in range(self.world)},
             lost=step.lost,
         )
         offsets = self._offsets(view)
@@ -107,9 +125,8 @@ class AttemptState:
         Real clocks of nodes differ by milliseconds; where the traffic of the step ties the clocks together more
         tightly, all ranks count by the real clock of the first.
         """
-        offsets = np.zeros(self.world, np.int64)
-        for rank, ring in self.rings.items():
-            offsets[rank] = ring.real_offset_ns
+        known = self.rings[min(self.rings)]
+        offsets = np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
         if self._aligner is None or len(set(view.boot_ids.values())) < 2:
             return offsets
         model = self._aligner.observe(view)

@@ -121,9 +121,13 @@ class HubCollector(Collector):
         recent = [d for d in self._hub.store.recent(RECENT_STEPS) if state and d.values.shape[1] == state.world]
         if state is None or state.layout is None or not recent:
             return None
-        compute = np.nanmedian(np.stack([digest.values[0] for digest in recent]), axis=0)
-        stages = np.array([np.nanmean(compute[group]) for group in stage_groups(state.layout)])
-        return float(stages.max() / stages.mean()) if stages.mean() > 0 else None
+        groups = stage_groups(state.layout)
+        table = np.stack([digest.values[0] for digest in recent])
+        heard = np.isfinite(table).any(axis=0)
+        stages = np.array(
+            [np.nanmedian(table[:, group[heard[group]]], axis=0).mean() for group in groups if heard[group].any()]
+        )
+        return float(stages.max() / stages.mean()) if len(stages) and stages.mean() > 0 else None
 
     def _suspects(self) -> Iterator[Metric]:
         info = GaugeMetricFamily(
@@ -224,8 +228,14 @@ class HubCollector(Collector):
             family.add_metric([self._job], count)
             yield family
         yield self._gauge("megascan_agents", "Agents connected now.", len(self._hub.links))
+        newest = self._hub.ingest.newest
+        yield self._gauge(
+            "megascan_missing_ranks",
+            "Ranks of which nothing was heard for long; the others are judged without them.",
+            len(newest.missing) if newest else None,
+        )
         yield self._clock_residual()
         attempt = InfoMetricFamily("megascan_attempt", "Newest attempt of the job.", labels=["job_id"])
-        if (newest := self._hub.ingest.newest) is not None:
+        if newest is not None:
             attempt.add_metric([self._job], {"attempt": str(newest.attempt)})
         yield attempt

@@ -6,10 +6,13 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.model import Comm, JobLayout
-from megatronapp_common.topology import Coordinates
+from megatronapp_common.errors import TopologyError
+from megatronapp_common.topology import Coordinates, Topology
 
 COORDINATES = ("tp", "cp", "ep", "dp", "pp")
 MAX_WORLD = 65536
+NOWHERE = -1
+"""Worker of a rank of which nothing was heard."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +73,22 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
     return ring
 
 
-def build_layout(rings: Mapping[int, RankRing]) -> JobLayout | None:
-    """Layout of the job once every rank's ring is known; None before that. Raises LayoutError if they disagree."""
-    if not rings or set(rings) != set(range(next(iter(rings.values())).world)):
+def build_layout(rings: Mapping[int, RankRing], *, partial: bool = False) -> JobLayout | None:
+    """Layout of the job once every rank's ring is known; None before that. Raises LayoutError if they disagree.
+
+    `partial`: also with rings missing. Where those ranks run is not known (worker -1, node ""); what they do follows
+    from their number, in the usual order of ranks. None if the known ranks are in another order.
+    """
+    if not rings:
         return None
-    ordered = [rings[rank] for rank in sorted(rings)]
-    sizes = ordered[0].layout
+    first = next(iter(rings.values()))
+    sizes, ranks = first.layout, range(first.world)
+    places = {rank: ring.coordinates for rank, ring in rings.items()}
+    if len(rings) < first.world:
+        usual = _usual_places(first)
+        if not partial or any(usual.get(rank) != place for rank, place in places.items()):
+            return None
+        places = usual
     return JobLayout(
         tp=sizes.get("tensor", 1),
         pp=sizes.get("pipeline", 1),
@@ -83,10 +96,20 @@ def build_layout(rings: Mapping[int, RankRing]) -> JobLayout | None:
         dp=sizes.get("data", 1),
         cp=sizes.get("context", 1),
         ep=sizes.get("expert", 1),
-        coordinates=tuple(ring.coordinates for ring in ordered),
-        workers=tuple(ring.worker for ring in ordered),
-        nodes=tuple(ring.node for ring in ordered),
+        coordinates=tuple(places[rank] for rank in ranks),
+        workers=tuple(rings[rank].worker if rank in rings else NOWHERE for rank in ranks),
+        nodes=tuple(rings[rank].node if rank in rings else "" for rank in ranks),
     )
+
+
+def _usual_places(ring: RankRing) -> dict[int, Coordinates]:
+    """What each rank does in Megatron's default order; empty for sizes that do not make up the world."""
+    sizes = {name: ring.layout.get(name, 1) for name in ("tensor", "context", "expert", "data", "pipeline")}
+    try:
+        topology = Topology(**sizes)
+        return {rank: topology.coordinates(rank) for rank in range(ring.world)}
+    except TopologyError:
+        return {}
 
 
 def p2p_peer(comm: Comm | None, rank: int) -> int | None:

@@ -112,6 +112,9 @@ class TracerHealth(ApiModel):
     lost: Annotated[int, Field(description="Records overwritten in a ring or dropped by an agent.")]
     rings: int
     agents: Annotated[int, Field(description="Agents connected now.")]
+    missing_ranks: Annotated[
+        list[int], Field(description="Ranks of which nothing was heard for long; the others are judged without them.")
+    ]
     lag_seconds: Annotated[float | None, Field(description="End of the newest whole step to its analysis.")]
 
 
@@ -204,7 +207,10 @@ class Summary(ApiModel):
 
     attempt: int
     progress: Progress | None
-    slow_ranks: list[VerdictView]
+    slow_ranks: Annotated[
+        list[VerdictView],
+        Field(description="Confirmed or recovering; a verdict that is cleared is not listed any more."),
+    ]
     hung_ranks: list[int]
     ranks: int
     tracer: TracerHealth

@@ -71,6 +71,10 @@ class VerdictBook:
         """Those that hold now."""
         return [verdict for verdict in self.active() if verdict.state == State.CONFIRMED]
 
+    def standing(self) -> list[Verdict]:
+        """Those that were told and are not cleared: confirmed, or recovering and perhaps soon confirmed again."""
+        return [verdict for verdict in self.active() if verdict.state != State.SUSPECT]
+
     def slowing(self) -> list[Verdict]:
         """Those that make each step longer; a hang does not, it ends them."""
         return [verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0]

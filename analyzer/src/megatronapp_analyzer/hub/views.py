@@ -118,6 +118,7 @@ def tracer_health(hub: "Hub") -> schemas.TracerHealth:
         lost=lost,
         rings=rings,
         agents=len(hub.links),
+        missing_ranks=newest.missing if newest else [],
         lag_seconds=None if lag is None else round(lag, 3),
     )
 
@@ -128,12 +129,12 @@ def verdicts(hub: "Hub") -> list[schemas.VerdictView]:
 
 
 def summary(hub: "Hub") -> schemas.Summary:
-    """What the operator polls; only verdicts that hold."""
+    """What the operator polls; only verdicts that stand. One that is cleared is gone from here."""
     newest = hub.ingest.newest
     return schemas.Summary(
         attempt=newest.attempt if newest else 0,
         progress=hub.progress,
-        slow_ranks=[schemas.VerdictView.model_validate(verdict.to_json()) for verdict in hub.verdicts.confirmed()],
+        slow_ranks=[schemas.VerdictView.model_validate(verdict.to_json()) for verdict in hub.verdicts.standing()],
         hung_ranks=hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
