@@ -158,6 +158,39 @@ def test_a_state_that_cannot_be_written_does_not_end_the_training(desk: Any) -> 
     assert "the state cannot be written" in (desk.folder / "backend.out").read_text()
 
 
+def test_a_worker_that_cannot_be_started_is_tried_again_as_any_that_failed(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    uid = desk.uid()
+    (desk.job() / "attempt-1").touch()
+    desk.end(1, "-1-0")
+    desk.until_phase("Running", attempt=2)
+    failure = desk.status()["failures"][-1]
+    assert (failure["attempt"], failure["reason"], failure["action"]) == (1, "WorkerNotStarted", "RestartJob")
+    assert "worker 0 could not be started: Not a directory" in failure["message"]
+    assert "WorkerNotStarted" in desk.cli("describe", "job").stdout
+    desk.end(0)
+    assert backend.wait(60) == 0
+    assert desk.status()["restarts"] == 2
+    desk.until_nothing_is_left(uid)
+
+
+def test_what_a_full_disk_held_back_is_told_when_there_is_room(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    events = desk.job() / "events.jsonl"
+    events.rename(desk.folder / "kept")
+    events.symlink_to("/dev/full")
+    desk.end(1, "-1-0")
+    desk.until_phase("Running", attempt=1)
+    assert "No space left on device" in (desk.folder / "backend.out").read_text()
+    (desk.folder / "kept").rename(events)
+    told = events.read_text
+    desk.until(lambda: "attempt 1 starts in" in told() and "of attempt 1 train" in told(), "held events are told")
+    desk.end(0)
+    assert backend.wait(60) == 0
+
+
 def test_on_a_terminal_the_pages_stay_open_until_ctrl_c(desk: Any) -> None:
     terminal, backend = desk.run_on_terminal(desk.manifest(analyzer=True, retain_s=3600))
     desk.until_phase("Running")

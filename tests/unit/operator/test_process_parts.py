@@ -1,10 +1,12 @@
 """The parts of the process backend, one by one."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import pathlib
+import resource
 import signal
 import socket
 import subprocess
@@ -23,11 +25,12 @@ from megatronapp_common.names import Env
 from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, sight, spawn
 from megatronapp_operator.backends.process.backend import Backend
 from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
-from megatronapp_operator.backends.process.worker import WorkerProcess, read_outcome
+from megatronapp_operator.backends.process.worker import WorkerProcess, not_started, read_outcome
 from megatronapp_operator.cli.follower import LogTail
 from megatronapp_operator.document import progress_document
 from megatronapp_operator.errors import BackendError, JobConflictError
 from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, RecordEvent
+from megatronapp_operator.plan.outcome import describe
 
 DEADLINE_S = 30.0
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
@@ -238,10 +241,48 @@ def test_a_json_file_is_whole_or_absent(tmp_path: pathlib.Path) -> None:
 
 def test_a_half_written_event_is_left_out(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "events.jsonl"
-    files.append_json(path, {"n": 1})
+    files.append_json(path, [{"n": 1}])
     with path.open("a") as file:
         file.write('{"n": 2')
     assert files.read_lines(path) == [{"n": 1}]
+    files.append_json(path, [{"n": 3}, {"n": 4}])
+    assert files.read_lines(path) == [{"n": 1}, {"n": 4}], "the broken line is lost, and nothing else"
+
+
+def test_events_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "events.jsonl"
+    files.append_json(path, [{"n": 1}])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 12, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            files.append_json(path, [{"n": 2}, {"n": 3}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert files.read_lines(path) == [{"n": 1}]
+
+
+def test_a_worker_that_cannot_be_started_counts_as_one_that_failed(tmp_path: pathlib.Path) -> None:
+    made = make_settings(tmp_path)
+    run_dir = made.paths.run_dir(0, 0)
+    run_dir.parent.mkdir(parents=True)
+    run_dir.touch()
+    words = settings.worker_environment(made, index=0, attempt=0, coordinator="127.0.0.2:1", hub_url="")
+    worker = WorkerProcess(made, index=0, attempt=0, environment=words, now=5.0)
+    seen = worker.observe()
+    assert seen.outcome is not None
+    assert (seen.phase, seen.finished_at, seen.outcome.reason) == ("Failed", 5.0, "WorkerNotStarted")
+    assert describe(seen, "job") == f"worker 0 could not be started: File exists ({run_dir})"
+    worker.delete(0, 6.0)
+    worker.tick(6.0)
+    assert (worker.gone, worker.pids) == (True, set())
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 67), (errno.EAGAIN, 1)])
+def test_a_full_disk_is_told_by_its_code(number: int, code: int) -> None:
+    assert not_started(OSError(number, os.strerror(number))).code == code
 
 
 WAITS_FOR_SIGNALS = """

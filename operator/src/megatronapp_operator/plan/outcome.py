@@ -18,6 +18,9 @@ ACTIONS = {
 SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
 """Codes that say "somebody else is the reason": an own failure (0) outranks them, however late it is seen."""
 
+NOT_STARTED = "WorkerNotStarted"
+"""Reason of the outcome of a worker that a backend could not start: it has no log, and no exit code of its own."""
+
 UNKNOWN = Outcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
 
 
@@ -69,6 +72,8 @@ def settles_at(workers: Sequence[Worker], settle_s: float) -> float | None:
 def describe(worker: Worker, job: str) -> str:
     """How a worker of this job ended, by its last words, and where to read the others."""
     outcome = outcome_of(worker)
+    if outcome.reason == NOT_STARTED:
+        return f"worker {worker.index} could not be started: {outcome.message}"
     where = f"worker {worker.index}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker.index}"
     how = f"exit code {outcome.code}" if outcome.signal is None else f"signal {outcome.signal}"
     lines = [line.strip() for line in outcome.message.splitlines() if line.strip()]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import pathlib
 import signal
 import subprocess
 import sys
@@ -61,7 +62,10 @@ class Backend:
         self._coordinator: HeldPort | None = None
         self._guardian: subprocess.Popen[bytes] | None = None
         self._last_now = 0.0
-        self._disk_warned = False
+        self._unwritable: set[pathlib.Path] = set()
+        """Files of the state that could not be written the last time."""
+        self._untold: list[dict[str, Any]] = []
+        """Events that are not in their file yet."""
 
     def run(self) -> Status:
         """Run the job to its end. Signals stop it: the first with a checkpoint, the second at once."""
@@ -107,7 +111,7 @@ class Backend:
         made = plan(self._job, self._observe(), now)
         changed = made.status != self._job.status
         self._job = dataclasses.replace(self._job, status=made.status)
-        if changed:
+        if changed or self._unwritable:
             self._store()
         for action in made.actions:
             self._act(action, now)
@@ -188,8 +192,14 @@ class Backend:
 
     def _record(self, event: RecordEvent, now: float) -> None:
         words = {"type": event.type.value, "reason": event.reason, "message": event.message}
-        with self._kept_alive_on_a_full_disk():
-            files.append_json(self._settings.paths.events, {"time": rfc3339(now), **words})
+        self._untold.append({"time": rfc3339(now), **words})
+        self._tell()
+
+    def _tell(self) -> None:
+        """Write events down, also those that a full disk held back."""
+        with self._kept_alive_on_a_full_disk(self._settings.paths.events):
+            files.append_json(self._settings.paths.events, self._untold)
+            self._untold.clear()
 
     def _warn(self, reason: str, message: str, now: float) -> None:
         """An event of the backend's own: something beside the training failed and is tried again."""
@@ -253,17 +263,22 @@ class Backend:
             document["rankTable"] = table
         if self._hub is not None and self._hub.ended_at is None:
             document["hubUrl"] = self._hub.url
-        with self._kept_alive_on_a_full_disk():
+        with self._kept_alive_on_a_full_disk(self._settings.paths.status):
             files.write_json(self._settings.paths.status, document)
+        if self._untold:
+            self._tell()
 
     @contextlib.contextmanager
-    def _kept_alive_on_a_full_disk(self) -> Iterator[None]:
-        """What people are shown gets old while it cannot be written; that is no reason to end their training."""
+    def _kept_alive_on_a_full_disk(self, path: pathlib.Path) -> Iterator[None]:
+        """What people are shown gets old while it cannot be written; that is no reason to end their training.
+
+        It is written again with the next look, once there is room.
+        """
         try:
             yield
         except OSError as error:
-            if not self._disk_warned:
+            if path not in self._unwritable:
                 print(f"warning: {self._settings.paths.root}: the state cannot be written: {error}", file=sys.stderr)
-            self._disk_warned = True
+            self._unwritable.add(path)
         else:
-            self._disk_warned = False
+            self._unwritable.discard(path)

@@ -1,8 +1,10 @@
 """The job's files: written whole or not at all."""
 
+import errno
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -23,22 +25,33 @@ def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
     """A JSON object in a file, or None where there is none or it is only half written."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return _object(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return None
-    return document if isinstance(document, dict) else None
 
 
-def append_json(path: pathlib.Path, document: dict[str, Any]) -> None:
-    """Add one line to a file of JSON objects."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(document) + "\n")
+def append_json(path: pathlib.Path, documents: Sequence[dict[str, Any]]) -> None:
+    """Add lines to a file of JSON objects, all or none. Raises OSError."""
+    data = "".join(f"{json.dumps(document)}\n" for document in documents).encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if file.write(data) < len(data):  # a disk that has become full takes what still fits
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The whole lines of such a file."""
+    """The whole lines of such a file; one that was cut short is left out."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [document for line in lines if line.endswith("\n") and (document := _object(line)) is not None]
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return None
+    return document if isinstance(document, dict) else None

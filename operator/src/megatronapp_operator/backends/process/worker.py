@@ -1,5 +1,6 @@
 """A worker: a launcher with its ranks, and the agent beside it."""
 
+import errno
 import os
 import pathlib
 import signal
@@ -13,6 +14,7 @@ from megatronapp_operator.backends.process.files import read_json
 from megatronapp_operator.backends.process.settings import Settings
 from megatronapp_operator.backends.process.spawn import ended, spawn
 from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.outcome import NOT_STARTED
 
 AGENT_FLUSH_S = 3.0
 """Time of an agent to send what it has, after its worker has ended."""
@@ -21,7 +23,10 @@ LAST_BYTES = 2000
 
 
 class WorkerProcess:
-    """One worker of one attempt. `tick` moves it on; nothing here blocks."""
+    """One worker of one attempt. `tick` moves it on; nothing here blocks.
+
+    One that cannot be started (a full disk, no more processes) counts as one that failed at once.
+    """
 
     def __init__(
         self, settings: Settings, *, index: int, attempt: int, environment: Mapping[str, str], now: float
@@ -35,16 +40,20 @@ class WorkerProcess:
         self._settings = settings
         self._environment = environment
         self._run_dir = pathlib.Path(environment[Env.RUN_DIR])
-        self._run_dir.mkdir(parents=True, exist_ok=True)
         self._started_at = now
         self._finished_at: float | None = None
         self._outcome: Outcome | None = None
         self._deletion: Deletion | None = None
-        self._launcher = spawn(settings.commands.launcher, environment=environment, log=self.launcher_log)
+        self._launcher: subprocess.Popen[bytes] | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._agent_starts = 0
         self._agent_due = now
         self._agent_asked = False
+        try:
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._launcher = spawn(settings.commands.launcher, environment=environment, log=self.launcher_log)
+        except OSError as error:
+            self._finished_at, self._outcome = now, not_started(error)
 
     @property
     def launcher_log(self) -> pathlib.Path:
@@ -54,8 +63,7 @@ class WorkerProcess:
     @property
     def pids(self) -> set[int]:
         """Our own children among its processes."""
-        agent = set() if self._agent is None else {self._agent.pid}
-        return {self._launcher.pid} | agent
+        return {process.pid for process in (self._launcher, self._agent) if process is not None}
 
     def delete(self, grace_s: float, now: float) -> None:
         """Ask it to stop within `grace_s` seconds, or kill it now (0)."""
@@ -84,8 +92,9 @@ class WorkerProcess:
         if self.gone:
             return
         if self._finished_at is None:
+            assert self._launcher is not None
             if ended(self._launcher):
-                self._finish(now)
+                self._finish(now, self._launcher)
             else:
                 self._kill_if_overdue(now)
                 self._keep_agent(now)
@@ -99,6 +108,7 @@ class WorkerProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the launcher, which passes it on; a kill goes to the whole group."""
+        assert self._launcher is not None
         if number is signal.SIGKILL:
             os.killpg(self._launcher.pid, number)
             return
@@ -109,10 +119,10 @@ class WorkerProcess:
         if self._deletion is not None and now >= self._deletion.since + self._deletion.grace_s:
             self._signal(signal.SIGKILL)
 
-    def _finish(self, now: float) -> None:
+    def _finish(self, now: float, launcher: subprocess.Popen[bytes]) -> None:
         """The launcher has ended: nothing of its group may outlive it."""
-        os.killpg(self._launcher.pid, signal.SIGKILL)
-        code = self._launcher.wait()
+        os.killpg(launcher.pid, signal.SIGKILL)
+        code = launcher.wait()
         self._finished_at = now
         self._outcome = read_outcome(pathlib.Path(self._environment[Env.TERMINATION_LOG]), code, self.launcher_log)
 
@@ -145,6 +155,13 @@ class WorkerProcess:
             prefix = self._environment[Env.SHM_PREFIX]
             kin.remove_shared_memory(self._settings.shm, f"{prefix}.")
             self.gone = True
+
+
+def not_started(error: OSError) -> Outcome:
+    """The outcome of a worker whose folder, log or process could not be made."""
+    code = ExitCode.STORAGE if error.errno in {errno.ENOSPC, errno.EDQUOT} else ExitCode.OWN_FAILURE
+    where = f" ({error.filename})" if error.filename else ""
+    return Outcome(code=code, reason=NOT_STARTED, message=f"{error.strerror or error}{where}")
 
 
 def read_outcome(path: pathlib.Path, code: int, log: pathlib.Path) -> Outcome:
