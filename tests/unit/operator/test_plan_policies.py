@@ -409,6 +409,29 @@ def test_verdicts_and_hung_ranks_become_conditions_and_go_away(running: Maker) -
     second = made.plan()
     assert not second.status.is_true(ConditionType.SLOW_NODE_DETECTED)
     assert not second.status.is_true(ConditionType.STALLED)
+    assert reasons(second) == ["SlowNodeCleared"]
+    assert reasons(made.plan()) == []
+
+
+def test_every_verdict_is_told_once_when_it_comes_and_once_when_it_goes(running: Maker) -> None:
+    def verdict(name: str, state: str = "confirmed", cause: str = "compute") -> SlowRank:
+        return SlowRank(id=name, subject="rank", ranks=(1,), cause=cause, state=state, sentence=f"{name} is slow.")
+
+    made = running()
+    history: list[tuple[tuple[SlowRank, ...] | None, list[tuple[str, str]]]] = [
+        ((verdict("a"), verdict("b", "suspect")), [("SlowNodeDetected", "a is slow.")]),
+        ((verdict("a", "recovering"), verdict("b")), [("SlowNodeDetected", "b is slow.")]),
+        (None, []),
+        ((verdict("a"), verdict("b"), verdict("h", cause="hang")), []),
+        ((verdict("b"),), [("SlowNodeCleared", "no longer: a is slow.")]),
+        ((verdict("c"),), [("SlowNodeDetected", "c is slow."), ("SlowNodeCleared", "no longer: b is slow.")]),
+        ((), [("SlowNodeCleared", "no longer: c is slow.")]),
+        ((), []),
+    ]
+    for said, told in history:
+        made.observed = dataclasses.replace(made.observed, slow_ranks=said)
+        events = [action for action in made.plan().actions if isinstance(action, RecordEvent)]
+        assert [(event.reason, event.message) for event in events] == told
 
 
 def test_a_hub_that_says_nothing_takes_nothing_back(running: Maker) -> None:

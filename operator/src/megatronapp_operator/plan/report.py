@@ -4,7 +4,7 @@ from collections import Counter
 
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.plan.observed import Progress, WorkerPhase
+from megatronapp_operator.plan.observed import Progress, SlowRank, WorkerPhase
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})
@@ -63,15 +63,31 @@ def slow_ranks(draft: Draft) -> None:
     found = draft.observed.slow_ranks
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
+    before, named = _named(draft.status.slow_ranks), _named(found)
     draft.update(slow_ranks=found)
-    named = [one for one in found if one.state in NAMED_STATES and one.cause != HANG]
+    _tell_of_verdicts(draft, before, named)
     if not named:
         draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, "NoneSlow", "no rank, link or node is slow now")
         return
     message = " ".join(one.sentence for one in named)
-    if not draft.status.is_true(ConditionType.SLOW_NODE_DETECTED):
-        draft.event(EventType.WARNING, "SlowNodeDetected", message)
     draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), message)
+
+
+def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
+
+
+def _tell_of_verdicts(draft: Draft, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
+    """One event for each verdict that came, and one when it has gone from the list again."""
+    for one in _without(now, before):
+        draft.event(EventType.WARNING, "SlowNodeDetected", one.sentence)
+    for one in _without(before, now):
+        draft.event(EventType.NORMAL, "SlowNodeCleared", f"no longer: {one.sentence}")
+
+
+def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    ids = {one.id for one in others}
+    return tuple(one for one in verdicts if one.id not in ids)
 
 
 def _mark(page: Progress) -> tuple[int, int, str]:
