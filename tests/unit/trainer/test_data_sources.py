@@ -23,6 +23,7 @@ def joined(work: list[Batch]) -> bytes:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "BATCH_BYTES", 16)
     monkeypatch.setattr(sources, "PIECE_BYTES", 24)
+    monkeypatch.setattr(sources, "READ_BYTES", 5)
     monkeypatch.setattr(sources, "_FILES_PER_BATCH", 2)
 
 
@@ -53,6 +54,16 @@ def test_chunks_know_their_lines(tmp_path: pathlib.Path, small_batches: None) ->
     chunks = [chunk for batch in batches(find(tmp_path), START) for chunk in batch.chunks]
     assert [(chunk.first_line, int(chunk.payload[:7])) for chunk in chunks] == [(n, n) for n in (1, 3, 5, 7, 9)]
     assert [chunk.closes_file for chunk in chunks] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_reading_is_told_within_a_line_as_long_as_the_file(tmp_path: pathlib.Path, name: str) -> None:
+    size_bytes = 3 * sources.PIECE_BYTES
+    (tmp_path / name).write_bytes(b"a" * size_bytes)
+    told: list[int] = []
+    (batch,) = batches(find(tmp_path), START, told.append)
+    assert batch.size_bytes == sum(told) == size_bytes
+    assert max(told) == sources.READ_BYTES
 
 
 def test_directories_are_searched_and_each_file_is_taken_once(tmp_path: pathlib.Path) -> None:

@@ -193,9 +193,7 @@ class _Run:
         before = sum(source.size_bytes for source in self._sources[: start.file]) + start.offset_bytes
         total = sum(source.size_bytes for source in self._sources)
         with progress(title, total_bytes=total, done_bytes=before) as advance:
-            for batch in batches(self._sources, start):
-                yield batch
-                advance(batch.size_bytes)
+            yield from batches(self._sources, start, advance)
 
     def _write(self, tokenizer: tokenizers.Tokenizer, fingerprint: str) -> Summary:
         from megatronapp_trainer.data.corpus import CorpusFiles  # megatron-core and torch take seconds to import

@@ -15,7 +15,7 @@ Clock = Callable[[], float]
 def progress(
     title: str, *, total_bytes: int, done_bytes: int, clock: Clock = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
-    """Gives a function to tell of bytes of input that are done; lines come with its calls, so batches must be small."""
+    """Gives a function to tell of bytes of input that are read; lines come with its calls, so they must come often."""
     if sys.stderr.isatty():
         with tqdm(total=total_bytes, initial=done_bytes, desc=title, unit="B", unit_scale=True) as bar:
 

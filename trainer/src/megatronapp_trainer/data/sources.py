@@ -3,7 +3,7 @@
 import enum
 import glob
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -13,6 +13,7 @@ DEFAULT_PATTERNS = ("*.txt", "*.text", "*.md", "*.rst", "*.jsonl", "*.ndjson", "
 _JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 BATCH_BYTES = 1 << 20
 PIECE_BYTES = 4 << 20
+READ_BYTES = 256 << 10
 _FILES_PER_BATCH = 64
 
 
@@ -128,12 +129,19 @@ def _describe(path: pathlib.Path, forced: Format | None) -> Source:
     return Source(path=str(path), format=forced or guessed, size_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
-def batches(sources: Sequence[Source], start: Position) -> Iterator[Batch]:
-    """Batches of about BATCH_BYTES from `start` on; small files share one."""
+def _untold(_size_bytes: int) -> None:
+    """Nobody wants to know what was read."""
+
+
+def batches(sources: Sequence[Source], start: Position, on_read: Callable[[int], None] = _untold) -> Iterator[Batch]:
+    """Batches of about BATCH_BYTES from `start` on; small files share one.
+
+    `on_read` hears of every READ_BYTES, since one line, and with it one batch, may be as long as the file.
+    """
     chunks: list[Chunk] = []
     size_bytes = 0
     end = start
-    for chunk, end in _chunks(sources, start):
+    for chunk, end in _chunks(sources, start, on_read):
         chunks.append(chunk)
         size_bytes += len(chunk.payload)
         if size_bytes >= BATCH_BYTES or len(chunks) >= _FILES_PER_BATCH:
@@ -143,19 +151,22 @@ def batches(sources: Sequence[Source], start: Position) -> Iterator[Batch]:
         yield Batch(chunks=tuple(chunks), end=end)
 
 
-def _chunks(sources: Sequence[Source], start: Position) -> Iterator[tuple[Chunk, Position]]:
+def _chunks(
+    sources: Sequence[Source], start: Position, on_read: Callable[[int], None]
+) -> Iterator[tuple[Chunk, Position]]:
     for number in range(start.file, len(sources)):
         place = start if number == start.file else Position(file=number)
-        yield from _chunks_of(sources[number], place)
+        yield from _chunks_of(sources[number], place, on_read)
 
 
-def _chunks_of(source: Source, start: Position) -> Iterator[tuple[Chunk, Position]]:
+def _chunks_of(source: Source, start: Position, on_read: Callable[[int], None]) -> Iterator[tuple[Chunk, Position]]:
     limit = BATCH_BYTES if source.format is Format.JSONL else PIECE_BYTES
     offset_bytes, line = start.offset_bytes, start.line
     with open(source.path, "rb") as stream:
         stream.seek(offset_bytes)
         while offset_bytes < source.size_bytes:
-            payload = _whole_lines(stream, min(limit, source.size_bytes - offset_bytes), source.size_bytes)
+            rest_bytes = source.size_bytes - offset_bytes
+            payload = b"".join(_whole_lines(stream, min(limit, rest_bytes), rest_bytes, on_read))
             if not payload:
                 raise DataError(
                     f"{source.path} became shorter while it was read; start again when it no longer changes"
@@ -170,8 +181,17 @@ def _chunks_of(source: Source, start: Position) -> Iterator[tuple[Chunk, Positio
             yield chunk, Position(file=start.file + 1) if closes else going_on
 
 
-def _whole_lines(stream: IO[bytes], limit_bytes: int, size_bytes: int) -> bytes:
+def _whole_lines(
+    stream: IO[bytes], limit_bytes: int, rest_bytes: int, on_read: Callable[[int], None]
+) -> Iterator[bytes]:
     """About `limit_bytes`, on to the next line end, but not beyond the size the file had when the run began."""
-    payload = stream.read(limit_bytes)
-    rest = size_bytes - stream.tell()
-    return payload + stream.readline(rest) if rest > 0 and not payload.endswith(b"\n") else payload
+    read_bytes, ended = 0, False
+    while read_bytes < rest_bytes and not ended:
+        if read_bytes < limit_bytes:
+            block = stream.read(min(READ_BYTES, limit_bytes - read_bytes))
+        else:
+            block = stream.readline(min(READ_BYTES, rest_bytes - read_bytes))
+        read_bytes += len(block)
+        ended = not block or (read_bytes >= limit_bytes and block.endswith(b"\n"))
+        on_read(len(block))
+        yield block
