@@ -7,7 +7,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -57,8 +57,8 @@ def call(run_ranks: RunRanks) -> RunRanks:
     return run
 
 
-def open_iterators(flags: str, consumed_samples: int = 0) -> Any:
-    warnings.simplefilter("ignore")
+def open_iterators(flags: str, consumed_samples: int = 0, filtered: Literal["ignore", "always"] = "ignore") -> Any:
+    warnings.simplefilter(filtered)
     import torch.distributed as dist
 
     from megatronapp_trainer.config import parse
@@ -99,6 +99,18 @@ def test_reading_ahead_changes_nothing(flags: str, call: RunRanks) -> None:
     (plain,) = call(1, rows, f"{flags} --num-workers 0", 6)
     (ahead,) = call(1, rows, f"{flags} --num-workers 3", 6)
     assert plain == ahead
+
+
+def warnings_of_building(flags: str) -> list[str]:
+    """What is warned of while the datasets are built on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        open_iterators(flags, filtered="always")
+    return [str(warning.message) for warning in caught]
+
+
+def test_no_rank_warns_of_a_padding_token_that_there_is_not(flags: str, call: RunRanks) -> None:
+    for told in call(2, warnings_of_building, flags):
+        assert not [text for text in told if "pad token" in text]
 
 
 def test_every_evaluation_sees_the_same(flags: str, call: RunRanks) -> None:

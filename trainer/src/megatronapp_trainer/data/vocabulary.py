@@ -6,7 +6,8 @@ from typing import Protocol
 
 from megatronapp_trainer.errors import DataError, UsageError
 
-_NO_TOKEN = -1
+_NO_TOKEN = -2
+"""Not -1: that is megatron-core's own "no padding token", and its datasets warn, on every rank, where the two meet."""
 
 
 class VocabularyConfig(Protocol):
@@ -30,7 +31,7 @@ class VocabularyConfig(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer as megatron-core's datasets see it. `eod` is -1, which is no token, where nothing needs it."""
+    """The tokenizer as megatron-core's datasets see it. `eod` is below 0, no token, where nothing needs it."""
 
     vocab_size: int
     eod: int
