@@ -84,6 +84,7 @@ class FakeJob:
             "device": "cpu",
             "totalIterations": 1000,
             "numMicrobatches": 1,
+            "recordCostNs": 1000.0,
         }
         return {
             "rank": rank,

@@ -333,6 +333,9 @@ async def test_metrics_are_valid_bounded_and_go_away(hub: Any, fake_job: Any, fe
     }
     count = [s.value for s in found["megascan_step_duration_seconds"].samples if s.name.endswith("_count")]
     assert count == [4.0]
+    (overhead,) = found["megascan_tracer_overhead_ratio"].samples
+    assert overhead.value == pytest.approx(5 * 1000 / 10_000_000)
+    assert "megascan_imposed_wait_seconds" in found
     phases = found["megascan_phase_duration_seconds"].samples
     forward = [s.value for s in phases if s.labels["phase"] == "forward" and s.labels["pod"] == "demo-worker-0"]
     assert sorted(forward) == pytest.approx([4 * 2 * 0.003, 8.0])

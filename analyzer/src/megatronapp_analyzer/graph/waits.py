@@ -7,9 +7,12 @@ collective waits for the last one to arrive; the transfer after that is nobody's
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.graph.build import Seconds, StepGraph
-from megatronapp_analyzer.graph.matching import Collectives, Index
+from megatronapp_analyzer.graph.matching import Collectives, Index, Messages, collectives_of, messages_of
+from megatronapp_analyzer.model import RankRecords, StepView
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +33,11 @@ class Waits:
 
 def attribute(graph: StepGraph) -> Waits:
     """Waits of one step."""
-    parts = [_receives(graph), _groups(graph, graph.collectives), _groups(graph, graph.meetings)]
+    parts = [
+        _receives(graph.messages, graph.start_s, graph.end_s),
+        _groups(graph.collectives, graph.spans, graph.start_s)[0],
+        _groups(graph.meetings, graph.spans, graph.start_s)[0],
+    ]
     return Waits(
         waiter=np.concatenate([part.waiter for part in parts]),
         cause=np.concatenate([part.cause for part in parts]),
@@ -38,29 +45,53 @@ def attribute(graph: StepGraph) -> Waits:
     )
 
 
-def _receives(graph: StepGraph) -> Waits:
-    messages = graph.messages
+def imposed_s(view: StepView) -> dict[tuple[int, str], float]:
+    """Seconds that each rank made others wait in one step on aligned clocks, by kind of communicator.
+
+    Waits inside compute spans (tensor parallelism) have no record of their own and are not among them.
+    """
+    spans, index = rec.stream(view.records), rec.CommIndex(view.comms)
+    start, end = rec.laid_out_s(spans, view.start_ns)
+    groups = collectives_of(spans, index)
+    receives = _receives(messages_of(spans, index), start, end)
+    waits, instance = _groups(groups, spans, start)
+    total: dict[tuple[int, str], float] = {}
+    kinds = ["p2p"] * len(receives.cause) + [index.members[comm].kind for comm in groups.comm[instance]]
+    causes, seconds = np.append(receives.cause, waits.cause), np.append(receives.seconds, waits.seconds)
+    for rank, kind, lost in zip(causes.tolist(), kinds, seconds.tolist(), strict=True):
+        total[rank, kind] = total.get((rank, kind), 0.0) + lost
+    return total
+
+
+def _receives(messages: Messages, start_s: Seconds, end_s: Seconds) -> Waits:
     matched = messages.matched
     send, recv = messages.send_post[matched], messages.recv_wait[matched]
-    late = np.minimum(graph.end_s[send], graph.end_s[recv]) - graph.start_s[recv]
+    late = np.minimum(end_s[send], end_s[recv]) - start_s[recv]
     return _kept(messages.destination[matched], messages.source[matched], late)
 
 
-def _groups(graph: StepGraph, groups: Collectives) -> Waits:
+def _groups(groups: Collectives, spans: RankRecords, start_s: Seconds) -> tuple[Waits, Index]:
+    """Waits for the last member, and the instance that each belongs to."""
     size = np.diff(groups.begin)
     instance = np.repeat(np.arange(len(groups)), size)
     whole = groups.complete[instance]
     member, instance = groups.record[whole], instance[whole]
-    rank = graph.spans["rank"][member].astype(np.int64)
-    order = np.lexsort((graph.start_s[member], instance))
+    rank = spans["rank"][member].astype(np.int64)
+    order = np.lexsort((start_s[member], instance))
     member, instance, rank = member[order], instance[order], rank[order]
     final = np.flatnonzero(np.diff(instance, append=-1))
     last = np.zeros(len(groups), np.int64)
     last[instance[final]] = final
-    late = graph.start_s[member[last[instance]]] - graph.start_s[member] if len(member) else np.empty(0)
-    return _kept(rank, rank[last[instance]] if len(member) else rank, late)
+    late = start_s[member[last[instance]]] - start_s[member] if len(member) else np.empty(0)
+    cause = rank[last[instance]] if len(member) else rank
+    return _kept(rank, cause, late), instance[_real(rank, cause, late)]
+
+
+def _real(waiter: Index, cause: Index, seconds: Seconds) -> NDArray[np.bool_]:
+    mask: NDArray[np.bool_] = (seconds > 0) & (waiter != cause)
+    return mask
 
 
 def _kept(waiter: Index, cause: Index, seconds: Seconds) -> Waits:
-    real = (seconds > 0) & (waiter != cause)
+    real = _real(waiter, cause, seconds)
     return Waits(waiter=waiter[real].astype(np.int64), cause=cause[real].astype(np.int64), seconds=seconds[real])

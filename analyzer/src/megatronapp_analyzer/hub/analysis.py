@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from megatronapp_analyzer.hub import sums
 from megatronapp_analyzer.hub.store import StoredStep
 from megatronapp_analyzer.hub.verdicts import VerdictBook
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepView, Verdict
@@ -66,6 +67,8 @@ class Analysis:
         self.lag_s: float | None = None
         self.wasted_s: dict[str, float] = {}
         """Rank-seconds lost by cause since the start."""
+        self.imposed_s: dict[tuple[int, str], float] = {}
+        """Seconds that each rank made others wait since the start, by kind of communicator."""
 
     def add(self, layout: JobLayout, steps: Iterable[StoredStep]) -> None:
         """Queue finished steps."""
@@ -122,7 +125,21 @@ class Analysis:
                 self._detector = None
                 found.append((afresh, []))
                 LOG.exception("detector failed at attempt %d step %d; it starts afresh", *step.key)
+            self._count_waits(step)
         return found
+
+    def _count_waits(self, step: StoredStep) -> None:
+        """What cannot be counted is left out: verdicts matter more."""
+        total = dict(self.imposed_s)
+        try:
+            found = sums.imposed_s(step) if len(step.view.records) else {}
+        except Exception:
+            self.failures += 1
+            LOG.exception("waits of attempt %d step %d are not counted", *step.key)
+            return
+        for key, seconds in found.items():
+            total[key] = total.get(key, 0.0) + seconds
+        self.imposed_s = total  # replaced at once: a scrape reads it from another thread
 
     def _prepare(self, layout: JobLayout) -> tuple[Detector, bool]:
         """The detector for `layout`, and whether it replaces one that has judged."""

@@ -20,6 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from megatronapp_analyzer.hub import sums
 from megatronapp_analyzer.hub.digest import phase_seconds, stage_groups
 from megatronapp_analyzer.hub.ranks import kind_name
 from megatronapp_analyzer.hub.store import StoredStep
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 TOP_RANKS = 32
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
 RECENT_STEPS = 16
+SCRAPE_SPANS = 100_000
+"""Spans that one scrape looks at, about 20 ms."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,6 +84,7 @@ class HubCollector(Collector):
         yield from self._links()
         yield self._phases()
         yield from self._tracer()
+        yield from self._sums()
 
     def _gauge(self, name: str, text: str, value: float | None) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["job_id"])
@@ -176,6 +180,46 @@ class HubCollector(Collector):
         for (source, destination), ratio in sorted(worst.items())[:TOP_RANKS]:
             links.add_metric([self._job, source, destination], ratio)
         yield links
+
+    def _sums(self) -> Iterator[Metric]:
+        """Waits of the TOP_RANKS that impose most; what the newest whole steps say of data and tracer."""
+        waits = CounterMetricFamily(
+            "megascan_imposed_wait_seconds",
+            "Time that others waited for this rank, outside compute spans.",
+            labels=["job_id", "rank", "group_kind"],
+        )
+        imposed = self._hub.analysis.imposed_s
+        by_rank: dict[int, float] = {}
+        for (rank, _), seconds in imposed.items():
+            by_rank[rank] = by_rank.get(rank, 0.0) + seconds
+        top = set(sorted(by_rank, key=lambda rank: -by_rank[rank])[:TOP_RANKS])
+        for (rank, kind), seconds in sorted(imposed.items()):
+            if rank in top:
+                waits.add_metric([self._job, str(rank), kind], seconds)
+        yield waits
+        yield self._gauge(
+            "megascan_data_skew_correlation",
+            "Correlation of forward and backward times over microbatches, without named ranks.",
+            sums.skew_correlation(self._newest_whole(), self._named_ranks()),
+        )
+        state = self._hub.ingest.newest
+        costs = {rank: ring.record_cost_ns for rank, ring in state.rings.items()} if state else {}
+        yield self._gauge(
+            "megascan_tracer_overhead_ratio",
+            "Estimated cost of tracing over step time, in the rank where it is largest.",
+            sums.overhead_ratio(self._newest_whole(), {rank: cost for rank, cost in costs.items() if cost is not None}),
+        )
+
+    def _newest_whole(self) -> list[StoredStep]:
+        """The newest steps of the newest attempt with all their spans, few enough for one scrape."""
+        state, newest = self._hub.ingest.newest, self._hub.store.newest(RECENT_STEPS)
+        chosen = [step for step in newest if state is not None and step.view.attempt == state.attempt]
+        spans = np.cumsum([len(step.view.records) for step in reversed(chosen)])
+        count = max(1, int(np.searchsorted(spans, SCRAPE_SPANS, side="right")))
+        return chosen[-count:]
+
+    def _named_ranks(self) -> set[int]:
+        return {rank for verdict in self._hub.verdicts.standing() for rank in verdict.subject.ranks}
 
     def _pod(self, worker: int) -> str:
         return f"{self._job}-worker-{worker}"

@@ -33,11 +33,17 @@ class RankRing:
     real_offset_ns: int
     """Real time minus the monotonic clock of the rank's node."""
     total_iterations: int | None = None
+    record_cost_ns: float | None = None
+    """What a record costs the rank, as it measured when it began; None if it did not say."""
 
 
 def real_offset_ns(pairs: Sequence[Sequence[int]]) -> int:
     """Real time minus monotonic time from (monotonic, real) pairs; the newest counts, 0 without any."""
     return int(pairs[-1][1]) - int(pairs[-1][0]) if pairs else 0
+
+
+def _cost_ns(told: float | None) -> float | None:
+    return None if told is None else float(told)
 
 
 def _comms(table: Iterable[Mapping[str, Any]]) -> dict[int, Comm]:
@@ -65,6 +71,7 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
             boot_id=str(header["bootId"]),
             real_offset_ns=real_offset_ns(header["clockPairs"]),
             total_iterations=metadata.get("totalIterations"),
+            record_cost_ns=_cost_ns(metadata.get("recordCostNs")),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ProtocolError("bad-ring", f"RING frame: {type(error).__name__}: {error}") from error

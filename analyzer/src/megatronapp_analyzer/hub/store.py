@@ -1,6 +1,7 @@
 """Finished steps in bounded memory: the newest in full, all of them as digests."""
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -94,6 +95,10 @@ class StepStore:
             if step in (None, key[1]) and attempt in (None, key[0]):
                 return self._full[key]
         return None
+
+    def newest(self, count: int) -> list[StoredStep]:
+        """The newest `count` steps held in full, oldest first."""
+        return list(itertools.islice(reversed(self._full.values()), count))[::-1]
 
     def select(self, first: int | None, last: int | None, *, newest: int) -> list[StoredStep]:
         """Steps held in full whose number is in [first, last], oldest first; only the `newest` if first is None."""

@@ -15,12 +15,15 @@ from megatronapp_common.pages import PageReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.observe import RunContext
+from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.faults import Fault, FaultPlan
 from megatronapp_trainer.scan.metadata import Communicator, communicators, ring_metadata
 from megatronapp_trainer.scan.observer import ScanObserver
 from megatronapp_trainer.scan.recorder import Fields, Recorder, Ring
 from megatronapp_trainer.scan.stall import DeviceStall, host_stall
+
+COST_RECORDS = 1024
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +107,27 @@ def _shm_path(suffix: str) -> pathlib.Path:
 def _ring(context: RunContext, table: list[Communicator]) -> Ring:
     path = _shm_path(ShmFile.RANK_RING.format(rank=context.layout.rank))
     attempt = int(os.environ.get(Env.ATTEMPT, "0"))
+    metadata = ring_metadata(context, table, _record_cost_ns(path))
     try:
-        ring: Ring = native.RingWriter(
-            str(path), context.config.logging.trace_capacity, attempt, ring_metadata(context, table)
-        )
+        ring: Ring = native.RingWriter(str(path), context.config.logging.trace_capacity, attempt, metadata)
     except native.RingError as error:
         log.warning("tracing is off on rank %d: %s", context.layout.rank, error)
         return NoRing()
     return ring
+
+
+def _record_cost_ns(path: pathlib.Path) -> float | None:
+    """Measured with a ring of its own beside the real one, which no agent looks for."""
+    on_device = torch.cuda.is_available()
+    try:
+        scratch: Ring = native.RingWriter(str(path.with_suffix(".cost")), COST_RECORDS, 0, b"{}")
+    except native.RingError as error:
+        log.warning("the cost of a record is not measured: %s", error)
+        return None
+    recorder = _recorder(scratch, FaultPlan(0, []), on_device=on_device)
+    cost_ns = span_cost_ns(recorder, native.monotonic_ns, torch.cuda.synchronize if on_device else lambda: None)
+    scratch.close(True)
+    return cost_ns
 
 
 def _recorder(ring: Ring, plan: FaultPlan, *, on_device: bool) -> Recorder:

@@ -50,8 +50,11 @@ def communicators(layout: Layout, groups: Mapping[str, Iterable[int]]) -> list[C
     return [Communicator(slot=slot, kind=kind, members=ranks) for slot, (kind, ranks) in enumerate(wanted)]
 
 
-def ring_metadata(context: RunContext, table: Iterable[Communicator]) -> bytes:
-    """The JSON that a rank's ring carries; see docs/contracts.md section 4."""
+def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cost_ns: float | None) -> bytes:
+    """The JSON that a rank's ring carries; see docs/contracts.md section 4.
+
+    `record_cost_ns` is the measured cost of a record, None where it could not be measured.
+    """
     layout, config = context.layout, context.config
     document: dict[str, Any] = {
         "rank": layout.rank,
@@ -80,5 +83,6 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator]) -> bytes:
         "device": context.device_name,
         "totalIterations": config.training.train_iters,
         "numMicrobatches": context.num_microbatches,
+        "recordCostNs": record_cost_ns,
     }
     return json.dumps(document, separators=(",", ":")).encode()
