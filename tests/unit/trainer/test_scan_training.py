@@ -187,6 +187,30 @@ def test_compute_and_waits_never_overlap(layout: str, request: pytest.FixtureReq
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"])
+def test_an_overlapped_gather_is_waited_for_before_the_first_forward(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, layout: str
+) -> None:
+    flags = f"--global-batch-size 16 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000 {layout}"
+    world, chunks = (4, 2) if layout else (2, 1)
+    traces = traced(run_ranks, tmp_path, world, *flags.split(), "--trace")
+    for rank, result in enumerate(traces):
+        found = records(result)
+        for step in range(STEPS):
+            own = found[found["step"] == step]
+            gathers = [int(span["ordinal"]) for span in own if span["kind"] == Kind.PARAM_GATHER]
+            assert gathers[:chunks] == list(range(chunks)), rank
+            kinds = [int(span["kind"]) for span in own if span["kind"] in {Kind.PARAM_GATHER, Kind.FORWARD}]
+            assert kinds[:2] == [Kind.PARAM_GATHER, Kind.FORWARD]
+        waits = found[found["kind"] == Kind.PARAM_GATHER]
+        passes = found[found["kind"] == Kind.FORWARD]
+        ends = passes["start_ns"] + passes["duration"].astype(np.uint64) * 8
+        for span in waits:
+            assert not ((passes["start_ns"] <= span["start_ns"]) & (span["start_ns"] < ends)).any()
+    plain = traced(run_ranks, tmp_path / "off", world, *flags.split())
+    assert [one["losses"] for one in plain] == [one["losses"] for one in traces]
+
+
 def test_each_step_has_one_step_span_around_its_spans(pipeline: list[dict[str, Any]]) -> None:
     for result in pipeline:
         found = records(result)

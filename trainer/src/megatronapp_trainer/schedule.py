@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from megatronapp_common.trace import Kind
 from megatronapp_trainer.batch import ChunkFeed, StepFeed
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.layout import Layout
@@ -24,11 +25,24 @@ class ForwardStep:
         """Run one microbatch through one chunk."""
         batch = feed.next()
         if self._timers is not None:
+            if feed.microbatch == 0 and model.use_forward_hook:
+                self._timers.timed(Kind.PARAM_GATHER, lambda: _await_first_parameters(model))()
             self._timers.begin_forward(feed.chunk, feed.microbatch)
         if batch is None:
             return model(None, None, None), _no_loss
         output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
         return output, lambda losses: token_loss(losses, batch.loss_mask, batch.loss_tokens)
+
+
+def _await_first_parameters(model: Any) -> None:  # noqa: ANN401 - DDP
+    """Under ``--overlap-param-gather``: what the hook before the chunk's first module would do a moment later.
+
+    Nothing else has begun to compute, so this gather is waited for in full, and its span need not lie inside FORWARD.
+    The hook then finds it finished.
+    """
+    first = next(model.module.parameters())
+    skip_next = model.ddp_config.align_param_gather or model.overlap_param_gather_with_optimizer_step
+    model.param_to_bucket_group[first].finish_param_sync(skip_next_bucket_dispatch=skip_next)
 
 
 def _no_loss(_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
