@@ -1,6 +1,6 @@
 """MegaScan in the trainer: spans of each step into the rank's ring, and faults for demonstrations.
 
-Imported only when tracing is on. Nothing here blocks, synchronises a device, or runs a collective.
+Imported only when tracing is on. Once training runs, nothing here blocks, synchronises a device, or runs a collective.
 """
 
 from typing import TYPE_CHECKING
