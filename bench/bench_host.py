@@ -29,12 +29,12 @@ STEPS_OF_BLOCK = 2
 WARM = 3
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch gives no types here
     """Counts what reaches torch's dispatcher below autograd: kernels, copies and views, backward passes included."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         self.count += 1
