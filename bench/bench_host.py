@@ -58,7 +58,8 @@ def variants(layers: int, microbatches: int, implementation: str) -> dict[str, C
 
 def operations(step: Callable[[], object]) -> int:
     """Operations of one step."""
-    with Operations() as counted:
+    counted = Operations()
+    with counted:
         step()
     return counted.count
 
