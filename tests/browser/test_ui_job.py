@@ -116,8 +116,7 @@ def test_timeline_zooms_by_wheel_and_key_pans_by_drag_and_fits(page: pw.Page, ve
     changed_from(page, timeline, panned)
     page.keyboard.press("0")
     page.mouse.move(5, 5)
-    settle(page)
-    assert timeline.evaluate(PICTURE) == whole
+    page.wait_for_function("([canvas, whole]) => canvas.toDataURL() === whole", arg=[timeline.element_handle(), whole])
 
 
 def settle(page: pw.Page) -> None:
@@ -126,9 +125,11 @@ def settle(page: pw.Page) -> None:
 
 
 def changed_from(page: pw.Page, canvas: pw.Locator, before: str) -> str:
+    """The picture once it has changed: input may reach the page after the call that sent it has returned."""
+    other = "([canvas, before]) => canvas.toDataURL() !== before"
+    page.wait_for_function(other, arg=[canvas.element_handle(), before])
     settle(page)
     after: str = canvas.evaluate(PICTURE)
-    assert after != before
     return after
 
 
