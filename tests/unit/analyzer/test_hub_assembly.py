@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS, StepAssembler, split_by_step, with_ranks
+from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS, REJOIN_STEPS, StepAssembler, split_by_step, with_ranks
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Kind
 
 
@@ -81,14 +81,41 @@ def test_rank_that_catches_up_is_waited_for_again() -> None:
     assembler = StepAssembler(0, 2)
     for step in range(PATIENCE_STEPS + 1):
         assembler.add(0, spans(step))
-    late = [assembler.add(1, spans(step))[1] for step in range(PATIENCE_STEPS + 1)]
-    assert sum(map(len, late)) == PATIENCE_STEPS + 1
     assert assembler.absent == {1}
-    assembler.add(1, spans(PATIENCE_STEPS + 1))
+    near = PATIENCE_STEPS - REJOIN_STEPS
+    late = [assembler.add(1, spans(step))[1] for step in range(near)]
+    assert assembler.absent == {1}
+    late.append(assembler.add(1, spans(near))[1])
     assert assembler.absent == set()
-    whole, _ = assembler.add(0, spans(PATIENCE_STEPS + 1))
+    assert sum(map(len, late)) == near + 1
+    assert assembler.add(0, spans(PATIENCE_STEPS + 1))[0] == []
+    for step in range(near + 1, PATIENCE_STEPS + 1):
+        assert assembler.add(1, spans(step))[0] == []
+    whole, _ = assembler.add(1, spans(PATIENCE_STEPS + 1))
     assert [(step.step, step.complete) for step in whole] == [(PATIENCE_STEPS + 1, True)]
-    assert assembler.add(0, spans(PATIENCE_STEPS + 2))[0] == []
+
+
+def test_rank_that_is_back_but_always_last_is_waited_for_again() -> None:
+    assembler = StepAssembler(0, 2)
+    silent = 90
+    for step in range(silent):
+        assembler.add(0, spans(step))
+    assert assembler.absent == {1}
+    finished = []
+    for step in range(silent, silent + 300):
+        finished += assembler.add(0, spans(step))[0]
+        finished += assembler.add(1, spans(step))[0]
+    assert assembler.absent == set()
+    assert [step.step for step in finished] == list(range(silent, silent + 300))
+    assert [step.step for step in finished if not step.complete] == [silent]
+
+
+def test_late_steps_count_as_progress_of_their_rank() -> None:
+    assembler = StepAssembler(0, 2)
+    for step in range(PATIENCE_STEPS + 1):
+        assembler.add(0, spans(step))
+    assembler.add(1, np.concatenate([spans(3), spans(4, ended=False)]))
+    assert assembler.newest == {0: PATIENCE_STEPS, 1: 3}
 
 
 def test_span_after_its_step_is_late() -> None:

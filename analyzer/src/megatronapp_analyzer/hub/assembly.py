@@ -2,7 +2,8 @@
 
 A step is whole once every rank has delivered its STEP record. A rank that is two steps on has lost it and is not
 waited for; nor is anybody once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when a ring is
-missing. Who made the others wait that long is absent, and is not waited for again before it has caught up.
+missing. Who made the others wait that long is absent, and is waited for again once it is within REJOIN_STEPS of the
+first: it need not overtake anybody, and what it then still lacks is well within the patience.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from megatronapp_common.trace import RECORD, Kind
 
 MOVED_ON_STEPS = 2
 PATIENCE_STEPS = 64
+REJOIN_STEPS = PATIENCE_STEPS // 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,15 +96,17 @@ class StepAssembler:
         """
         late = []
         for step, part in split_by_step(records):
+            ended = bool((part["kind"] == Kind.STEP).any())
+            if ended:
+                self._newest[rank] = max(step, self._newest.get(rank, step))
             if step < self._closed_below:
                 late.append((step, with_ranks([(rank, part)])))
                 continue
             pending = self._pending.setdefault(step, _Pending())
             pending.parts.append((rank, part))
-            if (part["kind"] == Kind.STEP).any():
+            if ended:
                 pending.ended.add(rank)
-                self._newest[rank] = max(step, self._newest.get(rank, step))
-        if self._newest.get(rank, -1) >= self._closed_below:
+        if self._newest.get(rank, -1) >= self._front() - REJOIN_STEPS:
             self._absent.discard(rank)
         if lost:
             self._note_loss(lost)
@@ -111,6 +115,10 @@ class StepAssembler:
     def flush(self) -> list[Assembled]:
         """What is left, as incomplete steps; for the end of an attempt."""
         return [self._hand_out(step) for step in sorted(self._pending)]
+
+    def _front(self) -> int:
+        """Newest finished step of the first rank; 0 before any."""
+        return max(self._newest.values(), default=0)
 
     def _note_loss(self, lost: int) -> None:
         for pending in self._pending.values():
@@ -123,7 +131,7 @@ class StepAssembler:
             yield self._hand_out(step)
 
     def _is_due(self, step: int) -> bool:
-        if max(self._newest.values(), default=0) >= step + PATIENCE_STEPS:
+        if self._front() >= step + PATIENCE_STEPS:
             self._absent |= {rank for rank in range(self._world) if self._newest.get(rank, -1) < step}
             return True
         told = self._pending[step].ended | self._absent
