@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS
 from megatronapp_analyzer.hub.bounded import ThinningList
 from megatronapp_analyzer.hub.ingest import Ingest
 from megatronapp_analyzer.hub.store import StoreLimits
@@ -160,6 +161,18 @@ def test_rings_must_agree_on_the_world(feeder: Feeder, ring_header: Any) -> None
     other["metadata"] = other["metadata"] | {"world": 4}
     with pytest.raises(ProtocolError, match="world of 4"):
         feeder.ingest.add_ring(0, other)
+
+
+def test_a_layout_that_does_not_fit_loses_no_steps(feeder: Feeder, step_rows: Any, ring_header: Any) -> None:
+    """The one ring that is known says a world of 2 and sizes for 4; rank 0's agent goes on in spite of that."""
+    ring = ring_header(0)
+    ring["metadata"]["layout"] |= {"data": 2}
+    feeder.ingest.add_ring(0, ring)
+    count = PATIENCE_STEPS + 10
+    finished = [stored for step in range(count) for stored in feeder.send(0, step_rows(0, step)).finished]
+    assert [stored.view.step for stored in finished] == list(range(count))
+    assert feeder.ingest.attempts[0].missing == [1]
+    assert feeder.ingest.attempts[0].layout is None
 
 
 def test_records_must_be_whole_and_announced(feeder: Feeder) -> None:

@@ -1,6 +1,7 @@
 """From RING and RECORDS frames to finished steps, curves and counters. No sockets, files or clock."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.align.clocks import ClockAligner
-from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_analyzer.hub.assembly import Assembled, StepAssembler
 from megatronapp_analyzer.hub.bounded import ThinningList
 from megatronapp_analyzer.hub.curves import Curves, Point, points_of
@@ -18,6 +19,7 @@ from megatronapp_analyzer.hub.store import StepKey, StepStore, StoredStep, Store
 from megatronapp_analyzer.model import JobLayout, RankRecords, StepView
 from megatronapp_common.trace import RECORD, RECORD_BYTES, Kind
 
+LOG = logging.getLogger(__name__)
 COUNTER_SAMPLES = 20_000
 RingKey = tuple[int, int | None]
 """(worker, rank); rank None is the worker's own ring."""
@@ -92,10 +94,20 @@ class AttemptState:
             self._digester = Digester(layout.world, layout)
             self._aligner = ClockAligner(layout)
 
+    def _lay_out_partly(self) -> None:
+        """As `_lay_out`; rings that do not fit leave the layout as it was.
+
+        Who brings the step has nothing to do with the rings, and the step is out of the assembler already.
+        """
+        try:
+            self._lay_out()
+        except LayoutError as error:
+            LOG.warning("rings of attempt %d do not fit each other; its layout stays as it was: %s", self.attempt, error)
+
     def store_form(self, step: Assembled) -> StoredStep:
         """An assembled step with the tables that reading it needs."""
         if self.missing:
-            self._lay_out()
+            self._lay_out_partly()
         assert self._digester is not None
         known = self.rings[min(self.rings)]
         view = StepView(
