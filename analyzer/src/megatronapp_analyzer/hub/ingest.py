@@ -102,7 +102,7 @@ class AttemptState:
         try:
             self._lay_out()
         except LayoutError as error:
-            LOG.warning("rings of attempt %d do not fit each other; its layout stays as it was: %s", self.attempt, error)
+            LOG.warning("rings of attempt %d do not fit; its layout stays as it was: %s", self.attempt, error)
 
     def store_form(self, step: Assembled) -> StoredStep:
         """An assembled step with the tables that reading it needs."""
