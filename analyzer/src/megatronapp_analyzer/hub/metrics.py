@@ -211,9 +211,10 @@ class HubCollector(Collector):
         )
 
     def _newest_whole(self) -> list[StoredStep]:
-        """The newest steps of the newest attempt with all their spans, few enough for one scrape."""
+        """Those of the newest steps that are of the newest attempt and whole, few enough for one scrape."""
         state, newest = self._hub.ingest.newest, self._hub.store.newest(RECENT_STEPS)
-        chosen = [step for step in newest if state is not None and step.view.attempt == state.attempt]
+        attempt = None if state is None else state.attempt
+        chosen = [step for step in newest if step.digest.complete and step.view.attempt == attempt]
         spans = np.cumsum([len(step.view.records) for step in reversed(chosen)])
         count = max(1, int(np.searchsorted(spans, SCRAPE_SPANS, side="right")))
         return chosen[-count:]
