@@ -34,6 +34,7 @@ def write_corpus(prefix: pathlib.Path, tokens: int) -> str:
         (["--tensor-model-parallel-size", "2"], 3, "--tensor-model-parallel-size", "3 ranks cannot be divided"),
         (["--global-batch-size", "3"], 2, "--global-batch-size", "is not a multiple"),
         (["--help"], 1, "--help", "trains nothing"),
+        (["--tensor-model-parallel-size", "0"], 1, "--tensor-model-parallel-size", "must be 1 or more"),
     ],
 )
 def test_wrong_flags(words: list[str], world: int, flag: str, said: str) -> None:

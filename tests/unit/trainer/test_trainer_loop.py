@@ -256,11 +256,11 @@ def local_attention_results(flags: str, masked: bool) -> list[list[Any]]:
     return results
 
 
-def feed_of_a_step(microbatches: int) -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
+def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
     """First tokens of what was read and of what two chunks took, in order, and the spans of that."""
     from megatronapp_trainer.batch import Batch, BatchSource, ChunkFeed, StepFeed
 
-    run, iterators = prepared("")
+    run, iterators = prepared(flags)
     read: list[int] = []
 
     def noted() -> Iterator[Batch]:
@@ -273,6 +273,8 @@ def feed_of_a_step(microbatches: int) -> tuple[list[int], list[int], list[tuple[
     feed = StepFeed(source, noted(), microbatches, needed_by=frozenset({0, 1}), observer=observer)
     chunks = [ChunkFeed(feed, chunk) for chunk in (0, 1)]
     batches = [chunk.next() for _ in range(microbatches) for chunk in chunks]
+    with pytest.raises(ValueError, match=f"microbatch {microbatches} was asked for in a step of {microbatches}"):
+        chunks[0].next()
     return read, [int(batch.tokens[0, 0]) for batch in batches if batch is not None], observer.events
 
 
@@ -385,6 +387,11 @@ def test_microbatches_are_read_together_but_never_those_of_the_next_step(run_ran
     assert taken == [token for token in read for _ in range(2)]
     end = ("end", "DATA", -1, -1)
     assert spans == [("begin", "DATA", 0, 0), end, ("begin", "DATA", 0, 8), end]
+
+
+def test_without_threads_that_read_ahead_microbatches_are_read_one_by_one(run_ranks: RunRanks) -> None:
+    ((_, _, spans),) = run_ranks(1, feed_of_a_step, 3, "--num-workers 0")
+    assert [span[3] for span in spans if span[0] == "begin"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])

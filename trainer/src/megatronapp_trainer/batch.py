@@ -17,7 +17,7 @@ from megatronapp_trainer.device import Device
 from megatronapp_trainer.layout import Layout
 from megatronapp_trainer.observe import StepObserver
 
-_TOGETHER = 8
+TOGETHER = 8
 """Microbatches that are copied to the device, and sent to the tensor group, at once: each copy and each broadcast costs
 the host as much as several kernels of a layer, however small it is."""
 
@@ -75,8 +75,9 @@ class BatchSource:
         self._masked = config.data.reset_attention_mask
         self._reads = layout.tensor_rank == 0
         self._shares = layout.tensor_size > 1
-        self.together = 1 if self._masked else _TOGETHER
-        """Microbatches to read at once; a mask is as large as hundreds of other planes."""
+        self.together = 1 if self._masked or config.data.num_workers == 0 else TOGETHER
+        """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
+        ahead, the whole pipeline would wait for the first stage to read them all."""
 
     def read(self, iterator: Iterator[Batch], count: int) -> list[Microbatch]:
         """The next `count` microbatches of this iterator; collective over the tensor group."""
@@ -155,6 +156,8 @@ class StepFeed:
 
     def _fetch(self, chunk: int, microbatch: int) -> None:
         """Read the next microbatches of the step, up to this one at least, and never one of the next step."""
+        if microbatch >= self._num_microbatches:
+            raise ValueError(f"microbatch {microbatch} was asked for in a step of {self._num_microbatches}")
         if self._observer is not None:
             self._observer.begin(Kind.DATA, chunk, microbatch)
         while self._read <= microbatch:

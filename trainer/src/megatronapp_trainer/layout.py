@@ -74,7 +74,9 @@ def environment_integer(name: str, default: int) -> int:
 
 
 def check_divides(world_size: int, *, tensor_size: int, pipeline_size: int) -> None:
-    """Raise UsageError if a world is not made of whole replicas."""
+    """Raise UsageError if a world is not made of whole replicas. The sizes of groups are above 0."""
+    if world_size < 1:
+        raise UsageError(f"{world_size} ranks cannot train; start 1 or more")
     if world_size % (tensor_size * pipeline_size):
         raise UsageError(
             f"{world_size} ranks cannot be divided into --tensor-model-parallel-size {tensor_size} x "

@@ -185,6 +185,9 @@ def _data(spec: Spec) -> Problems:
         yield "spec.data.mock: path is given too; leave one of them out"
     if data.mock and spec.model.vocab_size is None:
         yield "spec.model.vocabSize: is missing; data.mock needs it, for example vocabSize: 1024"
+    for name, on in (("resetPositionIds", data.reset_position_ids), ("resetAttentionMask", data.reset_attention_mask)):
+        if data.mock and on:
+            yield f"spec.data.{name}: data.mock holds no documents; leave it out"
     if (data.vocab_file is None) != (data.merge_file is None):
         yield "spec.data.vocabFile, mergeFile: belong together; write both, or tokenizer instead"
     if data.tokenizer is not None and data.vocab_file is not None:

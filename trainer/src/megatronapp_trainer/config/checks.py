@@ -56,6 +56,17 @@ def _required_flags(config: TrainerConfig) -> None:
         _require(value > 0, f"{flag} is missing or not positive; give it a value above 0")
 
 
+def _group_sizes(config: TrainerConfig) -> None:
+    """Before the rules that divide by them."""
+    parallel = config.parallel
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    for flag, size in sizes.items():
+        _require(size > 0, f"{flag} must be 1 or more")
+
+
 def _attention(config: TrainerConfig) -> None:
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     _require(
@@ -87,7 +98,6 @@ def _positions(config: TrainerConfig) -> None:
 def _tensor_parallel(config: TrainerConfig) -> None:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    _require(tensor > 0, "--tensor-model-parallel-size must be 1 or more")
     _require(
         not parallel.sequence_parallel or tensor > 1, "--sequence-parallel needs --tensor-model-parallel-size above 1"
     )
@@ -115,7 +125,6 @@ def _tensor_parallel(config: TrainerConfig) -> None:
 def _pipeline(config: TrainerConfig) -> None:
     parallel, layers = config.parallel, config.model.num_layers
     pipeline, virtual = parallel.pipeline_model_parallel_size, config.virtual_size
-    _require(pipeline > 0, "--pipeline-model-parallel-size must be 1 or more")
     _require(
         parallel.num_virtual_stages_per_pipeline_rank is None or parallel.num_layers_per_virtual_pipeline_stage is None,
         "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both",
@@ -217,6 +226,11 @@ def _data(config: TrainerConfig) -> None:
     )
     _require(not (data.mock_data and paths), "--mock-data and a data path exclude each other")
     _require(not data.mock_data or data.vocab_size is not None, "--mock-data needs --vocab-size")
+    for flag, on in (
+        ("--reset-attention-mask", data.reset_attention_mask),
+        ("--reset-position-ids", data.reset_position_ids),
+    ):
+        _require(not (data.mock_data and on), f"{flag}: samples of --mock-data hold no documents; leave it out")
     _require(
         data.data_path is None or not any(path is not None for path in split_paths),
         "give --data-path with --split, or the three of --train-data-path, --valid-data-path and --test-data-path",
@@ -247,6 +261,7 @@ def _intervals(config: TrainerConfig) -> None:
 
 _RULES: tuple[Callable[[TrainerConfig], None], ...] = (
     _required_flags,
+    _group_sizes,
     _attention,
     _positions,
     _tensor_parallel,

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.batch import Batch
+from megatronapp_trainer.batch import TOGETHER, Batch
 from megatronapp_trainer.data.datasets import SampleDataset
 from megatronapp_trainer.data.sampler import Sampler
 from megatronapp_trainer.errors import DataError
 
 _AHEAD_PER_WORKER = 2
+_AHEAD_AT_LEAST = 2 * TOGETHER
+"""While one group is copied to the device the next is read."""
 
 
 def collate(samples: Sequence[dict[str, Any]], vocab_size: int) -> Batch:
@@ -60,7 +62,7 @@ class BatchStream:
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._next = 0
-        self._ahead = workers * _AHEAD_PER_WORKER
+        self._ahead = max(workers * _AHEAD_PER_WORKER, _AHEAD_AT_LEAST)
         self._waiting: deque[Future[Batch]] = deque()
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="data") if workers > 0 else None
 
