@@ -1,7 +1,6 @@
 """What `megatronapp run` says about a stop and about a broken manifest."""
 
 import dataclasses
-import json
 import pathlib
 
 import pytest
@@ -12,15 +11,28 @@ from megatronapp_operator.cli.follower import Follower
 from megatronapp_operator.cli.run import exit_code, read_job
 from megatronapp_operator.cli.stop_words import stopped_line, stopping_line
 from megatronapp_operator.errors import ManifestError
-from megatronapp_operator.plan import Condition, ConditionType, EventType, Phase, RecordEvent, Status
+from megatronapp_operator.plan import (
+    Condition,
+    ConditionType,
+    EventType,
+    Failure,
+    FailureAction,
+    Phase,
+    RecordEvent,
+    Status,
+)
 
 EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"
 FAILED = Condition(
     type=ConditionType.FAILED, status=True, reason="Interrupted", message="stopped by SIGINT", since=0, generation=1
 )
-STOPPED = Status(phase=Phase.FAILED, conditions=(FAILED,))
+DISK_FULL = Failure(
+    time=0, attempt=0, reason="RankFailed", message="rank 0 failed", action=FailureAction.FAIL_JOB, exit_code=67
+)
+STOPPED = Status(phase=Phase.FAILED, conditions=(FAILED,), attempt_time=0, failures=(DISK_FULL,))
 SUSPENDED = dataclasses.replace(FAILED, type=ConditionType.SUSPENDED)
-RESTING = Status(phase=Phase.SUSPENDED, conditions=(SUSPENDED,))
+RESTING = Status(phase=Phase.SUSPENDED, conditions=(SUSPENDED,), attempt_time=0)
+BETWEEN = dataclasses.replace(RESTING, attempt=1, attempt_time=None)
 
 
 def make_job(save: pathlib.Path | None) -> MegatronJob:
@@ -30,31 +42,52 @@ def make_job(save: pathlib.Path | None) -> MegatronJob:
     return load_job(job)
 
 
-def end_launchers(job: MegatronJob, paths: JobPaths, code: int) -> None:
-    for index in range(job.world.nodes):
-        folder = paths.run_dir(0, index)
-        folder.mkdir(parents=True)
-        (folder / "termination.json").write_text(json.dumps({"code": code}))
-
-
-def test_a_stop_names_the_checkpoint_and_how_to_go_on(tmp_path: pathlib.Path) -> None:
-    save, paths = tmp_path / "save", JobPaths(tmp_path / "job")
+@pytest.mark.parametrize(
+    ("status", "without", "having"),
+    [
+        (
+            RESTING,
+            "stopped before a first checkpoint was written to SAVE",
+            "stopped at step 42, checkpoint in SAVE; run the same command to go on",
+        ),
+        (
+            BETWEEN,
+            "stopped before attempt 1 began; there is no checkpoint in SAVE",
+            "stopped before attempt 1 began; the newest checkpoint in SAVE is of step 42; "
+            "run the same command to go on",
+        ),
+        (
+            STOPPED,
+            "stopped, but not all workers reported a checkpoint; there is no checkpoint in SAVE",
+            "stopped, but not all workers reported a checkpoint; the newest checkpoint in SAVE is of step 42; "
+            "run the same command to go on",
+        ),
+    ],
+    ids=["saved", "between two attempts", "not saved"],
+)
+def test_a_stop_names_the_checkpoint_and_how_to_go_on(
+    tmp_path: pathlib.Path, status: Status, without: str, having: str
+) -> None:
+    save = tmp_path / "save"
     job = make_job(save)
-    end_launchers(job, paths, 75)
-    assert stopped_line(job, paths, STOPPED) == f"stopped before a first checkpoint was written to {save}"
+    assert stopped_line(job, status) == without.replace("SAVE", str(save))
     save.mkdir()
     (save / "latest_checkpointed_iteration.txt").write_text("42")
-    words = f"stopped at step 42, checkpoint in {save}; run the same command to go on"
-    assert stopped_line(job, paths, STOPPED) == words
+    assert stopped_line(job, status) == having.replace("SAVE", str(save))
 
 
-def test_no_checkpoint_is_claimed_of_launchers_that_were_killed_or_of_a_job_that_saves_nothing(
-    tmp_path: pathlib.Path,
-) -> None:
-    job, paths = make_job(tmp_path), JobPaths(tmp_path / "job")
-    assert "killed before" in stopped_line(job, paths, STOPPED)
-    assert stopping_line(job) == "stopping: writing a checkpoint; Ctrl-C again kills"
-    assert "nothing is saved" in stopping_line(make_job(None))
+def test_no_checkpoint_is_claimed_of_a_job_that_saves_nothing(tmp_path: pathlib.Path) -> None:
+    assert stopping_line(make_job(tmp_path)) == "stopping: writing a checkpoint; Ctrl-C again kills"
+    job = make_job(None)
+    assert "nothing is saved" in stopping_line(job)
+    assert stopped_line(job, STOPPED) == "stopped; nothing was saved, as spec.checkpoint.save is not set"
+    assert stopped_line(job, BETWEEN) == "stopped before attempt 1 began"
+
+
+def test_a_stop_that_could_not_save_says_why(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    follower = Follower(make_job(tmp_path), JobPaths(tmp_path / "job"), verbose=False, retain_hub=False)
+    follower(STOPPED, (RecordEvent(type=EventType.WARNING, reason="RankFailed", message="rank 0 failed"),))
+    assert "warning: rank 0 failed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("status", "end"), [(STOPPED, "Failed"), (RESTING, "Suspended")], ids=["failed", "suspended"])

@@ -54,7 +54,7 @@ class Follower:
             self._say_log(status)
             self._say_rest()
         if interrupted(status):
-            self._print(stopped_line(self._job, self._paths, status))
+            self._print(stopped_line(self._job, status))
 
     def _say_event(self, event: RecordEvent, status: Status) -> None:
         if event.reason == INTERRUPTED:

@@ -3,10 +3,7 @@
 import pathlib
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.process import files
-from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.plan import ConditionType, Status
+from megatronapp_operator.plan import ConditionType, Phase, Status
 
 INTERRUPTED = "Interrupted"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -14,7 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def interrupted(status: Status) -> bool:
-    """Whether the job has ended because it was asked to stop: suspended with a checkpoint, or failed without."""
+    """Whether the job has ended because it was asked to stop: suspended, or failed if its workers did not save."""
     ends = (status.condition(kind) for kind in (ConditionType.FAILED, ConditionType.SUSPENDED))
     return any(one is not None and one.status and one.reason == INTERRUPTED for one in ends)
 
@@ -26,16 +23,19 @@ def stopping_line(job: MegatronJob) -> str:
     return "stopping: nothing is saved, as spec.checkpoint.save is not set; Ctrl-C again kills"
 
 
-def stopped_line(job: MegatronJob, paths: JobPaths, status: Status) -> str:
-    """Said at the end: which step is safe, and how to go on."""
+def stopped_line(job: MegatronJob, status: Status) -> str:
+    """Said at the end: which step is safe, and how to go on. Why workers failed was said by an event."""
+    if status.phase is not Phase.SUSPENDED:
+        if not _saves(job):
+            return "stopped; nothing was saved, as spec.checkpoint.save is not set"
+        return f"stopped, but not all workers reported a checkpoint{_newest(job)}"
+    if status.attempt_time is None:
+        return f"stopped before attempt {status.attempt} began{_newest(job)}"
     save = _folder(job)
-    if not _preempted(job, paths, status.attempt):
-        return "stopped, and killed before a checkpoint was written"
     step = None if save is None else _saved_step(save)
     if step is None:
         return "stopped" if save is None else f"stopped before a first checkpoint was written to {save}"
-    again = "; run the same command to go on" if job.spec.checkpoint.load in (None, job.spec.checkpoint.save) else ""
-    return f"stopped at step {step}, checkpoint in {save}{again}"
+    return f"stopped at step {step}, checkpoint in {save}{_again(job)}"
 
 
 def _saves(job: MegatronJob) -> bool:
@@ -47,10 +47,19 @@ def _folder(job: MegatronJob) -> pathlib.Path | None:
     return None if save is None else pathlib.Path(save)
 
 
-def _preempted(job: MegatronJob, paths: JobPaths, attempt: int) -> bool:
-    """Whether every launcher ended as asked. One that was killed has left no record."""
-    records = [files.read_json(paths.run_dir(attempt, index) / "termination.json") for index in range(job.world.nodes)]
-    return all(record is not None and record.get("code") == ExitCode.PREEMPTED for record in records)
+def _newest(job: MegatronJob) -> str:
+    """What there is to go on from, of whatever attempt; nothing where the folder is not known."""
+    save = _folder(job)
+    if save is None:
+        return ""
+    step = _saved_step(save)
+    if step is None:
+        return f"; there is no checkpoint in {save}"
+    return f"; the newest checkpoint in {save} is of step {step}{_again(job)}"
+
+
+def _again(job: MegatronJob) -> str:
+    return "; run the same command to go on" if job.spec.checkpoint.load in (None, job.spec.checkpoint.save) else ""
 
 
 def _saved_step(folder: pathlib.Path) -> int | None:

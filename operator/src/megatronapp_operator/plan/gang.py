@@ -7,7 +7,7 @@ from megatronapp_operator.plan.lifecycle import complete
 from megatronapp_operator.plan.observed import HubPhase, WorkerPhase
 from megatronapp_operator.plan.restart import attempt_failed, backoff_s, reset_budget, restart_at
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+from megatronapp_operator.plan.status import ConditionType, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
 
@@ -36,19 +36,7 @@ def judge_end(draft: Draft) -> bool:
         return True
     worker = culprits[0]
     reset_budget(draft, until=worker.finished_at or draft.now)
-    end = outcome.outcome_of(worker)
-    failure = Failure(
-        time=worker.finished_at or draft.now,
-        attempt=worker.attempt,
-        worker=worker.index,
-        rank=end.rank,
-        exit_code=end.code,
-        signal=end.signal,
-        reason=end.reason or "WorkerFailed",
-        message=outcome.describe(worker, draft.job.spec.name),
-        action=outcome.action_for(end.code),
-    )
-    attempt_failed(draft, failure)
+    attempt_failed(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now))
     return True
 
 
@@ -56,20 +44,11 @@ def judge_missing(draft: Draft) -> bool:
     """A worker that ran and is not there any more was lost with all that it knew."""
     if draft.status.running_time is None:
         return False
-    missing = sorted(set(range(draft.job.spec.workers)) - {one.index for one in draft.gang})
+    missing = outcome.missing(draft.gang, draft.job.spec.workers)
     if not missing:
         return False
-    message = f"worker {', '.join(map(str, missing))} vanished"
-    failure = Failure(
-        time=draft.now,
-        attempt=draft.status.attempt,
-        worker=missing[0],
-        reason="WorkerLost",
-        message=message,
-        action=FailureAction.RESTART,
-    )
     reset_budget(draft, until=draft.now)
-    attempt_failed(draft, failure)
+    attempt_failed(draft, outcome.lost(missing, draft.status.attempt, draft.now))
     return True
 
 
@@ -113,8 +92,7 @@ def create(draft: Draft) -> bool:
     if draft.now < at:
         draft.wake(at)
         return True
-    missing = sorted(set(range(draft.job.spec.workers)) - {one.index for one in draft.gang})
-    for index in missing:
+    for index in outcome.missing(draft.gang, draft.job.spec.workers):
         draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time

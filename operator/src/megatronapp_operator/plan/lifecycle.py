@@ -1,12 +1,14 @@
 """The ends of a job: terminal guard, failing, deletion, stop on request, suspension."""
 
+import dataclasses
+
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.actions import DeleteHub, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import HubPhase
-from megatronapp_operator.plan.restart import next_attempt
+from megatronapp_operator.plan.restart import next_attempt, record
 from megatronapp_operator.plan.spec import Stop
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
 
 
 def guard_terminal(draft: Draft) -> bool:
@@ -40,7 +42,7 @@ def guard_stopped(draft: Draft) -> bool:
 
 
 def stop_on_request(draft: Draft) -> bool:
-    """Somebody asked the job to end now: it is suspended if its ranks could save, else it fails.
+    """Somebody asked the job to end now: it is suspended if its ranks could save or nothing ran, else it fails.
 
     A job that is failing already goes on failing.
     """
@@ -60,17 +62,33 @@ def stop_on_request(draft: Draft) -> bool:
 
 def _end_stopping(draft: Draft, stop: Stop) -> None:
     """No worker is left: what they left behind says what became of the job."""
-    whole = len(draft.gang) == draft.job.spec.workers
-    if whole and outcome.succeeded(draft.gang):
+    failure = _stop_failure(draft)
+    if failure is not None:
+        record(draft, failure)
+        message = f"{stop.message}; {failure.message}"
+        end(draft, Phase.FAILED, ConditionType.FAILED, stop.reason, message)
+        draft.event(EventType.WARNING, "Failed", message)
+        _retire_hub(draft)
+    elif draft.gang and outcome.succeeded(draft.gang):
         complete(draft)
-    elif whole and outcome.preempted(draft.gang):
+    else:
         _rest(draft, stop.reason, stop.message)
         draft.event(EventType.NORMAL, "Suspended", f"{stop.message}; it goes on where it was when it is started again")
         _delete_hub(draft)
+
+
+def _stop_failure(draft: Draft) -> Failure | None:
+    """Why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
+    spec, status = draft.job.spec, draft.status
+    unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
+    missing = [] if status.attempt_time is None else outcome.missing(draft.gang, spec.workers)
+    if unsaved:
+        failure = outcome.failure_of(unsaved[0], spec.name, draft.now)
+    elif missing:
+        failure = outcome.lost(missing, status.attempt, draft.now)
     else:
-        end(draft, Phase.FAILED, ConditionType.FAILED, stop.reason, stop.message)
-        draft.event(EventType.WARNING, "Failed", stop.message)
-        _retire_hub(draft)
+        return None
+    return dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
 
 
 def _rest(draft: Draft, reason: str, message: str) -> None:

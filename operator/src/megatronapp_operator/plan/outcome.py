@@ -1,10 +1,11 @@
 """Failure policy: which worker's end is the evidence, and what follows from its exit code."""
 
+import signal
 from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
-from megatronapp_operator.plan.status import FailureAction
+from megatronapp_operator.plan.status import Failure, FailureAction
 
 ACTIONS = {
     ExitCode.USAGE: FailureAction.FAIL_JOB,
@@ -69,14 +70,62 @@ def settles_at(workers: Sequence[Worker], settle_s: float) -> float | None:
     return min(one.finished_at or 0.0 for one in culprits) + settle_s
 
 
+def missing(workers: Sequence[Worker], wanted: int) -> list[int]:
+    """Indices of the workers of a gang of `wanted` that are not there."""
+    return sorted(set(range(wanted)) - {one.index for one in workers})
+
+
+def failure_of(worker: Worker, job: str, now: float) -> Failure:
+    """What is kept of a worker that failed."""
+    end = outcome_of(worker)
+    return Failure(
+        time=worker.finished_at or now,
+        attempt=worker.attempt,
+        worker=worker.index,
+        rank=end.rank,
+        exit_code=end.code,
+        signal=end.signal,
+        reason=end.reason or "WorkerFailed",
+        message=describe(worker, job),
+        action=action_for(end.code),
+    )
+
+
+def lost(indices: Sequence[int], attempt: int, now: float) -> Failure:
+    """What is kept of workers that are gone with all that they knew."""
+    return Failure(
+        time=now,
+        attempt=attempt,
+        worker=indices[0],
+        reason="WorkerLost",
+        message=f"worker {', '.join(map(str, indices))} vanished",
+        action=FailureAction.RESTART,
+    )
+
+
 def describe(worker: Worker, job: str) -> str:
     """How a worker of this job ended, by its last words, and where to read the others."""
     outcome = outcome_of(worker)
     if outcome.reason == NOT_STARTED:
         return f"worker {worker.index} could not be started: {outcome.message}"
+    killed = _killed_on_purpose(worker)
+    if killed is not None:
+        return killed
     where = f"worker {worker.index}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker.index}"
     how = f"exit code {outcome.code}" if outcome.signal is None else f"signal {outcome.signal}"
     lines = [line.strip() for line in outcome.message.splitlines() if line.strip()]
     last = f": {lines[-1]}" if lines else ""
     whose = f"--worker {worker.index}" if outcome.rank is None else f"--rank {outcome.rank}"
     return f"{where} failed with {how}{last} (megatronapp logs {job} {whose} --attempt {worker.attempt})"
+
+
+def _killed_on_purpose(worker: Worker) -> str | None:
+    """Words for a worker that was killed because it was to go by force, or had not gone in its time; else None."""
+    outcome, deletion = outcome_of(worker), worker.deletion
+    if deletion is None or outcome.rank is not None or outcome.signal != signal.SIGKILL:
+        return None
+    if deletion.grace_s == 0:
+        return f"worker {worker.index} was killed, as asked"
+    if worker.finished_at is None or worker.finished_at < deletion.since + deletion.grace_s:
+        return None
+    return f"worker {worker.index} was killed: it had not ended {deletion.grace_s:g} s after it was asked to stop"

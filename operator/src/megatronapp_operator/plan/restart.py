@@ -41,11 +41,11 @@ def attempt_failed(draft: Draft, failure: Failure) -> None:
     spent = draft.status.restarts_towards_max >= draft.job.spec.policy.max_restarts
     if failure.action is FailureAction.RESTART and spent:
         failure = dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
-        _record(draft, failure)
+        record(draft, failure)
         limit = draft.job.spec.policy.max_restarts
         fail_job(draft, BUDGET_SPENT, f"restarted {limit} times already; {failure.message}")
         return
-    _record(draft, failure)
+    record(draft, failure)
     if failure.action is FailureAction.FAIL_JOB:
         fail_job(draft, failure.reason, failure.message)
         return
@@ -62,7 +62,8 @@ def next_attempt(draft: Draft) -> None:
     draft.update(attempt=draft.status.attempt + 1, attempt_time=None, running_time=None, hung_ranks=())
 
 
-def _record(draft: Draft, failure: Failure) -> None:
+def record(draft: Draft, failure: Failure) -> None:
+    """Keep a failure in the status, and tell people."""
     draft.update(failures=(*draft.status.failures, failure)[-FAILURES_KEPT:])
     draft.event(EventType.WARNING, failure.reason, failure.message)
 
