@@ -261,6 +261,53 @@ def test_late_launches_on_one_rank_hide_no_other_rank(watch: Watch, sim: ModuleT
     assert told.subjects == {("rank", (0,), "host"), ("rank", (1,), "compute")}
 
 
+def test_a_host_too_weak_to_be_told_of_hides_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
+    """Beside another rank's slowness the stalls of rank 3 are not worth telling, but its compute is."""
+    faults = (
+        sim.Fault(rank=0, kind="compute", factor=1.9, from_step=25),
+        sim.Fault(rank=3, kind="compute", factor=1.5, from_step=25),
+        sim.Fault(rank=3, kind="host", factor=1.6, from_step=25),
+    )
+    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=faults)
+    assert told.subjects == {("rank", (0,), "compute"), ("rank", (3,), "compute")}
+
+
+def test_stalls_below_the_limit_now_and_then_hide_no_slow_compute(watch: Watch, sim: ModuleType) -> None:
+    """Three steps of five make a suspect of the host, none makes it certain: 2.7 % and 3.6 % of the step in turn."""
+    stalls = [
+        sim.Fault(rank=1, kind="host", factor=1.14 if step % 5 < 3 else 1.11, from_step=step, steps=1)
+        for step in range(25, 60)
+    ]
+    slow = sim.Fault(rank=1, kind="compute", factor=1.08, from_step=25)
+    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, faults=(slow, *stalls))
+    assert told.subjects == {("rank", (1,), "compute")}
+
+
+def test_a_host_that_was_named_still_explains_late_launches_when_it_stalls_less(watch: Watch, sim: ModuleType) -> None:
+    stalls = [
+        sim.Fault(rank=1, kind="host", factor=1.4 if step < 40 or step % 5 < 3 else 1.11, from_step=step, steps=1)
+        for step in range(25, 60)
+    ]
+    told = watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, launch_ratio=1.07, faults=tuple(stalls))
+    assert told.subjects == {("rank", (1,), "host")}
+
+
+@pytest.mark.parametrize("ranks", [(1,), (2, 3)])
+def test_the_cost_of_a_stalling_host_includes_its_late_launches(
+    sim: ModuleType, judge: Callable[..., Any], ranks: tuple[int, ...]
+) -> None:
+    layout, lengths = LAYOUTS["dp2-pp2"], []
+    stalls = tuple(sim.Fault(rank=rank, kind="host", factor=2.0, from_step=20) for rank in ranks)
+    for faults in ((), stalls):
+        job = sim.Job(layout=layout, microbatches=8, noise=sim.Noise(device=True), launch_ratio=1.3, faults=faults)
+        views = list(sim.Simulator(job, 1).steps(0, 40))
+        lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
+    told = judge(layout, views)
+    assert {(ranks, cause) for _, ranks, cause in told.subjects} == {(ranks, "host")}
+    assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+    assert any("the cost includes it" in line for line in told.last.evidence_text)
+
+
 def test_a_crowded_machine_is_no_slow_rank(watch: Watch, sim: ModuleType) -> None:
     """Where what crowds a rank is hardly to be told from slowness, silence is the rule, not certain."""
     layouts = (JobLayout.grid(dp=2), JobLayout.grid(pp=2), JobLayout.grid(tp=2), LAYOUTS["single"])

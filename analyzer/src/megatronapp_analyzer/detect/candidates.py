@@ -43,8 +43,9 @@ class Candidate:
     occurrence_s: float
     ratio: float
     by_history: bool
-    late_ratio: float = 1.0
-    """How many times longer spans of the device were meanwhile, because a stalling host launched them late."""
+    late: tuple[tuple[int, float], ...] = ()
+    """Ranks whose spans of the device were longer meanwhile, because a stalling host launched them late: how many times
+    longer each."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:

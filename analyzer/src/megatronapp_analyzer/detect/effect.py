@@ -25,6 +25,8 @@ class Remedy:
     """Recorded over expected length, for compute."""
     excess_s: float
     """Seconds beyond what is expected, per microbatch (host) or message (link)."""
+    late: tuple[tuple[int, float], ...] = ()
+    """Ranks whose kernels a stalling host launched late: recorded over expected length of their spans."""
 
 
 def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
@@ -53,6 +55,8 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
     edges, spans, subject = graph.edges, graph.spans, remedy.subject
     kind, rank = spans["kind"][edges.span], spans["rank"][edges.span]
     weight = recorded.copy()
+    own = (edges.kind == Edge.SPAN) | (edges.kind == Edge.TRANSFER)
+    passes = own & ((kind == Kind.FORWARD) | (kind == Kind.BACKWARD))
     if remedy.cause is Cause.LINK:
         chosen = (kind == Kind.RECV_WAIT) & _received_by(graph, subject)[edges.span]
         weight[chosen] = np.maximum(weight[chosen] - remedy.excess_s, 0.0)
@@ -62,11 +66,10 @@ def _weights(graph: StepGraph, recorded: Floats, remedy: Remedy) -> Floats:
             chosen = idle & (rank == member)
             forwards = int(((spans["kind"] == Kind.FORWARD) & (spans["rank"] == member)).sum())
             weight[chosen] = np.minimum(weight[chosen], level(weight[chosen], remedy.excess_s * forwards))
+        for member, ratio in remedy.late:
+            weight[passes & (rank == member)] /= max(ratio, 1.0)
     else:
-        passes = (kind == Kind.FORWARD) | (kind == Kind.BACKWARD)
-        own = (edges.kind == Edge.SPAN) | (edges.kind == Edge.TRANSFER)
-        chosen = own & passes & np.isin(rank, subject.ranks)
-        weight[chosen] /= max(remedy.ratio, 1.0)
+        weight[passes & np.isin(rank, subject.ranks)] /= max(remedy.ratio, 1.0)
     return weight
 
 

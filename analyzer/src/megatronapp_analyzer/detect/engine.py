@@ -107,16 +107,38 @@ class Detector:
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
         active = self._active(evidence.compute)
         if evidence.on_device:
-            late = late_units(cand.by_unit(evidence.compute, active, self._places), host)
+            slow = cand.by_unit(evidence.compute, active, self._places)
+            late = late_units(slow, self._told_of(host, slow, link, step_s))
             active = np.setdiff1d(active, [unit for one in late for unit in one.columns])
             host = [with_late(one, late) for one in host]
         compute = cand.of_compute(evidence.compute, active, self._places, self._settings)
         compute = cand.without_explained(compute, host + link, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
-        found = [one for one in compute + host + link if one.excess_s >= self._settings.impact_share * step_s]
-        found = cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
+        found = self._worth_telling(compute + host + link, step_s)
         alone = cand.of_imbalance(evidence.imbalance, self._active(evidence.imbalance), self._places)
         return found + [one for one in alone if not self._spoken_for(one, found)]
+
+    def _worth_telling(self, candidates: list[Candidate], step_s: float) -> list[Candidate]:
+        found = [one for one in candidates if one.excess_s >= self._settings.impact_share * step_s]
+        return cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
+
+    def _told_of(
+        self, host: list[Candidate], slow: list[Candidate], link: list[Candidate], step_s: float
+    ) -> list[Candidate]:
+        """Stalling hosts that are named or will be, beside the slow units that they leave unexplained.
+
+        A host that nobody hears of must not explain anything away, or nobody is named at all.
+        """
+        named = {track.candidate.key for track in self._tracks.live.values() if track.named}
+        others, explaining = host + link, host
+        while True:
+            late = late_units(slow, explaining)
+            left = cand.without_explained([one for one in slow if one not in late], others, self._places)
+            found = self._worth_telling(left + others, step_s)
+            kept = [one for one in explaining if one in found or one.key in named]
+            if len(kept) == len(explaining):
+                return kept
+            explaining = kept  # what the others explained may now be the strongest of all
 
     def _spoken_for(self, imbalance: Candidate, found: list[Candidate]) -> bool:
         named = [track.candidate for track in self._tracks.live.values() if track.named]
@@ -168,6 +190,7 @@ class Detector:
                 cause=one.candidate.cause,
                 ratio=one.ratio,
                 excess_s=one.occurrence_s,
+                late=one.candidate.late,
             )
             for one in hit
         ]

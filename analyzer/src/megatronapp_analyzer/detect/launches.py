@@ -23,8 +23,9 @@ def late_units(compute: Sequence[Candidate], host: Sequence[Candidate]) -> list[
 
 def with_late(host: Candidate, late: Sequence[Candidate]) -> Candidate:
     """A stalling host with what it explains."""
-    ratios = [one.ratio for one in late if set(one.subject.ranks) & set(host.subject.ranks)]
-    return dataclasses.replace(host, late_ratio=max([1.0, *ratios]))
+    own = set(host.subject.ranks)
+    ratios = [(rank, one.ratio) for one in late if own & set(one.subject.ranks) for rank in one.subject.ranks]
+    return dataclasses.replace(host, late=tuple(ratios))
 
 
 def _explained(compute: Candidate, host: Sequence[Candidate]) -> bool:

@@ -29,8 +29,11 @@ def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
         f"{_WHAT[candidate.cause]}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
         f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
     ]
-    if candidate.late_ratio > 1.0:
-        lines.append(f"its device spans were {candidate.late_ratio:.1f} times as long: kernels were launched late")
+    late = max((ratio for _, ratio in candidate.late), default=1.0)
+    if late > 1.0:
+        lines.append(
+            f"its device spans were {late:.1f} times as long: kernels were launched late; the cost includes it"
+        )
     if candidate.cause is Cause.LINK:
         return tuple(lines)
     imposed = list(waits.imposed_by(candidate.subject.ranks).items())[:SHOWN_WAITERS]
