@@ -154,8 +154,27 @@ def test_a_state_that_cannot_be_written_does_not_end_the_training(desk: Any) -> 
     events.unlink()
     events.mkdir()
     desk.end(0)
+    said = (desk.folder / "backend.out").read_text
+    desk.until(lambda: "Ctrl-C ends the wait" in said(), "it waits for room")
+    assert "the state cannot be written" in said()
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 0, "sooner than it would give up by itself"
+    assert "the last state is not written" in said()
+    assert desk.status()["phase"] == "Succeeded"
+
+
+def test_the_end_is_written_when_there_is_room(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    taken = desk.job() / f".status.json.{backend.pid}"  # the status is written there and renamed
+    taken.mkdir()
+    desk.end(0)
+    desk.until(lambda: "Ctrl-C ends the wait" in (desk.folder / "backend.out").read_text(), "it waits for room")
+    assert desk.status()["phase"] == "Running"
+    taken.rmdir()
     assert backend.wait(60) == 0
-    assert "the state cannot be written" in (desk.folder / "backend.out").read_text()
+    assert desk.status()["phase"] == "Succeeded"
+    assert desk.cli("get").stdout.splitlines()[1].split()[:2] == ["job", "Succeeded"]
 
 
 def test_a_worker_that_cannot_be_started_is_tried_again_as_any_that_failed(desk: Any) -> None:

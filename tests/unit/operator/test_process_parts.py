@@ -1,8 +1,10 @@
 """The parts of the process backend, one by one."""
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -214,6 +216,31 @@ def test_an_agent_that_cannot_be_started_leaves_its_worker_alone(tmp_path: pathl
             return worker.gone
 
         until(gone)
+
+
+def test_a_backend_does_not_wait_for_ever_for_room(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_settings(tmp_path)
+    backend = make_backend(made, [])
+    made.paths.status.mkdir()
+    monkeypatch.setattr("megatronapp_operator.backends.process.backend.LAST_WORDS_S", 0.0)
+    backend._write_to_the_end(frozenset())
+    assert "the last state is not written" in capsys.readouterr().err
+
+
+def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A detached backend's standard error is a file on the disk that is full."""
+    made = make_settings(tmp_path)
+    backend = make_backend(made, [])
+    made.paths.status.mkdir()
+    full = io.TextIOWrapper(io.FileIO("/dev/full", "wb"), write_through=True)
+    monkeypatch.setattr(sys, "stderr", full)
+    backend._store()
+    monkeypatch.undo()
+    with contextlib.suppress(OSError):  # it tries once more
+        full.close()
+    assert made.paths.status in backend._unwritable
 
 
 def test_processes_that_cannot_be_killed_are_named(

@@ -44,6 +44,9 @@ TICK_S = 0.5
 
 GUARDIAN_END_S = 5.0
 
+LAST_WORDS_S = 120.0
+"""How long the end of a job waits for room to be written down."""
+
 Listener = Callable[[Status, tuple[Action, ...]], None]
 """Told of every new status, and of what is done about it."""
 
@@ -74,11 +77,25 @@ class Backend:
             while True:
                 wake_at = self._step()
                 if self._finished():
-                    self._store()
+                    self._write_to_the_end(numbers)
                     return self._job.status
                 number = signals.wait(numbers, min(TICK_S, wake_at - self._now()))
                 if number is not None and number is not signal.SIGCHLD:
                     self._stop(number)
+
+    def _write_to_the_end(self, numbers: frozenset[signal.Signals]) -> None:
+        """Store how the job ended; on a full disk try again for a while, or until somebody sends another signal."""
+        self._store()
+        if self._unwritable:
+            self._complain(f"trying for {LAST_WORDS_S:g} s to write the last state; Ctrl-C ends the wait")
+        until = time.monotonic() + LAST_WORDS_S
+        while self._unwritable and time.monotonic() < until:
+            number = signals.wait(numbers, TICK_S)
+            if number is not None and number is not signal.SIGCHLD:
+                break
+            self._store()
+        if self._unwritable:
+            self._complain("the last state is not written: what is shown of this job from now on is older than its end")
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -101,7 +118,7 @@ class Backend:
             return
         pids = ", ".join(map(str, kin.find(mine)))
         message = f"these processes could not be ended and may still hold memory, ports and GPUs: {pids}"
-        print(f"warning: {self._settings.name}: {message}", file=sys.stderr)
+        self._complain(message)
         self._record(RecordEvent(type=EventType.WARNING, reason="ProcessesLeft", message=message), self._now())
 
     def _step(self) -> float:
@@ -272,13 +289,18 @@ class Backend:
     def _kept_alive_on_a_full_disk(self, path: pathlib.Path) -> Iterator[None]:
         """What people are shown gets old while it cannot be written; that is no reason to end their training.
 
-        It is written again with the next look, once there is room.
+        It is written again with the next look, once there is room; after the end of the job, see _write_to_the_end.
         """
         try:
             yield
         except OSError as error:
             if path not in self._unwritable:
-                print(f"warning: {self._settings.paths.root}: the state cannot be written: {error}", file=sys.stderr)
+                self._complain(f"the state cannot be written: {error}")
             self._unwritable.add(path)
         else:
             self._unwritable.discard(path)
+
+    def _complain(self, message: str) -> None:
+        """Say it on standard error, which may be a file on the disk that is full."""
+        with contextlib.suppress(OSError):
+            print(f"warning: {self._settings.paths.root}: {message}", file=sys.stderr, flush=True)
