@@ -74,6 +74,35 @@ def test_running_is_when_every_worker_runs_and_the_ranks_train(scene: Maker, wor
     assert made.plan().actions == ()
 
 
+def test_a_gang_that_tells_no_progress_runs_after_a_while(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    made.see(worker(0), worker(1))
+    assert made.plan().wake_at == made.now + 300
+    made.now += 300
+    began = made.plan()
+    assert (began.status.phase, reasons(began)) == (Phase.RUNNING, ["Running"])
+    condition = began.status.condition(ConditionType.RUNNING)
+    assert (condition.reason, "no progress was told for 300 s" in condition.message) == ("NoProgressPage", True)
+    made.now += 10
+    assert made.plan().actions == ()
+
+
+@pytest.mark.parametrize(("of", "phase"), [(1, Phase.RESTARTING), (0, Phase.RUNNING)], ids=["this", "older"])
+def test_only_a_page_of_this_attempt_says_that_it_still_starts(
+    running: Maker, worker: Maker, of: int, phase: Phase
+) -> None:
+    made = running()
+    made.see(worker(0), worker(1, "Failed", 1))
+    made.plan()
+    page = Progress(attempt=of, iteration=0, state="starting")
+    made.see(worker(0, attempt=1), worker(1, attempt=1), progress=page)
+    made.now += 10
+    assert made.plan().status.phase is Phase.RESTARTING
+    made.now += 300
+    assert made.plan().status.phase is phase
+
+
 def test_a_rank_that_hangs_before_the_first_step_is_told(scene: Maker, worker: Maker) -> None:
     made = scene()
     made.plan()

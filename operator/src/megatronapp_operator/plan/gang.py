@@ -110,12 +110,29 @@ def running(draft: Draft) -> bool:
         return False
     if draft.status.running_time is None:
         draft.update(running_time=draft.now)
-    if draft.status.trains and draft.status.phase is not Phase.RUNNING:
-        verb = "trains" if draft.job.spec.workers == 1 else "train"
-        message = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt} {verb}"
-        draft.update(phase=Phase.RUNNING)
-        draft.set_condition(ConditionType.RUNNING, True, "TrainingBegan", message)
-        draft.clear_condition(ConditionType.RESTARTING, "TrainingBegan", message)
-        draft.event(EventType.NORMAL, "Running", message)
+    if draft.status.phase is not Phase.RUNNING:
+        gang = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt}"
+        if draft.status.trains:
+            _enter_running(draft, "TrainingBegan", f"{gang} {'trains' if draft.job.spec.workers == 1 else 'train'}")
+        elif _silent_for_long(draft):
+            silence = f"no progress was told for {draft.job.spec.policy.silent_start_s:g} s"
+            _enter_running(draft, "NoProgressPage", f"{gang}: {silence}; training is taken to have begun")
     reset_budget(draft, until=draft.now)
     return False
+
+
+def _enter_running(draft: Draft, reason: str, message: str) -> None:
+    draft.update(phase=Phase.RUNNING)
+    draft.set_condition(ConditionType.RUNNING, True, reason, message)
+    draft.clear_condition(ConditionType.RESTARTING, reason, message)
+    draft.event(EventType.NORMAL, "Running", message)
+
+
+def _silent_for_long(draft: Draft) -> bool:
+    """Whether a gang that has gathered says nothing, not even that it starts: then its page cannot be made."""
+    if draft.status.told is not None or draft.status.running_time is None:
+        return False
+    at = draft.status.running_time + draft.job.spec.policy.silent_start_s
+    if draft.now < at:
+        draft.wake(at)
+    return draft.now >= at

@@ -117,9 +117,14 @@ class Status:
     """The newest ten, oldest first."""
 
     @property
+    def told(self) -> Progress | None:
+        """Progress of this attempt, if its ranks have told any."""
+        return self.progress if self.progress is not None and self.progress.attempt == self.attempt else None
+
+    @property
     def trains(self) -> bool:
         """Whether the ranks of this attempt have begun: groups, model and data are there."""
-        return self.progress is not None and self.progress.attempt == self.attempt and self.progress.state != STARTING
+        return self.told is not None and self.told.state != STARTING
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """The condition of this type, if it was ever set."""
