@@ -36,8 +36,8 @@ class RunPolicy:
     settle_s: float = 5.0
     """How long to wait for the true culprit when all that is known is that somebody lost a peer."""
     silent_start_s: float = 300.0
-    """How long a gang that has gathered may tell no progress at all before it is taken to train: its page may be missing
-    (no room in shared memory), and training goes on without."""
+    """How long a gang that has gathered may tell no progress at all before it is taken to train: its page may be
+    missing (no room in shared memory), and training goes on without."""
     lost_worker_s: float = 300.0
     """A worker that is still there so long after it was asked to stop is removed by force."""
 
