@@ -51,6 +51,8 @@ LAUNCHER = """
 
     if (control / "stubborn").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif (control / "unsaved").exists():
+        signal.signal(signal.SIGTERM, lambda *_: end(69 if worker == "0" else 67, "RankFailed"))
     else:
         signal.signal(signal.SIGTERM, lambda *_: end(75, "Preempted"))
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

@@ -27,7 +27,7 @@ def test_a_job_runs_to_its_end_and_leaves_nothing(desk: Any) -> None:
 
 
 def test_the_first_ctrl_c_asks_for_a_checkpoint(desk: Any) -> None:
-    backend = desk.run(desk.manifest())
+    backend = desk.run(desk.manifest(grace_s=3600))  # on a busy machine nobody is killed before it could answer
     desk.until_phase("Running")
     uid = desk.uid()
     backend.send_signal(signal.SIGINT)
@@ -46,6 +46,25 @@ def test_the_first_ctrl_c_asks_for_a_checkpoint(desk: Any) -> None:
     desk.until_phase("Running")
     desk.end(0)
     assert again.wait(60) == 0
+
+
+def test_a_ctrl_c_whose_checkpoint_fails_says_why(desk: Any) -> None:
+    (desk.control / "unsaved").touch()
+    backend = desk.run(desk.manifest(grace_s=3600))
+    desk.until_phase("Running")
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 130
+    status = desk.status()
+    assert [(one["worker"], one["exitCode"], one["action"]) for one in status["failures"]] == [(1, 67, "FailJob")]
+    failed = next(one for one in status["conditions"] if one["type"] == "Failed")
+    said = "rank 1 on worker 1 failed with exit code 67: words"
+    assert (status["phase"], failed["reason"], said in failed["message"]) == ("Failed", "Interrupted", True)
+    lines = (desk.folder / "backend.out").read_text().splitlines()
+    assert any(line.startswith(f"warning: {said}") for line in lines)
+    assert lines[-2:] == [
+        "job: Failed (Interrupted)",
+        "stopped; nothing was saved, as spec.checkpoint.save is not set",
+    ]
 
 
 def test_the_second_ctrl_c_kills(desk: Any) -> None:
