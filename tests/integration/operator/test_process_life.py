@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import signal
 from typing import Any
@@ -65,6 +66,21 @@ def test_a_ctrl_c_whose_checkpoint_fails_says_why(desk: Any) -> None:
         "job: Failed (Interrupted)",
         "stopped; nothing was saved, as spec.checkpoint.save is not set",
     ]
+
+
+def test_a_ctrl_c_between_two_attempts_suspends_the_job(desk: Any) -> None:
+    manifest = pathlib.Path(desk.manifest())
+    manifest.write_text(manifest.read_text().replace("initialSeconds: 0", "initialSeconds: 600"))
+    backend = desk.run(str(manifest))
+    desk.until_phase("Running")
+    desk.end(1, "-1-0")
+    desk.until_phase("Restarting", attempt=1)
+    backend.send_signal(signal.SIGINT)
+    assert backend.wait(60) == 130
+    status = desk.status()
+    assert (status["phase"], status["attempt"], len(status["failures"])) == ("Suspended", 1, 1)
+    lines = (desk.folder / "backend.out").read_text().splitlines()
+    assert lines[-2:] == ["job: Suspended (Interrupted)", "stopped before attempt 1 began"]
 
 
 def test_the_second_ctrl_c_kills(desk: Any) -> None:
