@@ -58,6 +58,14 @@ def test_a_slow_rank_is_named_and_nobody_else(
     assert 25 <= told.first_step() <= 45
 
 
+@pytest.mark.parametrize(("steps", "named"), [(5, set()), (12, {("rank", (2,), "compute")})])
+def test_a_processor_that_is_taken_away_for_a_moment_is_no_finding(
+    watch: Watch, sim: ModuleType, steps: int, named: set[Any]
+) -> None:
+    fault = sim.Fault(rank=2, kind="compute", factor=2.5, from_step=25, steps=steps)
+    assert watch(LAYOUTS["dp2-pp2"], faults=(fault,)).subjects == named
+
+
 @FAST
 @given(name=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 10_000), pick=st.integers(0, 100))
 def test_a_stalling_host_is_told_from_slow_compute(

@@ -96,7 +96,10 @@ class Detector:
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.link)):
             self._step_s.add(np.array([step_s]), np.array([True]))
         found = self._candidates(evidence, view, budget)
-        self._tracks.propose(found, lambda votes: self._since(view, votes), lambda one: self._hold(one, evidence))
+        noise = self._settings.device if evidence.on_device else self._settings.processor
+        self._tracks.propose(
+            found, lambda votes: self._since(view, votes), lambda one: self._hold(one, evidence), hits=noise.hits
+        )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         self._cost(view, list(self._tracks.live.values()), clocks.worst_ns() * 1e-9)
         return [self._verdict(track) for track in told]

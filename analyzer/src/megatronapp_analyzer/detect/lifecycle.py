@@ -77,11 +77,17 @@ class Tracks:
         self.live: dict[Key, Track] = {}
 
     def propose(
-        self, candidates: Iterable[Candidate], when: Callable[[int], When], hold: Callable[[Candidate], bool]
+        self,
+        candidates: Iterable[Candidate],
+        when: Callable[[int], When],
+        hold: Callable[[Candidate], bool],
+        *,
+        hits: int,
     ) -> None:
         """Take this step's candidates: new suspects, and suspects that are now certain enough.
 
-        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence.
+        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence; `hits`
+        steps, this one included, must have spoken against a subject that is named.
         """
         for candidate in candidates:
             if self._covered(candidate):
@@ -95,7 +101,8 @@ class Tracks:
                     steps_seen=self._settings.votes - 1,
                 )
             track.candidate = candidate
-            if track.state is State.SUSPECT and candidate.votes >= self._settings.confirm_votes:
+            certain = candidate.votes >= self._settings.confirm_votes and track.hits + 1 >= hits
+            if track.state is State.SUSPECT and certain:
                 if hold(candidate) and track.held < self._settings.votes:
                     track.held += 1
                     continue

@@ -17,10 +17,13 @@ class Noise:
     """Smallest part of a step that a stall or a late delivery must cost, against own history."""
     cold_share: float
     """The same where there is no healthy history."""
+    hits: int
+    """Steps that must have spoken against a subject before it is named. A virtual machine whose host takes a processor
+    away for a second or two makes a rank slow for up to five short steps; a device knows nothing like it."""
 
 
-PROCESSOR = Noise(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10)
-DEVICE = Noise(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06)
+PROCESSOR = Noise(compute_floor=0.08, compute_ratio=1.40, peer_ratio=1.60, share=0.06, cold_share=0.10, hits=6)
+DEVICE = Noise(compute_floor=0.01, compute_ratio=1.05, peer_ratio=1.10, share=0.03, cold_share=0.06, hits=4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
