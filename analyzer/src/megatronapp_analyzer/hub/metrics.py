@@ -197,17 +197,18 @@ class HubCollector(Collector):
             if rank in top:
                 waits.add_metric([self._job, str(rank), kind], seconds)
         yield waits
+        whole = self._newest_whole()
         yield self._gauge(
             "megascan_data_skew_correlation",
             "Correlation of forward and backward times over microbatches, without named ranks.",
-            sums.skew_correlation(self._newest_whole(), self._named_ranks()),
+            sums.skew_correlation(whole, self._named_ranks()),
         )
         state = self._hub.ingest.newest
         costs = {rank: ring.record_cost_ns for rank, ring in state.rings.items()} if state else {}
         yield self._gauge(
             "megascan_tracer_overhead_ratio",
             "Estimated cost of tracing over step time, in the rank where it is largest.",
-            sums.overhead_ratio(self._newest_whole(), {rank: cost for rank, cost in costs.items() if cost is not None}),
+            sums.overhead_ratio(whole, {rank: cost for rank, cost in costs.items() if cost is not None}),
         )
 
     def _newest_whole(self) -> list[StoredStep]:
