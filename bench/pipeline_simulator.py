@@ -77,7 +77,7 @@ CROWDED_CPU = dataclasses.replace(SHARED_CPU, crowd_share=0.25, crowd_queue_s=60
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """An injected slowness, as the contracts define the kinds."""
+    """An injected slowness, as the contracts define the kinds; "launch": a host that takes longer to launch kernels."""
 
     rank: int
     kind: str
@@ -110,8 +110,10 @@ class Job:
     clock_offset_s: float = 0.0
     clock_drift_ppm: float = 0.0
     boot_per_node: bool = False
+    healthy_launch: float = 0.3
+    """Host time to launch a span's kernels over their device time, where nothing disturbs the host."""
     launch_ratio: float = 0.0
-    """Host time to launch a span's kernels over their device time: how long it lasts behind a host that stalls."""
+    """The same behind a host that stalls."""
     global_slowdown: Callable[[int], float] = lambda step: 1.0
 
 
@@ -236,6 +238,7 @@ class _Rank:
         self.pace *= self.job.global_slowdown(step) * (self.job.warmup_factor if step == 0 else 1.0)
         self.ordinals: dict[Comm, int] = collections.defaultdict(int)
         self.queued = 0.0
+        self.lead_s = 0.0
         if simulator.crowded(rank, step):
             self.pace *= self.noise.crowd_factor
             self.noise = self.noise.crowded()
@@ -309,6 +312,7 @@ class _Rank:
         """The time an active fault of this kind adds, as a FAULT span."""
         for fault in self.faults:
             if fault.kind == kind:
+                self.lead_s = 0.0 if kind == "host" else self.lead_s
                 self.extra((fault.factor - 1) * self.job.forward_s * self.weight() * scale)
 
     def extra(self, seconds: float) -> None:
@@ -332,16 +336,18 @@ class _Rank:
         return max([f.factor for f in self.faults if f.kind == "compute"], default=1.0)
 
     def launch_s(self, forward: bool) -> float:
-        """Time to launch one span's kernels, if the device has to wait for that: 0 while the host runs ahead."""
-        if not self.noise.device or not any(fault.kind == "host" for fault in self.faults):
-            return 0.0
+        """Host time to launch one span's kernels."""
+        if not any(fault.kind == "host" for fault in self.faults):
+            crowded = max([f.factor for f in self.faults if f.kind == "launch"], default=1.0)
+            return self.job.healthy_launch * crowded * self.base_s(forward)
         return self.base_s(forward) * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
 
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:
         """One compute span; with TP its members meet inside it after each quarter."""
         kind = Kind.FORWARD if forward else Kind.BACKWARD
         begin, work, factor = self.time, self.work_s(forward), self.slow()
-        work = max(work, self.launch_s(forward) / factor)
+        launch = self.launch_s(forward) if self.noise.device else 0.0
+        work = max(work, (launch - self.lead_s) / factor)
         if self.job.layout.tp > 1:
             at_end = self.job.tp_sleep_at_end
             for part in range(4):
@@ -351,12 +357,14 @@ class _Rank:
             self.time += (self.time - begin) * (factor - 1) if at_end else 0.0
         else:
             self.time += work * factor
+        self.lead_s = max(self.lead_s + self.time - begin - launch, 0.0)
         queue = self.queue()
         self.rows.append(self.compute_row(kind, begin, queue, microbatch, chunk))
 
     def compute_row(self, kind: Kind, begin: float, queue: float, microbatch: int, chunk: int) -> tuple[int, ...]:
         if self.noise.device:
-            return self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, flags=Flag.DEVICE_CLOCK)
+            flags, lead = Flag.DEVICE_CLOCK | Flag.AUX_LEAD, self.units(self.lead_s)
+            return self.row(kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=lead, flags=flags)
         return self.row(
             kind, begin, self.time, microbatch=microbatch, chunk=chunk, aux=self.units(queue), flags=Flag.AUX_RUN_QUEUE
         )

@@ -140,6 +140,8 @@ def _arguments(step: StoredStep, row: np.void, peer: int) -> Event:
         arguments["bytes"] = aux * BYTES_UNIT
     if flags & Flag.AUX_RUN_QUEUE:
         arguments["runQueueUs"] = aux * DURATION_UNIT_NS / 1000
+    if flags & Flag.AUX_LEAD:
+        arguments["launchLeadUs"] = aux * DURATION_UNIT_NS / 1000
     if flags & Flag.INJECTED:
         arguments["injected"] = True
     if peer >= 0:

@@ -95,6 +95,9 @@ class Flag(enum.IntFlag):
     """The optimizer refused this step (found Inf in the gradients)."""
     INJECTED = 64
     """A fault was injected into this span."""
+    AUX_LEAD = 128
+    """aux is by how much the host was ahead when the device ended the span, in 8 ns; near 0, the device waited for the
+    host to launch its kernels."""
 
 
 class Metric(enum.IntEnum):

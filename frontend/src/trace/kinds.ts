@@ -36,6 +36,7 @@ export const Flag = {
   DEVICE_CLOCK: 16,
   SKIPPED_UPDATE: 32,
   INJECTED: 64,
+  AUX_LEAD: 128,
 } as const;
 
 export type Group =

@@ -78,6 +78,7 @@ FLAGS = {
     "DEVICE_CLOCK": 16,
     "SKIPPED_UPDATE": 32,
     "INJECTED": 64,
+    "AUX_LEAD": 128,
 }
 
 

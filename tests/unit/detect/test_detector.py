@@ -247,6 +247,38 @@ def test_kernels_that_a_stalling_host_launches_late_are_no_slow_compute(
 
 
 @FAST
+@given(
+    seed=st.integers(0, 10_000),
+    layout=st.sampled_from(["dp2-pp2", "dp1-pp4"]),
+    launch=st.tuples(st.floats(0.2, 1.1), st.floats(2.5, 8.0)),
+)
+def test_a_crowded_host_that_launches_slowly_is_no_slow_device(
+    watch: Watch, sim: ModuleType, seed: int, layout: str, launch: tuple[float, float]
+) -> None:
+    """Nothing shows but the device's spans: as long as on a device many times as slow, but without a lead."""
+    rank, (healthy, crowded) = seed % 4, launch
+    fault = sim.Fault(rank=rank, kind="launch", factor=crowded / healthy, from_step=25)
+    told = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, healthy_launch=healthy, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), "host")}
+    assert any("launched late" in line for line in told.last.evidence_text)
+
+
+@FAST
+@given(seed=st.integers(0, 10_000), factor=st.floats(2.5, 8.0))
+def test_a_slow_device_is_named_where_devices_usually_wait_for_launches(
+    watch: Watch, sim: ModuleType, seed: int, factor: float
+) -> None:
+    rank = seed % 4
+    fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
+    assert told.subjects == {("rank", (rank,), "compute")}
+
+
+def test_where_devices_always_wait_for_launches_nobody_is_named(watch: Watch, sim: ModuleType) -> None:
+    assert watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, healthy_launch=1.5).said == []
+
+
+@FAST
 @given(seed=st.integers(0, 10_000), rank=st.integers(0, 3), factor=st.floats(2.0, 3.0))
 def test_a_stalling_host_does_not_hide_slow_compute(
     watch: Watch, sim: ModuleType, seed: int, rank: int, factor: float

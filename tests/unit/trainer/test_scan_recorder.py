@@ -28,12 +28,14 @@ class Clock:
 
 
 class Device:
-    """A stream whose events are passed when the test says; `drift` is the speed of its clock."""
+    """A stream that is `lag_ns` behind its host and whose events are passed when the test says; `drift` is the speed of
+    its clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.done_ns = 1 << 62
         self.drift = 1.0
+        self.lag_ns = 0
 
     def event(self) -> "DeviceEvent":
         return DeviceEvent(self)
@@ -45,7 +47,7 @@ class DeviceEvent:
         self.at_ns = -1
 
     def record(self) -> None:
-        self.at_ns = self.device.clock.now_ns
+        self.at_ns = self.device.clock.now_ns + self.device.lag_ns
 
     def query(self) -> bool:
         return self.at_ns <= self.device.done_ns
@@ -168,8 +170,21 @@ def test_device_spans_are_written_when_the_device_is_done_and_not_before(ring_pa
     device.done_ns = clock.now_ns
     recorder.begin_step(2)
     (record,) = records(ring_path)
-    assert (record["step"], record["duration"] * 8, record["flags"]) == (0, 8_000, Flag.DEVICE_CLOCK)
+    assert (record["step"], record["duration"] * 8, record["flags"]) == (0, 8_000, Flag.DEVICE_CLOCK | Flag.AUX_LEAD)
     assert record["start_ns"] == 1_000_000_000
+
+
+@pytest.mark.parametrize("lag_ns", [0, 400, 4_000_000])
+def test_a_device_span_carries_how_far_its_host_was_ahead(ring_path: pathlib.Path, clock: Clock, lag_ns: int) -> None:
+    device = Device(clock)
+    recorder = device_recorder(ring_path, clock, device)
+    device.lag_ns = lag_ns
+    device_step(recorder, clock, 0)
+    clock.now_ns += lag_ns  # by then the device is done, too
+    recorder.finish()
+    (record,) = records(ring_path)
+    assert record["start_ns"] == 1_000_000_000 + lag_ns
+    assert record["aux"] * 8 == lag_ns
 
 
 def test_the_device_clock_follows_drift(clock: Clock) -> None:

@@ -39,6 +39,33 @@ class Reading:
     by_history: Mask
     """Judged by own history (else by peers)."""
 
+    def or_else(self, other: "Reading") -> "Reading":
+        """Column by column this reading where it is known, else the other."""
+        first = self.known
+        return Reading(
+            known=first | other.known,
+            over=np.where(first, self.over, other.over),
+            excess=np.where(first, self.excess, other.excess),
+            ratio=np.where(first, self.ratio, other.ratio),
+            strength=np.where(first, self.strength, other.strength),
+            by_history=np.where(first, self.by_history, other.by_history),
+        )
+
+    def within(self, columns: Mask) -> "Reading":
+        """The same, with all other columns unknown."""
+        return dataclasses.replace(
+            self,
+            known=self.known & columns,
+            over=self.over & columns,
+            excess=np.where(columns, self.excess, 0.0),
+            ratio=np.where(columns, self.ratio, 1.0),
+            strength=np.where(columns, self.strength, 0.0),
+        )
+
+    def at(self, columns: Ints) -> "Reading":
+        """The reading of `columns`, in that order."""
+        return Reading(**{field.name: getattr(self, field.name)[columns] for field in dataclasses.fields(self)})
+
 
 class LogChannel:
     """Compute time of units, in logarithms."""
@@ -51,8 +78,11 @@ class LogChannel:
         self._history = History(columns, settings.window)
         self._residuals = History(columns, settings.window)
 
-    def read(self, values_s: Floats, noise: Noise, doubt_s: Floats) -> Reading:
-        """Judge one step, and learn from what is healthy. `doubt_s`: what each value may be too large by."""
+    def read(self, values_s: Floats, noise: Noise, doubt_s: Floats, *, usual: Mask | None = None) -> Reading:
+        """Judge one step, and learn from what is healthy.
+
+        `doubt_s`: what each value may be too large by. `usual`: columns that may be learned from, if not all.
+        """
         with np.errstate(divide="ignore", invalid="ignore"):
             logs = np.log(values_s)
         warm = self._history.count >= self._settings.min_history
@@ -65,8 +95,9 @@ class LogChannel:
             doubt = np.log1p(doubt_s / (values_s * np.exp(-shift)))
         threshold = np.fmax(threshold, math.log(noise.compute_ratio) + doubt)
         over = known & (shift > threshold) & (~warm | (own > OWN_PART * threshold))
-        self._history.add(logs, ~over)
-        self._residuals.add(shift, ~over & warm)
+        healthy = ~over if usual is None else ~over & usual
+        self._history.add(logs, healthy)
+        self._residuals.add(shift, healthy & warm)
         shift = np.where(known, shift, 0.0)
         return Reading(
             known=known,
@@ -76,11 +107,6 @@ class LogChannel:
             strength=np.where(known, shift / threshold, 0.0),
             by_history=warm,
         )
-
-    def usual_s(self) -> Floats:
-        """Usual seconds per microbatch of each unit; NaN without history."""
-        enough = self._history.count >= self._settings.min_history
-        return np.where(enough, np.exp(self._history.median()), np.nan)
 
     def _threshold(self, noise: Noise) -> Floats:
         scale = np.fmax(self._residuals.deviation(), noise.compute_floor)

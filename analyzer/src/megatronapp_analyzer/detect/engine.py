@@ -13,7 +13,7 @@ from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
 from megatronapp_analyzer.detect.hangs import HangBook
-from megatronapp_analyzer.detect.launches import late_units, with_late
+from megatronapp_analyzer.detect.launches import with_launches
 from megatronapp_analyzer.detect.lifecycle import Track, Tracks
 from megatronapp_analyzer.detect.narrowing import Narrowing
 from megatronapp_analyzer.detect.report import evidence_text, verdict_of
@@ -96,9 +96,11 @@ class Detector:
         if not any((part.over).any() for part in (evidence.compute, evidence.host, evidence.link)):
             self._step_s.add(np.array([step_s]), np.array([True]))
         found = self._candidates(evidence, view, budget)
-        noise = self._settings.device if evidence.on_device else self._settings.processor
         self._tracks.propose(
-            found, lambda votes: self._since(view, votes), lambda one: self._hold(one, evidence), hits=noise.hits
+            found,
+            lambda votes: self._since(view, votes),
+            lambda one: self._hold(one, evidence),
+            hits=lambda one: self._hits(one, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         self._cost(view, list(self._tracks.live.values()), clocks.worst_ns() * 1e-9)
@@ -108,13 +110,8 @@ class Detector:
         """Subjects that the last steps speak against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
-        active = self._active(evidence.compute)
-        if evidence.on_device:
-            slow = cand.by_unit(evidence.compute, active, self._places)
-            late = late_units(slow, self._told_of(host, slow, link, step_s))
-            active = np.setdiff1d(active, [unit for one in late for unit in one.columns])
-            host = [with_late(one, late) for one in host]
-        compute = cand.of_compute(evidence.compute, active, self._places, self._settings)
+        host = [with_launches(one, evidence.launches.late) for one in host]
+        compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
         compute = cand.without_explained(compute, host + link, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
         found = self._worth_telling(compute + host + link, step_s)
@@ -125,23 +122,10 @@ class Detector:
         found = [one for one in candidates if one.excess_s >= self._settings.impact_share * step_s]
         return cand.without_weaker(found, self._tracks.strongest_s(), self._settings)
 
-    def _told_of(
-        self, host: list[Candidate], slow: list[Candidate], link: list[Candidate], step_s: float
-    ) -> list[Candidate]:
-        """Stalling hosts that are named or will be, beside the slow units that they leave unexplained.
-
-        A host that nobody hears of must not explain anything away, or nobody is named at all.
-        """
-        named = {track.candidate.key for track in self._tracks.live.values() if track.named}
-        others, explaining = host + link, host
-        while True:
-            late = late_units(slow, explaining)
-            left = cand.without_explained([one for one in slow if one not in late], others, self._places)
-            found = self._worth_telling(left + others, step_s)
-            kept = [one for one in explaining if one in found or one.key in named]
-            if len(kept) == len(explaining):
-                return kept
-            explaining = kept  # what the others explained may now be the strongest of all
+    def _hits(self, candidate: Candidate, evidence: StepEvidence) -> int:
+        """Steps that must have spoken against a candidate; a host is a processor, whatever it launches for."""
+        device = evidence.on_device and candidate.cause is not Cause.HOST
+        return (self._settings.device if device else self._settings.processor).hits
 
     def _spoken_for(self, imbalance: Candidate, found: list[Candidate]) -> bool:
         named = [track.candidate for track in self._tracks.live.values() if track.named]
@@ -192,7 +176,7 @@ class Detector:
                 subject=one.candidate.subject,
                 cause=one.candidate.cause,
                 ratio=one.ratio,
-                excess_s=one.occurrence_s,
+                excess_s=max(one.occurrence_s - one.candidate.launch_s, 0.0),
                 late=one.candidate.late,
             )
             for one in hit
@@ -217,7 +201,7 @@ def _when(view: StepView) -> When:
 def _without_doubtful_links(features: StepFeatures, clocks: ClockModel) -> StepFeatures:
     """Deliveries between clocks that are not aligned well enough become unknown."""
     doubt = np.array([clocks.pair_uncertainty_ns(int(a), int(b)) for a, b in features.pairs]) * 1e-9
-    usual = np.nanmedian(features.compute_s) if np.isfinite(features.compute_s).any() else 0.0
+    usual = np.nanmedian(features.passes_s) if np.isfinite(features.passes_s).any() else 0.0
     delivery: Floats = np.where(doubt > DOUBTFUL_SHARE * usual, np.nan, features.delivery_s)
     return features.with_delivery(delivery)
 

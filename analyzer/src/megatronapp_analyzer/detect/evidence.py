@@ -9,6 +9,7 @@ from megatronapp_analyzer.detect.candidates import Candidate, Evidence
 from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, DelayChannel, LogChannel, Reading
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, Crowding
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
+from megatronapp_analyzer.detect.launches import Launches, LaunchReading
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.detect.votes import Votes
@@ -26,6 +27,7 @@ class StepEvidence:
     host: Evidence
     link: Evidence
     imbalance: Evidence
+    launches: LaunchReading
     pairs: Ints
     on_device: bool
 
@@ -46,6 +48,7 @@ class Channels:
         self._stage_of = np.array([at.pp for at in layout.coordinates], np.int64)
         stages = self._stage_of
         self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
+        self._launches = Launches(units, settings)
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
@@ -67,33 +70,35 @@ class Channels:
         """Source and destination of each link column."""
         return np.array(list(self._pairs), np.int64).reshape(-1, 2)
 
-    def usual_compute_s(self) -> Floats:
-        """Usual seconds per microbatch of each unit."""
-        return self._compute.usual_s()
-
     def read(self, features: StepFeatures, step_s: float, *, whole: bool) -> StepEvidence:
         """Judge one step. `step_s` is the usual length of a step; `whole`: no record was lost."""
         crowded_s = self._crowding.growth_s(features.queue_s)
-        compute = self._read_compute(features, crowded_s)
+        stalling = self._votes_host.count >= self._settings.suspect_votes
+        launches = self._launches.read(features, step_s, stalling)
+        compute = self._read_compute(features, crowded_s, launches)
         self._crowding.learn(features.queue_s, ~compute.over[self._units.of_rank])
         return StepEvidence(
             compute=compute,
-            host=self._read_host(features, step_s, crowded_s, whole=whole),
+            host=self._read_host(features, step_s, crowded_s, launches, whole=whole),
             link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
+            launches=launches,
             pairs=self.pairs,
             on_device=features.on_device,
         )
 
-    def _read_compute(self, features: StepFeatures, crowded_s: Floats) -> Evidence:
+    def _read_compute(self, features: StepFeatures, crowded_s: Floats, launches: LaunchReading) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         doubt = COMPUTE_PART * self._units.slowest(crowded_s)
-        reading = self._compute.read(self._units.slowest(features.compute_s), noise, doubt)
+        values = np.where(launches.bound_units, np.nan, self._units.slowest(features.compute_s))
+        reading = self._compute.read(values, noise, doubt).or_else(launches.passes)
         self._votes_compute.add(reading.over, reading.known)
         count = self._units.slowest(features.forwards.astype(np.float64))
         return _evidence(Cause.COMPUTE, reading, self._votes_compute, count)
 
-    def _read_host(self, features: StepFeatures, step_s: float, crowded_s: Floats, *, whole: bool) -> Evidence:
+    def _read_host(
+        self, features: StepFeatures, step_s: float, crowded_s: Floats, launches: LaunchReading, *, whole: bool
+    ) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         count = np.where(features.forwards > 0, features.forwards, np.nan)
         budget = step_s / count
@@ -104,10 +109,10 @@ class Channels:
             self._idle.read(idle, budget, noise, doubt),
             self._data.read(features.data_s if whole else idle, budget, noise, doubt),
         ]
-        reading = _strongest(readings)
+        reading = launches.added_to(_strongest(readings))
         self._votes_host.add(reading.over, reading.known)
         evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
-        return _against_compute(evidence, features.compute_s)
+        return _against_compute(evidence, features.passes_s)
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
@@ -119,11 +124,11 @@ class Channels:
         reading = self._link.read(delivery, budget, noise, doubt)
         self._votes_link.add(reading.over, reading.known)
         evidence = _evidence(Cause.LINK, reading, self._votes_link, count)
-        return _against_compute(evidence, features.compute_s[self.pairs[:, 1]])
+        return _against_compute(evidence, features.passes_s[self.pairs[:, 1]])
 
     def _read_imbalance(self, features: StepFeatures) -> Evidence:
         """Stages of a single unit against the median of the other stages, over a long window."""
-        compute = self._units.slowest(features.compute_s)
+        compute = np.where(self._units.any(features.bound), np.nan, self._units.slowest(features.passes_s))
         others = median_of_others(compute)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = compute / others

@@ -1,8 +1,10 @@
 """What one step says about each rank and each directed pair. Pure NumPy; waits never count as a rank's own time.
 
-compute   seconds per microbatch in FORWARD and BACKWARD, without run-queue delay and without the wait for members of
+passes    seconds per microbatch in FORWARD and BACKWARD, without run-queue delay and without the wait for members of
           the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so that a few
           disturbed spans do not matter
+compute   the same of those spans whose length the device decides, not the host that launches their kernels
+bound     whether the host decides the length of most of these spans
 stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
 idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
 data      seconds of DATA per microbatch, without run-queue delay
@@ -23,14 +25,23 @@ from megatronapp_common.trace import DURATION_UNIT_NS, Flag, Kind
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 POSTS = frozenset({Kind.SEND_POST, Kind.RECV_POST})
+LEAD_PART = 0.25
+"""A device that ends a span less than this part of its length behind the host's last launch has waited for launches.
+Measured on a GPU host with crowded processors: spans with more lead last the same to 1 %, the others up to eight times
+as long."""
+FREE_SHARE = 0.25
+"""Share of the spans of one (kind, chunk) that must not have waited for launches, to say what the device takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepFeatures:
     """Arrays over ranks, NaN where the rank did not report enough; arrays over directed pairs."""
 
+    passes_s: Floats
     compute_s: Floats
+    bound: Mask
     queue_s: Floats
     stall_s: Floats
     idle_s: Floats
@@ -70,11 +81,14 @@ def extract(view: StepView, layout: JobLayout) -> StepFeatures:
     laid = _Laid(spans=spans, start=start, end=end, clean=clean)
     messages = messages_of(spans, rec.CommIndex(view.comms))
     forwards = np.bincount(spans["rank"][spans["kind"] == Kind.FORWARD], minlength=layout.world)
+    waited = _waited_for_launches(spans)
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
-        compute_s=_positive(_per_microbatch(laid.spans, laid.clean, layout.world)),
-        queue_s=_per_microbatch(laid.spans, rec.run_queue_s(spans), layout.world),
+        passes_s=_positive(_per_microbatch(spans, clean, layout.world)),
+        compute_s=_positive(_per_microbatch(spans, clean, layout.world, counted=~waited)),
+        bound=_mostly(waited, spans, layout.world),
+        queue_s=_per_microbatch(spans, rec.run_queue_s(spans), layout.world),
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
         data_s=_data(laid, layout.world, forwards),
@@ -128,17 +142,46 @@ def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Float
     return waits
 
 
-def _per_microbatch(spans: RankRecords, values_s: Floats, world: int) -> Floats:
-    """Seconds of FORWARD and BACKWARD; NaN for ranks that lack one of the (kind, chunk) groups that others have."""
-    kind, chunk = spans["kind"], spans["chunk"]
-    chosen = (kind == Kind.FORWARD) | (kind == Kind.BACKWARD)
-    if not chosen.any():
+def _waited_for_launches(spans: RankRecords) -> Mask:
+    """Spans of a device that ended it right behind the host's last launch; none where the lead is not recorded."""
+    told = (spans["flags"] & Flag.AUX_LEAD) != 0
+    mask: Mask = told & (spans["aux"] < LEAD_PART * spans["duration"])
+    return mask
+
+
+def _is_pass(spans: RankRecords) -> Mask:
+    mask: Mask = (spans["kind"] == Kind.FORWARD) | (spans["kind"] == Kind.BACKWARD)
+    return mask
+
+
+def _mostly(waited: Mask, spans: RankRecords, world: int) -> Mask:
+    """Ranks of which more than half of the passes are in `waited`."""
+    passes = _is_pass(spans)
+    share: Mask = 2 * _count(spans["rank"][passes & waited], world) > _count(spans["rank"][passes], world)
+    return share
+
+
+def _count(numbers: NDArray[np.integer], size: int) -> Ints:
+    return np.bincount(numbers, minlength=size)
+
+
+def _per_microbatch(spans: RankRecords, values_s: Floats, world: int, *, counted: Mask | None = None) -> Floats:
+    """Seconds of FORWARD and BACKWARD, of the `counted` spans only.
+
+    NaN for ranks that lack one of the (kind, chunk) groups that others have, or of which too few are counted.
+    """
+    passes = _is_pass(spans)
+    if not passes.any():
         return np.full(world, np.nan)
-    chunks = int(chunk[chosen].max()) + 1
-    group = (spans["rank"][chosen].astype(np.int64) * 2 + (kind[chosen] == Kind.BACKWARD)) * chunks
-    medians = segment_medians(group + chunk[chosen], values_s[chosen], world * 2 * chunks).reshape(world, -1)
-    used = ~np.isnan(medians).all(axis=0)
-    total: Floats = medians[:, used].sum(axis=1)
+    chunks = int(spans["chunk"][passes].max()) + 1
+    group = (spans["rank"].astype(np.int64) * 2 + (spans["kind"] == Kind.BACKWARD)) * chunks + spans["chunk"]
+    chosen = passes & np.isfinite(values_s) & (True if counted is None else counted)
+    groups = world * 2 * chunks
+    medians = segment_medians(group[chosen], values_s[chosen], groups)
+    there = _count(group[passes], groups)
+    medians[_count(group[chosen], groups) < FREE_SHARE * there] = np.nan
+    used = there.reshape(world, -1).any(axis=0)
+    total: Floats = medians.reshape(world, -1)[:, used].sum(axis=1)
     return total
 
 

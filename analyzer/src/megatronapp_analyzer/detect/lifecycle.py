@@ -82,12 +82,12 @@ class Tracks:
         when: Callable[[int], When],
         hold: Callable[[Candidate], bool],
         *,
-        hits: int,
+        hits: Callable[[Candidate], int],
     ) -> None:
         """Take this step's candidates: new suspects, and suspects that are now certain enough.
 
-        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence; `hits`
-        steps, this one included, must have spoken against a subject that is named.
+        `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence;
+        `hits(candidate)` steps, this one included, must have spoken against a subject that is named.
         """
         for candidate in candidates:
             if self._covered(candidate):
@@ -101,7 +101,7 @@ class Tracks:
                     steps_seen=self._settings.votes - 1,
                 )
             track.candidate = candidate
-            certain = candidate.votes >= self._settings.confirm_votes and track.hits + 1 >= hits
+            certain = candidate.votes >= self._settings.confirm_votes and track.hits + 1 >= hits(candidate)
             if track.state is State.SUSPECT and certain:
                 if hold(candidate) and track.held < self._settings.votes:
                     track.held += 1

@@ -11,6 +11,7 @@ PEERS_ONLY_CAP = 0.95
 UNDETERMINED_CAP = 0.6
 """Confidence of a finding whose cause is left open."""
 SHOWN_WAITERS = 4
+_LAUNCHES = "time between spans and in late launches per microbatch"
 _WHAT = {
     Cause.COMPUTE: "compute per microbatch, without run-queue delay",
     Cause.HOST: "time between spans per microbatch, without run-queue delay",
@@ -25,8 +26,9 @@ def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
     basis = "own healthy history" if candidate.by_history else "ranks that do the same work"
     if candidate.cause is Cause.UNDETERMINED:
         basis = "the other stages"
+    what = _LAUNCHES if candidate.launch_s else _WHAT[candidate.cause]
     lines = [
-        f"{_WHAT[candidate.cause]}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
+        f"{what}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
         f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
     ]
     late = max((ratio for _, ratio in candidate.late), default=1.0)

@@ -49,6 +49,12 @@ class Units:
         np.fmax.at(out, self.of_rank, values)
         return out
 
+    def any(self, ranks: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Units of which some member is among `ranks`, a mask."""
+        out = np.zeros(len(self), np.bool_)
+        out[self.of_rank[ranks]] = True
+        return out
+
     @property
     def has_peers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Whether other units do the same work."""

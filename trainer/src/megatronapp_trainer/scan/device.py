@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatronapp_common.trace import BYTES_UNIT, Flag
-from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder, Ring
+from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder, Ring, duration_units
 
 CALIBRATIONS = 5
 NS_PER_MS = 1e6
@@ -73,8 +73,10 @@ class _Pending:
     fields: Fields
     start: Event
     end: Event
+    launched_ns: int = 0
+    """When the host had launched all of the span; 0 for a post."""
     aux: int = 0
-    flags: int = Flag.DEVICE_CLOCK
+    flags: int = Flag.DEVICE_CLOCK | Flag.AUX_LEAD
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,7 +118,8 @@ class DeviceRecorder(Recorder):
 
     def leave(self, fields: Fields, mark: Mark) -> None:
         """End the span that `enter` began."""
-        self._pending.append(_Pending(self.step, fields, mark.event, self._recorded_event()))
+        end = self._recorded_event()
+        self._pending.append(_Pending(self.step, fields, mark.event, end, self._now_ns()))
         self.ring.close_span()
 
     def transfer(self, fields: Fields, mark: Mark, size_bytes: int) -> None:
@@ -126,7 +129,7 @@ class DeviceRecorder(Recorder):
         """
         reached = self._recorded_event()
         flags = Flag.DEVICE_CLOCK | Flag.AUX_BYTES
-        self._pending.append(_Pending(self.step, fields, reached, reached, size_bytes // BYTES_UNIT, flags))
+        self._pending.append(_Pending(self.step, fields, reached, reached, 0, size_bytes // BYTES_UNIT, flags))
 
     def own_ns(self, mark: Mark) -> int:
         """0: the device will know later."""
@@ -160,6 +163,9 @@ class DeviceRecorder(Recorder):
     def _write_pending(self, span: _Pending) -> None:
         start_ns = self.clock.host_ns(span.start)
         length_ns = 0 if span.start is span.end else round(span.start.elapsed_time(span.end) * NS_PER_MS)
-        self._write(span.step, span.fields, start_ns, length_ns, span.aux, span.flags)
+        aux = span.aux
+        if span.flags & Flag.AUX_LEAD:
+            aux = duration_units(start_ns + length_ns - span.launched_ns)
+        self._write(span.step, span.fields, start_ns, length_ns, aux, span.flags)
         self._on_length(span.fields, length_ns)
         self._free += {span.start, span.end}
