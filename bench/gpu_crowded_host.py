@@ -1,0 +1,144 @@
+"""Crowds the processors under a training job on GPUs, and prints what the detector says of it.
+
+    python bench/gpu_crowded_host.py --manifest bench/gpu_slow_rank_pp2.yaml
+
+A rank whose processor others take away launches kernels late: its device's spans grow, yet the device is healthy. First
+rank 0 shares one processor with two busy loops, later every processor has three; at the end rank 1's device is slow
+indeed. A verdict of cause "compute" before that, or another one at the end, is wrong: exit code 1.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+from typing import Any
+
+import httpx
+import yaml
+
+MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
+JOB = "crowded"
+STEPS = 400
+FAULT = {"rank": 1, "kind": "compute", "factor": 2, "fromStep": 300, "steps": 60}
+ONE_CPU, CALM, ALL_CPUS, CALM_AGAIN = 90, 130, 190, 240
+"""Steps at which the crowding changes."""
+DEADLINE_S = 500
+POLL_S = 0.2
+
+
+class Crowd:
+    """Busy loops beside the training."""
+
+    def __init__(self) -> None:
+        self._loops: list[subprocess.Popen[bytes]] = []
+        self._cpus = os.sched_getaffinity(0)
+        self._pinned: int | None = None
+
+    def one_cpu(self) -> None:
+        """Rank 0 and two loops share a processor."""
+        self._pinned = process_of_rank(0)
+        cpu = {min(self._cpus)}
+        pin(self._pinned, cpu)
+        for loop in self._start(2):
+            os.sched_setaffinity(loop.pid, cpu)
+
+    def all_cpus(self) -> None:
+        """Three loops for every processor."""
+        self._start(3 * len(self._cpus))
+
+    def calm(self) -> None:
+        """As before."""
+        for loop in self._loops:
+            loop.kill()
+            loop.wait()
+        self._loops.clear()
+        if self._pinned is not None:
+            pin(self._pinned, self._cpus)
+            self._pinned = None
+
+    def _start(self, count: int) -> list[subprocess.Popen[bytes]]:
+        started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+        self._loops += started
+        return started
+
+
+def process_of_rank(rank: int) -> int:
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in environment and any(item.startswith(b"WORLD_SIZE=") for item in environment):
+            return int(process.name)
+    raise SystemExit(f"rank {rank} is not running")
+
+
+def pin(process: int, cpus: set[int]) -> None:
+    for thread in pathlib.Path(f"/proc/{process}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cpus)
+
+
+def hub_client() -> httpx.Client:
+    done = subprocess.run([*MEGATRONAPP, "ui", JOB, "--print"], check=True, capture_output=True, text=True)
+    address = urllib.parse.urlsplit(done.stdout.strip())
+    token = urllib.parse.parse_qs(address.query)["token"][0]
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.Client(base_url=f"{address.scheme}://{address.netloc}", headers=headers, timeout=30)
+
+
+def watch(hub: httpx.Client, crowd: Crowd) -> list[dict[str, Any]]:
+    """Change the crowding as the steps go by; returns all verdicts that people could see."""
+    plan = [(ONE_CPU, crowd.one_cpu), (CALM, crowd.calm), (ALL_CPUS, crowd.all_cpus), (CALM_AGAIN, crowd.calm)]
+    told: dict[str, dict[str, Any]] = {}
+    deadline, step = time.monotonic() + DEADLINE_S, 0
+    while step < FAULT["fromStep"] + FAULT["steps"] and time.monotonic() < deadline:  # type: ignore[operator]
+        step = (hub.get("/api/v1/summary").json()["progress"] or {}).get("iteration") or 0
+        for verdict in hub.get("/api/v1/verdicts").json():
+            if verdict["state"] != "suspect" and verdict["id"] not in told:
+                print(f"step {step:4}  {verdict['sentence']}", flush=True)
+                told[verdict["id"]] = verdict
+        if plan and step >= plan[0][0]:
+            _, change = plan.pop(0)
+            change()
+            print(f"step {step:4}  -- {change.__name__.replace('_', ' ')}", flush=True)
+        time.sleep(POLL_S)
+    return list(told.values())
+
+
+def is_right(told: list[dict[str, Any]]) -> bool:
+    """Hosts while they are crowded, and the slow device in the end."""
+    compute = [one for one in told if one["cause"] != "host"]
+    return len(compute) == 1 and compute[0]["cause"] == "compute" and compute[0]["subject"]["ranks"] == [FAULT["rank"]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--manifest", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path, help="write the verdicts to this file")
+    options = parser.parse_args()
+    manifest = yaml.safe_load(options.manifest.read_text(encoding="utf-8"))
+    manifest["spec"]["training"]["trainIters"] = STEPS
+    manifest["spec"]["faults"] = [FAULT]
+    crowd = Crowd()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "job.yaml"
+        path.write_text(yaml.safe_dump(manifest), encoding="utf-8")
+        subprocess.run([*MEGATRONAPP, "run", str(path), "--name", JOB, "--detach"], check=True)
+        try:
+            told = watch(hub_client(), crowd)
+        finally:
+            crowd.calm()
+            subprocess.run([*MEGATRONAPP, "delete", JOB], check=True)
+    if options.out:
+        options.out.write_text(json.dumps(told, indent=1), encoding="utf-8")
+    print("right" if is_right(told) else "wrong")
+    return 0 if is_right(told) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
