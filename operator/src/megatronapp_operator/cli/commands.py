@@ -14,8 +14,8 @@ Subparsers = Any
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add run, get, describe, logs, wait, delete, inject and ui."""
-    for add in (_run, _get, _describe, _logs, _wait, _delete, _inject, _ui):
+    """Add run, validate, get, describe, logs, wait, delete, inject and ui."""
+    for add in (_run, _validate, _get, _describe, _logs, _wait, _delete, _inject, _ui):
         add(subparsers)
 
 
@@ -53,6 +53,13 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress, the trainer's log and verdicts")
     how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
+
+
+def _validate(subparsers: Subparsers) -> None:
+    text = """Judge manifests by the same rules as the API server, without one; every problem is told with its place.
+Exit code: 0 all are valid, 2 some are not."""
+    parser = _add(subparsers, "validate", "say what is wrong with manifests", description=text)
+    parser.add_argument("files", metavar="FILE", nargs="+", help="MegatronJob in YAML or JSON; - reads standard input")
 
 
 def _get(subparsers: Subparsers) -> None:

@@ -1,0 +1,47 @@
+"""`megatronapp validate`: the verdict of each file, its problems with their places, and the exit code."""
+
+import pathlib
+
+import pytest
+import yaml
+
+from megatronapp_common import cli
+
+EXAMPLE = pathlib.Path(__file__).parents[3] / "examples" / "demo.yaml"
+
+
+def write(folder: pathlib.Path, name: str, **spec: object) -> pathlib.Path:
+    document = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    document["spec"] |= spec
+    path = folder / name
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def test_a_good_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", str(EXAMPLE)]) == 0
+    assert capsys.readouterr().out == "megatronjob.megatronapp.io/demo is valid\n"
+
+
+def test_all_problems_of_a_manifest_are_told(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "bad.yaml", nodes=0, trainning={})
+    assert cli.main(["validate", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "error: spec.trainning: unknown field; did you mean training?\n" in told.err
+    assert "error: spec.nodes: 0 is too small; write 1 or more\n" in told.err
+
+
+def test_several_files_are_told_apart(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, missing = write(tmp_path, "bad.yaml", nodes=0), tmp_path / "missing.yaml"
+    assert cli.main(["validate", str(bad), str(missing), str(EXAMPLE)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "megatronjob.megatronapp.io/demo is valid\n"
+    assert told.err.splitlines() == [
+        f"error: {bad}: spec.nodes: 0 is too small; write 1 or more",
+        f"error: {missing}: cannot read the manifest: No such file or directory",
+    ]
+
+
+def test_what_only_a_cluster_can_do_is_valid(tmp_path: pathlib.Path) -> None:
+    assert cli.main(["validate", str(write(tmp_path, "job.yaml", suspend=True))]) == 0
