@@ -260,6 +260,7 @@ def test_a_crowded_host_that_launches_slowly_is_no_slow_device(
     fault = sim.Fault(rank=rank, kind="launch", factor=crowded / healthy, from_step=25)
     told = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, healthy_launch=healthy, faults=(fault,))
     assert told.subjects == {("rank", (rank,), "host")}
+    assert told.last.slowdown == pytest.approx(crowded / max(1.0, healthy), rel=0.15)
     assert any("launched late" in line for line in told.last.evidence_text)
 
 

@@ -112,7 +112,7 @@ class Channels:
         reading = launches.added_to(_strongest(readings))
         self._votes_host.add(reading.over, reading.known)
         evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
-        return _against_compute(evidence, features.passes_s)
+        return _against_compute(evidence, features.passes_s - launches.late.excess)
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
