@@ -208,8 +208,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"spec.training.startWeightDecay": 0.1},
-        "spec.training.startWeightDecay, endWeightDecay: belong to weightDecayIncrStyle linear or cosine; "
-        "write it, or leave them out",
+        "spec.training.weightDecayIncrStyle: startWeightDecay and endWeightDecay belong to linear or cosine; "
+        "write one of these, or leave them out",
     ),
     (
         {"spec.training.overlapParamGather": True, "spec.training.overlapGradReduce": True},
@@ -250,7 +250,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"spec.data.vocabFile": "vocab.json"},
-        "spec.data.vocabFile, mergeFile: belong together; write both, or tokenizer instead",
+        "spec.data.vocabFile: vocabFile and mergeFile belong together; write both, or tokenizer instead",
     ),
     (
         {"spec.data.vocabFile": "v", "spec.data.mergeFile": "m", "spec.data.tokenizer": "t"},
@@ -265,24 +265,27 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ({"spec.faults": [FAULT], "spec.trace.enabled": False}, "spec.faults: need trace.enabled: true"),
     (
         {"spec.faults": [{**FAULT, "rank": 8}]},
-        "spec.faults[0].rank: 8 is outside of this job's 8 ranks; write 0 to 7",
+        "spec.faults: rank 8 is outside of this job's 8 ranks; write 0 to 7",
     ),
-    ({"spec.faults": [{**FAULT, "peer": 2}]}, "spec.faults[0].peer: belongs to kind link; leave it out"),
+    (
+        {"spec.faults": [{**FAULT, "peer": 2}]},
+        "spec.faults: peer 2 of rank 1 belongs to kind link; leave it out",
+    ),
     (
         {"spec.faults": [{**FAULT, "kind": "link", "peer": 1}]},
-        "spec.faults[0].peer: 1 is the rank itself; write the rank it receives from",
+        "spec.faults: peer 1 is the rank itself; write the rank it receives from",
     ),
     (
         {"spec.faults": [{**FAULT, "fromStep": 100}]},
-        "spec.faults[0].fromStep: 100 is never reached by trainIters 100; write less",
+        "spec.faults: fromStep 100 of rank 1 is never reached by trainIters 100; write less",
     ),
     (
         {"spec.env": [{"name": "MASTER_ADDR", "value": "x"}]},
-        "spec.env[0].name: MASTER_ADDR is set by the launcher; leave it out",
+        "spec.env: MASTER_ADDR is set by the launcher; leave it out",
     ),
     (
         {"spec.env": [{"name": "A"}, {"name": "A"}]},
-        "spec.env[1].name: A is given twice; leave one of them out",
+        "spec.env: A is given twice; leave one of them out",
     ),
     (
         {"spec.runPolicy": {"backoff": {"initialSeconds": 20, "maxSeconds": 10}}},

@@ -37,6 +37,7 @@ KEYWORDS = {
     "x-kubernetes-preserve-unknown-fields",
     "x-kubernetes-list-type",
     "x-kubernetes-list-map-keys",
+    "x-kubernetes-validations",
 }
 Schema = dict[str, Any]
 

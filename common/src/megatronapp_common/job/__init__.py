@@ -1,6 +1,7 @@
 """MegatronJob: its types, its rules, and its flags."""
 
 from megatronapp_common.job.arguments import megatron_arguments, place_of
+from megatronapp_common.job.judge import check_update
 from megatronapp_common.job.load import load_job, parse_manifest
 from megatronapp_common.job.metadata import Metadata
 from megatronapp_common.job.model import Model, Parallelism
@@ -46,6 +47,7 @@ __all__ = [
     "Trace",
     "Training",
     "World",
+    "check_update",
     "derive_world",
     "load_job",
     "megatron_arguments",

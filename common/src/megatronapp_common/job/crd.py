@@ -6,6 +6,8 @@ The API server takes structural schemas only (OpenAPI v3.0): no references, no `
 
 from typing import Any
 
+from megatronapp_common.job.metadata import Metadata
+from megatronapp_common.job.rules import CHANGE_RULES, NAME_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.spec import Spec
 from megatronapp_common.job.status import Status
 from megatronapp_common.job.types import MegatronJob
@@ -26,6 +28,7 @@ _COLUMNS = (
     ("Started", "date", ".status.startTime", 1),
     ("Completed", "date", ".status.completionTime", 1),
 )
+_NAME = Metadata.model_fields["name"].description
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
 
 
@@ -66,7 +69,7 @@ def _version() -> Schema:
 
 
 def _root() -> Schema:
-    """The schema of the object. `metadata` is the API server's own; nothing but its type may stand here."""
+    """The schema of the object. `metadata` is the API server's own; only its name may be spoken of here."""
     return {
         "type": "object",
         "description": (MegatronJob.__doc__ or "").strip(),
@@ -74,10 +77,26 @@ def _root() -> Schema:
         "properties": {
             "apiVersion": {"type": "string", "description": "Always megatronapp.io/v1alpha1."},
             "kind": {"type": "string", "description": "Always MegatronJob."},
-            "metadata": {"type": "object"},
-            "spec": structural(Spec.model_json_schema(by_alias=True)),
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "description": _NAME}}},
+            "spec": structural(Spec.model_json_schema(by_alias=True)) | _validations(*SPEC_RULES, *CHANGE_RULES),
             "status": structural(Status.model_json_schema(by_alias=True), with_defaults=False),
         },
+        **_validations(*NAME_RULES),
+    }
+
+
+def _validations(*rules: Rule) -> Schema:
+    """Rules as the API server takes them."""
+    return {"x-kubernetes-validations": [_validation(rule) for rule in rules if not rule.in_schema]}
+
+
+def _validation(rule: Rule) -> Schema:
+    return {
+        "rule": rule.rule,
+        "fieldPath": rule.field,
+        "message": rule.says,
+        **({"messageExpression": rule.message} if rule.message else {}),
+        "reason": "FieldValueInvalid",
     }
 
 

@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job.checks import find_problems
+from megatronapp_common.job.judge import find_problems
 from megatronapp_common.job.partial import partial_spec
 from megatronapp_common.job.problems import describe_errors
 from megatronapp_common.job.types import MegatronJob
@@ -28,11 +28,11 @@ def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
         job = MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
     except ValidationError as error:
         partial = partial_spec(document, error.errors(include_url=False))
-        between = [] if partial is None else find_problems(partial)
+        between = [] if partial is None else find_problems(*partial)
         raise JobError(*describe_errors(error, MegatronJob), *between) from error
     except (TypeError, ValueError) as error:
         raise JobError(f"the document: is not plain data ({error}); use text, numbers, lists and maps") from error
-    problems = find_problems(job.spec)
+    problems = find_problems(job.spec.to_dict())
     if problems:
         raise JobError(*problems)
     return job

@@ -6,7 +6,11 @@ from pydantic import Field
 
 from megatronapp_common.job.base import ManifestModel
 
+MAX_NODES = 4096
+MAX_PROC_PER_NODE = 64
+MAX_RANKS = MAX_NODES * MAX_PROC_PER_NODE
 Count = Annotated[int, Field(ge=1, le=2_147_483_647)]
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -66,17 +70,17 @@ class Model(ManifestModel):
 class Parallelism(ManifestModel):
     """Sizes of the parallel groups. World size = tensor x context x pipeline x data."""
 
-    tensor: Count = 1
+    tensor: Size = 1
     """Ranks that share each layer."""
-    pipeline: Count = 1
+    pipeline: Size = 1
     """Pipeline stages."""
     virtual_pipeline: Count | None = None
     """Model chunks of each rank: the interleaved schedule, with 2 or more."""
     data: Count | None = None
     """Model replicas; left out: derived from nodes x procPerNode."""
-    context: Count = 1
+    context: Size = 1
     """Ranks that share one sequence."""
-    expert: Count = 1
+    expert: Size = 1
     """Ranks that share the experts; divides data x context."""
     sequence_parallel: bool = False
     """Norms and dropout work on slices of the sequence within a tensor group."""

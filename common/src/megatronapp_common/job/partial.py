@@ -1,7 +1,7 @@
 """A spec of which some fields are wrong, made whole enough to judge the rules between the others.
 
-Wrong and missing fields get stand-ins, so that the rest can be read as a real Spec. Whoever looks at a stand-in gets
-UnknownFieldError: a rule says what it finds before that, and never judges a value that nobody wrote.
+Wrong and missing fields get stand-ins, so that the rest can be read as a real Spec. Nobody looks at a stand-in: its
+path is among the unknown ones, for which no rule is judged.
 """
 
 import copy
@@ -20,28 +20,14 @@ from megatronapp_common.job.spec import Spec
 Path = tuple[str, ...]
 
 
-class UnknownFieldError(Exception):
-    """A rule has looked at a field whose value is not known. Never leaves this package."""
+def partial_spec(
+    document: Any,  # noqa: ANN401 - what somebody wrote
+    errors: Sequence[ErrorDetails],
+) -> tuple[dict[str, Any], set[Path]] | None:
+    """The spec of a document without the fields that these errors are about, and the paths of those.
 
-
-class _Partial:
-    """A block; reading an unknown field of it raises UnknownFieldError."""
-
-    def __init__(self, block: BaseModel, path: Path, unknown: frozenset[Path]) -> None:
-        self._block = block
-        self._path = path
-        self._unknown = unknown
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the fields of the block
-        path = (*self._path, type(self._block).model_fields[name].alias or name)
-        if path in self._unknown:
-            raise UnknownFieldError(".".join(path))
-        value = getattr(self._block, name)
-        return _Partial(value, path, self._unknown) if isinstance(value, BaseModel) else value
-
-
-def partial_spec(document: Any, errors: Sequence[ErrorDetails]) -> Spec | None:  # noqa: ANN401 - what somebody wrote
-    """The spec of a document without the fields that these errors are about; None where nothing of it can be read."""
+    None where nothing of it can be read.
+    """
     if not isinstance(document, Mapping) or not isinstance(document.get("spec"), dict):
         return None
     block, unknown = copy.deepcopy(document["spec"]), set[Path]()
@@ -50,10 +36,9 @@ def partial_spec(document: Any, errors: Sequence[ErrorDetails]) -> Spec | None: 
             unknown |= _taken_out(block, error, document["spec"])
     _fill(block, Spec)
     try:
-        spec = Spec.model_validate_json(json.dumps(block), by_alias=True, by_name=False)
+        return Spec.model_validate_json(json.dumps(block), by_alias=True, by_name=False).to_dict(), unknown
     except ValidationError:
         return None
-    return typing.cast(Spec, _Partial(spec, (), frozenset(unknown)))
 
 
 def _taken_out(block: dict[str, Any], error: ErrorDetails, written: dict[str, Any]) -> set[Path]:

@@ -5,11 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.model import Count, Model, Parallelism
+from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism
 from megatronapp_common.job.training import Checkpoint, Data, Index, Training
 
-MAX_NODES = 4096
-MAX_PROC_PER_NODE = 64
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 Seconds = Annotated[int, Field(ge=1, le=2_147_483_647)]
 Argument = Annotated[str, Field(max_length=4096)]
@@ -118,7 +116,13 @@ class Spec(ManifestModel):
     """Where and when the training is saved."""
     args: Annotated[tuple[Argument, ...], Field(max_length=512)] = ()
     """More flags in Megatron's spelling; they come last, so they win."""
-    env: Annotated[tuple[EnvVar, ...], Field(max_length=512)] = ()
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Field(
+            max_length=512,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = ()
     """Environment of every rank."""
     trace: Trace = Trace()
     """Recording of spans on every rank."""

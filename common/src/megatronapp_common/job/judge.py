@@ -1,0 +1,66 @@
+"""The rules of a MegatronJob, judged on this side as the API server judges them."""
+
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_strings
+
+from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
+from megatronapp_common.job.spec import Spec
+
+Path = tuple[str, ...]
+_MENTION = re.compile(r"\bself((?:\.\w+)+)")
+
+
+def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[str]:
+    """Everything that is wrong between the fields of a spec (`Spec.to_dict`), one line each: path, what, what instead.
+
+    Rules that look at an unknown field, at anything below one or at a block that holds one are not judged.
+    """
+    known = [rule for rule in SPEC_RULES if not _looks_at(rule, unknown)]
+    return judge(known, {"self": spec})
+
+
+def check_update(old: Spec, new: Spec) -> list[str]:
+    """What may not change from a job's old spec to its new one, one line each. Both are right by themselves."""
+    return judge(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
+
+
+def judge(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
+    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`."""
+    activation = _environment().Activation(data=data)
+    return [
+        f"spec{rule.field}: {_evaluate(rule, rule.message, activation) if rule.message else rule.says}"
+        for rule in rules
+        if not _evaluate(rule, rule.rule, activation)
+    ]
+
+
+def _evaluate(rule: Rule, text: str, activation: Any) -> Any:  # noqa: ANN401 - an Activation; bool or text
+    value = _compiled(text).eval(activation)
+    assert value.type() != cel.Type.ERROR, f"rule {rule.id}: {value.plain_value()}"
+    return value.plain_value()
+
+
+@functools.cache
+def _environment() -> Any:  # noqa: ANN401 - the library has no types
+    variables = {"self": cel.Type.DYN, "oldSelf": cel.Type.DYN}
+    return cel.NewEnv(variables=variables, extensions=[ext_strings.ExtStrings()])
+
+
+@functools.cache
+def _compiled(text: str) -> Any:  # noqa: ANN401 - the library has no types
+    return _environment().compile(text)
+
+
+def _looks_at(rule: Rule, unknown: Collection[Path]) -> bool:
+    return any(path[: len(mention)] == mention[: len(path)] for path in unknown for mention in mentions(rule))
+
+
+@functools.cache
+def mentions(rule: Rule) -> frozenset[Path]:
+    """Paths below the spec that a rule or its message looks at; a method that is called there ends one of them."""
+    return frozenset(tuple(path.removeprefix(".").split(".")) for path in _MENTION.findall(rule.rule + rule.message))

@@ -1,0 +1,20 @@
+"""The rules between the fields of a MegatronJob, each written once, in CEL.
+
+The CRD carries them as `x-kubernetes-validations`, so that the API server judges them, and `judge` evaluates the same
+texts on this side. Their order is the order in which people read what is wrong.
+"""
+
+from megatronapp_common.job.rules.changes import CHANGE_RULES
+from megatronapp_common.job.rules.data import DATA_RULES
+from megatronapp_common.job.rules.gang import GANG_RULES
+from megatronapp_common.job.rules.model import MODEL_RULES
+from megatronapp_common.job.rules.name import NAME_RULES
+from megatronapp_common.job.rules.rule import Rule
+from megatronapp_common.job.rules.run import RUN_RULES
+from megatronapp_common.job.rules.training import TRAINING_RULES
+from megatronapp_common.job.rules.world import WORLD_RULES
+
+SPEC_RULES = (*MODEL_RULES, *TRAINING_RULES, *DATA_RULES, *RUN_RULES, *WORLD_RULES, *GANG_RULES)
+"""Over `self`, the spec with its defaults."""
+
+__all__ = ["CHANGE_RULES", "NAME_RULES", "SPEC_RULES", "Rule"]

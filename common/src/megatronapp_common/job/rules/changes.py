@@ -1,0 +1,54 @@
+"""What may not change while a job exists, over `oldSelf` and `self`.
+
+They stand at the spec, not at the fields: there a rule would be skipped when its field appears or goes away.
+"""
+
+from megatronapp_common.job.rules.rule import Rule, say
+
+
+def _same(field: str) -> str:
+    return f"(has(self{field}) == has(oldSelf{field}) && (!has(self{field}) || self{field} == oldSelf{field}))"
+
+
+def _shown(root: str, field: str) -> str:
+    return f"has({root}{field}) ? string({root}{field}) : 'left out'"
+
+
+def _while_suspended(rule_id: str, field: str) -> Rule:
+    """A number that may be given, changed or taken out only in a job that was suspended before."""
+    return Rule(
+        id=rule_id,
+        field=field,
+        rule=f"oldSelf.suspend || {_same(field)}",
+        says="may change only while the job is suspended; set suspend: true first",
+        message=say(
+            f"was {{{_shown('oldSelf', field)}}} and is now {{{_shown('self', field)}}}; "
+            f"it may change only while the job is suspended: set suspend: true first"
+        ),
+    )
+
+
+CHANGE_RULES = (
+    Rule(
+        id="mode-stays",
+        field=".mode",
+        rule="self.mode == oldSelf.mode",
+        says="cannot change; make a new job",
+    ),
+    Rule(
+        id="model-stays",
+        field=".model",
+        rule="self.model == oldSelf.model",
+        says="cannot change, as checkpoints hold the old shape; make a new job",
+    ),
+    _while_suspended("nodes-stay", ".nodes"),
+    _while_suspended("ranks-stay", ".procPerNode"),
+    _while_suspended("gpus-stay", ".gpusPerNode"),
+    Rule(
+        id="layout-stays",
+        field=".parallelism",
+        rule="oldSelf.suspend || self.parallelism == oldSelf.parallelism",
+        says="may change only while the job is suspended; set suspend: true first",
+    ),
+    _while_suspended("batch-stays", ".training.globalBatchSize"),
+)

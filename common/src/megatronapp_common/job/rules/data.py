@@ -1,0 +1,101 @@
+"""Rules about data and checkpoints."""
+
+from megatronapp_common.job.rules.rule import Rule, let, say
+
+_PATH = "self.data.path"
+_MOCK = "self.data.mock"
+_VOCAB, _MERGE = "has(self.data.vocabFile)", "has(self.data.mergeFile)"
+_WEIGHT = "matches('^[0-9]*[.]?[0-9]+([eE]-?[0-9]+)?$')"
+_SIXTEEN = ", ".join(map(str, range(16)))
+_PAIR = "32 * i + 2 * j"  # lists have no positions in CEL; path holds at most 512 items, so 16 x 16 pairs are all
+_SAME_PAIRS = (
+    f"[{_SIXTEEN}].all(i, [{_SIXTEEN}].all(j, {_PAIR} >= weights.size() || (weights[{_PAIR}] == weights[0] "
+    f"&& ({_PAIR} + 1 >= weights.size() || !weights[{_PAIR} + 1]))))"
+)
+_BLENDED = let(  # each word is matched once only: twice would pass the API server's limit of cost
+    "weights", f"{_PATH}.map(word, word.{_WEIGHT})", f"(!weights[0] || weights.size() % 2 == 0) && {_SAME_PAIRS}"
+)
+
+
+def _belongs_to(option: str, place: str, *, given: str | None = None) -> Rule:
+    """An option of checkpoint that means nothing without a directory."""
+    return Rule(
+        id=f"{option}-needs-{place}",
+        field=f".checkpoint.{option}",
+        rule=f"!{given or f'self.checkpoint.{option}'} || has(self.checkpoint.{place})",
+        says=f"needs {place}: DIRECTORY",
+    )
+
+
+def _not_with_mock(option: str) -> Rule:
+    return Rule(
+        id=f"{option}-without-mock",
+        field=f".data.{option}",
+        rule=f"!{_MOCK} || !self.data.{option}",
+        says="data.mock holds no documents; leave it out",
+    )
+
+
+_SOURCE = (
+    Rule(
+        id="data-given",
+        field=".data.path",
+        rule=f"{_PATH}.size() > 0 || {_MOCK}",
+        says="is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
+    ),
+    Rule(
+        id="mock-or-path",
+        field=".data.mock",
+        rule=f"!{_MOCK} || {_PATH}.size() == 0",
+        says="path is given too; leave one of them out",
+    ),
+    Rule(
+        id="mock-needs-vocabulary",
+        field=".model.vocabSize",
+        rule=f"!{_MOCK} || has(self.model.vocabSize)",
+        says="is missing; data.mock needs it, for example vocabSize: 1024",
+    ),
+    _not_with_mock("resetPositionIds"),
+    _not_with_mock("resetAttentionMask"),
+    Rule(
+        id="blend-alternates",
+        field=".data.path",
+        rule=f"{_PATH}.size() < 2 || {_BLENDED}",
+        says='a blend takes a weight before every prefix, as in ["0.3", "a", "0.7", "b"]',
+    ),
+    Rule(
+        id="weight-needs-prefix",
+        field=".data.path",
+        rule=f"{_PATH}.size() != 1 || !{_PATH}[0].{_WEIGHT}",
+        says="a weight stands there without a prefix; write the prefix of the .bin/.idx files",
+        message=say(f"{{{_PATH}[0]}} is a weight without a prefix; write the prefix of the .bin/.idx files"),
+    ),
+)
+_TOKENIZER = (
+    Rule(
+        id="vocabulary-with-merges",
+        field=".data.vocabFile",
+        rule=f"{_VOCAB} == {_MERGE}",
+        says="vocabFile and mergeFile belong together; write both, or tokenizer instead",
+    ),
+    Rule(
+        id="one-tokenizer",
+        field=".data.tokenizer",
+        rule=f"!has(self.data.tokenizer) || !{_VOCAB}",
+        says="vocabFile is given too; leave one of them out",
+    ),
+    Rule(
+        id="rope-has-no-resets",
+        field=".data.resetPositionIds",
+        rule="!self.data.resetPositionIds || !has(self.model.positionEmbeddingType) || "
+        "self.model.positionEmbeddingType != 'rope'",
+        says="has no effect on rotary positions, which are relative; leave it out",
+    ),
+)
+_CHECKPOINT = (
+    _belongs_to("saveInterval", "save", given="has(self.checkpoint.saveInterval)"),
+    _belongs_to("keep", "save", given="has(self.checkpoint.keep)"),
+    _belongs_to("finetune", "load"),
+    _belongs_to("exitOnMissing", "load"),
+)
+DATA_RULES = (*_SOURCE, *_TOKENIZER, *_CHECKPOINT)

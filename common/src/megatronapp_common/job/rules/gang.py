@@ -1,0 +1,153 @@
+"""Rules that need the number of ranks or replicas. They are silent while the world does not add up (`world`)."""
+
+from megatronapp_common.job.rules.rule import Rule, first_item, let, let_say, nearest_multiple, no_item, say
+from megatronapp_common.job.rules.world import say_with_sizes, with_gang
+
+_BATCH = "self.training.globalBatchSize"
+_RAMP = "self.training.rampupBatchSize"
+_STAGES, _CHUNKS = "self.parallelism.pipeline", "self.parallelism.virtualPipeline"
+_STRIDE = "self.training.microBatchSize * (nodes * per_node / replica)"  # samples of one microbatch of every replica
+_GIVEN_OR_ONE = f"(has({_BATCH}) ? {_BATCH} : stride)"
+_RANKS = "nodes * per_node"
+_IS_LINK = "fault.kind == 'link' && has(fault.peer)"
+_NODES_FOR_GPUS = f"({_RANKS} + self.gpusPerNode - 1) / self.gpusPerNode"
+
+
+def _with_stride(rule: str) -> str:
+    """CEL text of a rule over `stride`: the global batch must be a multiple of it."""
+    return with_gang(let("stride", _STRIDE, rule))
+
+
+def _say_with_stride(message: str) -> str:
+    return say_with_sizes(let_say("stride", _STRIDE, message))
+
+
+_GPUS = Rule(
+    id="ranks-of-gpus",
+    field=".nodes",
+    rule=f"has(self.procPerNode) || self.gpusPerNode == 0 || {with_gang('per_node <= self.gpusPerNode')}",
+    says="that many nodes have too few GPUs for all ranks; write more nodes",
+    message=say_with_sizes(
+        say(
+            f"{{nodes}} nodes of {{self.gpusPerNode}} GPUs cannot hold {{{_RANKS}}} ranks; "
+            f"write nodes: {{{_NODES_FOR_GPUS}}}"
+        )
+    ),
+)
+_BATCHES = (
+    Rule(
+        id="batch-of-replicas",
+        field=".training.globalBatchSize",
+        rule=f"!has({_BATCH}) || {_with_stride(f'{_BATCH} % stride == 0')}",
+        says="must be a multiple of microBatchSize x replicas",
+        message=_say_with_stride(
+            say(
+                f"{{{_BATCH}}} is not a multiple of microBatchSize {{self.training.microBatchSize}} x "
+                f"{{{_RANKS} / replica}} replicas; write {{{nearest_multiple(_BATCH, 'stride')}}}"
+            )
+        ),
+    ),
+    Rule(
+        id="batch-of-interleaved-stages",
+        field=".training.globalBatchSize",
+        rule=f"!has({_CHUNKS}) || {_CHUNKS} == 1 || "
+        + _with_stride(f"{_GIVEN_OR_ONE} % stride != 0 || {_GIVEN_OR_ONE} / stride % {_STAGES} == 0"),
+        says="must give a multiple of parallelism.pipeline microbatches, which the interleaved schedule needs",
+        message=_say_with_stride(
+            say(
+                f"{{{_GIVEN_OR_ONE}}} gives {{{_GIVEN_OR_ONE} / stride}} microbatches, and the interleaved schedule "
+                f"needs a multiple of pipeline {{{_STAGES}}}; "
+                f"write {{{nearest_multiple(_GIVEN_OR_ONE, f'(stride * {_STAGES})')}}}"
+            )
+        ),
+    ),
+    Rule(
+        id="ramp-needs-goal",
+        field=".training.globalBatchSize",
+        rule=f"!has({_RAMP}) || has({_BATCH})",
+        says="is missing; rampupBatchSize needs it as its goal",
+    ),
+    Rule(
+        id="ramp-of-replicas",
+        field=".training.rampupBatchSize",
+        rule=f"!has({_RAMP}) || !has({_BATCH}) || "
+        + _with_stride(f"({_RAMP}[0] % stride == 0 && {_RAMP}[1] % stride == 0)"),
+        says="start and increment must be multiples of microBatchSize x replicas",
+        message=_say_with_stride(
+            say(
+                f"start {{{_RAMP}[0]}} and increment {{{_RAMP}[1]}} must be multiples of {{stride}} "
+                f"(microBatchSize x data); write [{{{nearest_multiple(f'{_RAMP}[0]', 'stride')}}}, "
+                f"{{{nearest_multiple(f'{_RAMP}[1]', 'stride')}}}, ...]"
+            )
+        ),
+    ),
+    Rule(
+        id="ramp-reaches-goal",
+        field=".training.rampupBatchSize",
+        rule=f"!has({_RAMP}) || !has({_BATCH}) || "
+        + _with_stride(
+            f"{_RAMP}[0] % stride != 0 || {_RAMP}[1] % stride != 0 || "
+            f"({_RAMP}[0] <= {_BATCH} && ({_BATCH} - {_RAMP}[0]) % {_RAMP}[1] == 0)"
+        ),
+        says="must reach globalBatchSize in steps of its increment",
+        message=say(f"{{{_RAMP}[0]}} does not reach globalBatchSize {{{_BATCH}}} in steps of {{{_RAMP}[1]}}"),
+    ),
+)
+
+
+def _of_faults(rule_id: str, wrong: str, *, says: str, message: str, ranks: bool = False) -> Rule:
+    """No fault may be wrong; the message is about the first that is. `ranks`: it looks at the number of ranks."""
+    rule = no_item("self.faults", "fault", wrong)
+    found = first_item("self.faults", "fault", wrong, say(message))
+    return Rule(
+        id=rule_id,
+        field=".faults",
+        rule=with_gang(rule) if ranks else rule,
+        says=says,
+        message=say_with_sizes(found) if ranks else found,
+    )
+
+
+_FAULTS = (
+    Rule(
+        id="faults-need-trace",
+        field=".faults",
+        rule="self.faults.size() == 0 || self.trace.enabled",
+        says="need trace.enabled: true",
+    ),
+    _of_faults(
+        "fault-within-ranks",
+        f"fault.rank >= {_RANKS}",
+        says="a rank is outside of this job's ranks",
+        message=f"rank {{fault.rank}} is outside of this job's {{{_RANKS}}} ranks; write 0 to {{{_RANKS} - 1}}",
+        ranks=True,
+    ),
+    _of_faults(
+        "peer-within-ranks",
+        f"{_IS_LINK} && fault.peer >= {_RANKS}",
+        says="a peer is outside of this job's ranks",
+        message=f"peer {{fault.peer}} is outside of this job's {{{_RANKS}}} ranks; write 0 to {{{_RANKS} - 1}}",
+        ranks=True,
+    ),
+    _of_faults(
+        "peer-of-link",
+        "has(fault.peer) && fault.kind != 'link'",
+        says="peer belongs to kind link; leave it out",
+        message="peer {fault.peer} of rank {fault.rank} belongs to kind link; leave it out",
+    ),
+    _of_faults(
+        "peer-is-another",
+        f"{_IS_LINK} && fault.peer == fault.rank && fault.peer < {_RANKS}",
+        says="a peer is the rank itself; write the rank it receives from",
+        message="peer {fault.peer} is the rank itself; write the rank it receives from",
+        ranks=True,
+    ),
+    _of_faults(
+        "fault-within-steps",
+        "fault.fromStep >= self.training.trainIters",
+        says="fromStep is never reached by trainIters; write less",
+        message="fromStep {fault.fromStep} of rank {fault.rank} is never reached by trainIters "
+        "{self.training.trainIters}; write less",
+    ),
+)
+GANG_RULES = (_GPUS, *_BATCHES, *_FAULTS)

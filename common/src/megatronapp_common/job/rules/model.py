@@ -1,0 +1,117 @@
+"""Rules about the model and how it is cut."""
+
+from megatronapp_common.job.rules.rule import Rule, multiple, nearest_multiple, say
+
+HEADS = "self.model.numAttentionHeads"
+GROUPS = "self.model.numQueryGroups"
+TENSOR = "self.parallelism.tensor"
+STAGES = "self.parallelism.pipeline"
+CHUNKS = "self.parallelism.virtualPipeline"
+SEQUENCE = "self.parallelism.sequenceParallel"
+_PADDING = "(has(self.model.makeVocabSizeDivisibleBy) ? self.model.makeVocabSizeDivisibleBy : 128)"
+_PIPED = f"(has({CHUNKS}) && {STAGES} > 1 ? {CHUNKS} : 1)"
+_PARTS = f"{STAGES} * {_PIPED}"
+_OF_CHUNKS = f"{_PIPED} > 1 ? {say(f' of {{{_PIPED}}} chunks')} : ''"
+
+
+def _only_one(name: str) -> Rule:
+    value = f"self.parallelism.{name}"
+    return Rule(
+        id=f"{name}-unsupported",
+        field=f".parallelism.{name}",
+        rule=f"{value} == 1",
+        says="is not supported yet; write 1 or leave it out",
+        message=say(f"{{{value}}} is not supported yet; write 1 or leave it out"),
+    )
+
+
+def _multiple_of_tensor(rule_id: str, field: str, *, value: str, unless: str = "", why: str = "") -> Rule:
+    return multiple(rule_id, field, value=value, factor=TENSOR, named="parallelism.tensor", unless=unless, why=why)
+
+
+_SUPPORT = (
+    Rule(
+        id="bert-unsupported",
+        field=".model.type",
+        rule="self.model.type != 'bert'",
+        says="bert is not supported yet; write gpt",
+    ),
+    _only_one("context"),
+    _only_one("expert"),
+)
+_WIDTHS = (
+    multiple(
+        "hidden-size-of-heads",
+        ".model.hiddenSize",
+        value="self.model.hiddenSize",
+        factor=HEADS,
+        named="numAttentionHeads",
+        unless="has(self.model.kvChannels)",
+        else_=", or give kvChannels",
+    ),
+    _multiple_of_tensor("heads-of-tensor", ".model.numAttentionHeads", value=HEADS),
+    Rule(
+        id="query-groups-divide-heads",
+        field=".model.numQueryGroups",
+        rule=f"!has({GROUPS}) || {HEADS} % {GROUPS} == 0",
+        says="must divide numAttentionHeads; write a divisor of it",
+        message=say(f"{{{GROUPS}}} does not divide numAttentionHeads {{{HEADS}}}; write a divisor of it"),
+    ),
+    _multiple_of_tensor("query-groups-of-tensor", ".model.numQueryGroups", value=GROUPS, unless=f"!has({GROUPS})"),
+    _multiple_of_tensor(
+        "ffn-of-tensor",
+        ".model.ffnHiddenSize",
+        value="self.model.ffnHiddenSize",
+        unless="!has(self.model.ffnHiddenSize)",
+    ),
+    _multiple_of_tensor("vocabulary-of-tensor", ".model.makeVocabSizeDivisibleBy", value=_PADDING),
+    Rule(
+        id="positions-for-sequence",
+        field=".model.maxPositionEmbeddings",
+        rule="!has(self.model.maxPositionEmbeddings) || self.model.maxPositionEmbeddings >= self.model.seqLength",
+        says="must not be below seqLength",
+        message=say(
+            "{self.model.maxPositionEmbeddings} is below seqLength {self.model.seqLength}; "
+            "write {self.model.seqLength} or more"
+        ),
+    ),
+)
+_LAYOUT = (
+    Rule(
+        id="virtual-pipeline-of-one",
+        field=".parallelism.virtualPipeline",
+        rule=f"!has({CHUNKS}) || {CHUNKS} != 1",
+        says="1 is the plain schedule; leave it out, or write 2 or more",
+    ),
+    Rule(
+        id="virtual-pipeline-needs-pipeline",
+        field=".parallelism.virtualPipeline",
+        rule=f"!has({CHUNKS}) || {CHUNKS} == 1 || {STAGES} > 1",
+        says="needs pipeline above 1; leave it out",
+        message=say(f"{{{CHUNKS}}} needs pipeline above 1; leave it out"),
+    ),
+    Rule(
+        id="layers-of-stages",
+        field=".model.numLayers",
+        rule=f"self.model.numLayers % ({_PARTS}) == 0",
+        says="must be a multiple of parallelism.pipeline x virtualPipeline",
+        message=say(
+            f"{{self.model.numLayers}} cannot be divided into {{{STAGES}}} stages{{{_OF_CHUNKS}}}; "
+            f"write {{{nearest_multiple('self.model.numLayers', f'({_PARTS})')}}}"
+        ),
+    ),
+    Rule(
+        id="sequence-parallel-needs-tensor",
+        field=".parallelism.sequenceParallel",
+        rule=f"!{SEQUENCE} || {TENSOR} > 1",
+        says="needs tensor above 1; leave it out",
+    ),
+    _multiple_of_tensor(
+        "sequence-of-tensor",
+        ".model.seqLength",
+        value="self.model.seqLength",
+        unless=f"!{SEQUENCE}",
+        why=", which sequenceParallel needs",
+    ),
+)
+MODEL_RULES = (*_SUPPORT, *_WIDTHS, *_LAYOUT)

@@ -1,0 +1,23 @@
+"""Rules over the whole object: the API server's own limits for names are wider than those of our types (`metadata`)."""
+
+from megatronapp_common.job.metadata import MAX_NAME_LENGTH, NAME_PATTERN
+from megatronapp_common.job.rules.rule import Rule, say
+
+NAME_RULES = (
+    Rule(
+        id="name-length",
+        field=".metadata.name",
+        rule=f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
+        says=f"is too long; write at most {MAX_NAME_LENGTH} characters",
+        message=say(
+            f"the name has {{self.metadata.name.size()}} characters and is too long; "
+            f"write at most {MAX_NAME_LENGTH} characters"
+        ),
+    ),
+    Rule(
+        id="name-pattern",
+        field=".metadata.name",
+        rule=f"self.metadata.name.matches('{NAME_PATTERN}')",
+        says="is not allowed; write lower-case letters, digits and '-', with a letter or digit at both ends",
+    ),
+)

@@ -1,0 +1,59 @@
+"""Rules about the environment of the ranks, restarts, and GPUs."""
+
+from megatronapp_common.job.rules.rule import Rule, first_item, no_item, say
+from megatronapp_common.names import Env
+
+RESERVED_ENV = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "NODE_IPS",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    *Env,
+)
+_RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
+_TWICE = "!self.env.exists_one(other, other.name == variable.name)"
+_FIRST, _LONGEST = "self.runPolicy.backoff.initialSeconds", "self.runPolicy.backoff.maxSeconds"
+
+RUN_RULES = (
+    Rule(
+        id="a-gpu-for-each-rank",
+        field=".procPerNode",
+        rule="!has(self.procPerNode) || self.gpusPerNode == 0 || self.procPerNode <= self.gpusPerNode",
+        says="a rank needs a GPU of its own: write gpusPerNode or less, or gpusPerNode: 0 to train on the CPU",
+        message=say(
+            "{self.procPerNode} ranks but gpusPerNode {self.gpusPerNode}; a rank needs a GPU of its own: "
+            "write {self.gpusPerNode} or less, or gpusPerNode: 0 to train on the CPU"
+        ),
+    ),
+    Rule(
+        id="reserved-variable",
+        field=".env",
+        rule=no_item("self.env", "variable", _RESERVED),
+        says="holds a variable that the launcher sets; leave it out",
+        message=first_item(
+            "self.env", "variable", _RESERVED, say("{variable.name} is set by the launcher; leave it out")
+        ),
+    ),
+    Rule(
+        id="variable-given-twice",
+        field=".env",
+        rule=no_item("self.env", "variable", _TWICE),
+        says="holds a variable twice; leave one of them out",
+        message=first_item(
+            "self.env", "variable", _TWICE, say("{variable.name} is given twice; leave one of them out")
+        ),
+        in_schema=True,
+    ),
+    Rule(
+        id="backoff-grows",
+        field=".runPolicy.backoff.maxSeconds",
+        rule=f"{_LONGEST} >= {_FIRST}",
+        says="must not be below initialSeconds",
+        message=say(f"{{{_LONGEST}}} is below initialSeconds {{{_FIRST}}}; write {{{_FIRST}}} or more"),
+    ),
+)

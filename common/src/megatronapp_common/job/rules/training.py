@@ -1,0 +1,87 @@
+"""Rules about optimizer, recomputation and schedules."""
+
+from megatronapp_common.job.rules.rule import Rule, say
+
+_GATHER = "self.training.overlapParamGather"
+_RECOMPUTE = "self.training.recompute"
+_STEPS = "(has(self.training.lrDecayIters) ? self.training.lrDecayIters : self.training.trainIters)"
+_WARMUP = "self.training.lrWarmupIters"
+_STYLE = "self.training.weightDecayIncrStyle"
+_GROWING = f"(has({_STYLE}) && {_STYLE} != 'constant')"
+_STARTS, _ENDS = "has(self.training.startWeightDecay)", "has(self.training.endWeightDecay)"
+
+_OVERLAP = (
+    Rule(
+        id="gather-needs-distributed-optimizer",
+        field=".training.overlapParamGather",
+        rule=f"!{_GATHER} || self.training.useDistributedOptimizer",
+        says="needs useDistributedOptimizer: true",
+    ),
+    Rule(
+        id="gather-needs-overlapped-reduce",
+        field=".training.overlapParamGather",
+        rule=f"!{_GATHER} || self.training.overlapGradReduce",
+        says="needs overlapGradReduce: true",
+    ),
+)
+_RECOMPUTATION = (
+    Rule(
+        id="recompute-full",
+        field=".training.recompute",
+        rule=f"!has({_RECOMPUTE}) || {_RECOMPUTE}.granularity != 'full' || "
+        f"(has({_RECOMPUTE}.method) && has({_RECOMPUTE}.numLayers))",
+        says="granularity full needs method (uniform or block) and numLayers; write both",
+    ),
+    Rule(
+        id="recompute-selective",
+        field=".training.recompute",
+        rule=f"!has({_RECOMPUTE}) || {_RECOMPUTE}.granularity != 'selective' || "
+        f"!(has({_RECOMPUTE}.method) || has({_RECOMPUTE}.numLayers))",
+        says="method and numLayers belong to granularity full; leave them out",
+    ),
+)
+_RATE = (
+    Rule(
+        id="min-lr-below-lr",
+        field=".training.minLr",
+        rule="!has(self.training.minLr) || self.training.minLr <= self.training.lr",
+        says="must not be above lr",
+        message=say("{self.training.minLr} is above lr {self.training.lr}; write {self.training.lr} or less"),
+    ),
+    Rule(
+        id="one-warmup",
+        field=".training.lrWarmupFraction",
+        rule=f"!has(self.training.lrWarmupFraction) || !has({_WARMUP}) || {_WARMUP} == 0",
+        says="lrWarmupIters is given too; leave one of them out",
+    ),
+    Rule(
+        id="warmup-below-decay",
+        field=".training.lrWarmupIters",
+        rule=f"!has({_WARMUP}) || {_WARMUP} < {_STEPS}",
+        says="must be below the steps of the decay (lrDecayIters, else trainIters)",
+        message=say(f"{{{_WARMUP}}} must be below the {{{_STEPS}}} steps of the decay; write {{{_STEPS} / 10}}"),
+    ),
+    Rule(
+        id="wsd-needs-last-phase",
+        field=".training.lrWsdDecayIters",
+        rule="!has(self.training.lrDecayStyle) || self.training.lrDecayStyle != 'WSD' || "
+        "has(self.training.lrWsdDecayIters)",
+        says="is missing; lrDecayStyle WSD needs the steps of its last phase",
+    ),
+)
+_WEIGHT_DECAY = (
+    Rule(
+        id="weight-decay-growth",
+        field=".training.weightDecayIncrStyle",
+        rule=f"!{_GROWING} || ({_STARTS} && {_ENDS})",
+        says="linear and cosine need startWeightDecay and endWeightDecay; write both",
+        message=say(f"{{{_STYLE}}} needs startWeightDecay and endWeightDecay; write both"),
+    ),
+    Rule(
+        id="weight-decay-constant",
+        field=".training.weightDecayIncrStyle",
+        rule=f"{_GROWING} || !({_STARTS} || {_ENDS})",
+        says="startWeightDecay and endWeightDecay belong to linear or cosine; write one of these, or leave them out",
+    ),
+)
+TRAINING_RULES = (*_OVERLAP, *_RECOMPUTATION, *_RATE, *_WEIGHT_DECAY)

@@ -1,0 +1,12 @@
+"""For every rule of a MegatronJob specs that it accepts and specs that it alone refuses: changes to one right manifest.
+
+The same table is judged here and by a real API server.
+"""
+
+from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
+from rule_examples_fields import FIELD_EXAMPLES
+from rule_examples_world import WORLD_EXAMPLES
+
+EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES)
+
+__all__ = ["BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

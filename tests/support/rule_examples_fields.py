@@ -1,0 +1,305 @@
+"""Examples of the rules about names, model, training, data and checkpoints."""
+
+from rule_example import Changes, bad, good
+
+_MOCK: Changes = {"spec.data.path": None, "spec.data.mock": True, "spec.model.vocabSize": 64}
+_ONE_RANK: Changes = {"spec.nodes": 1, "spec.procPerNode": 1, "spec.parallelism": {}}
+_GATHER: Changes = {"spec.training.overlapParamGather": True}
+
+_NAME = [
+    *good("name-length", {"metadata.name": "x" * 50}),
+    *bad("name-length", "metadata.name", ({"metadata.name": "x" * 51}, "is too long; write at most 50 characters")),
+    *good("name-pattern", {"metadata.name": "a-1"}),
+    *bad("name-pattern", "metadata.name", ({"metadata.name": "a.b"}, "is not allowed; write lower-case letters")),
+]
+_MODEL = [
+    *good("bert-unsupported", {"spec.model.type": "gpt"}),
+    *bad("bert-unsupported", "spec.model.type", ({"spec.model.type": "bert"}, "bert is not supported yet; write gpt")),
+    *good("context-unsupported", {"spec.parallelism.context": 1}),
+    *bad("context-unsupported", "spec.parallelism.context", ({"spec.parallelism.context": 2}, "2 is not supported")),
+    *good("expert-unsupported", {"spec.parallelism.expert": 1}),
+    *bad("expert-unsupported", "spec.parallelism.expert", ({"spec.parallelism.expert": 2}, "2 is not supported yet")),
+    *good(
+        "hidden-size-of-heads",
+        {"spec.model.hiddenSize": 68},
+        {"spec.model.hiddenSize": 66, "spec.model.kvChannels": 16},
+    ),
+    *bad(
+        "hidden-size-of-heads",
+        "spec.model.hiddenSize",
+        ({"spec.model.hiddenSize": 66}, "66 is not a multiple of numAttentionHeads 4; write 68, or give kvChannels"),
+        ({"spec.model.hiddenSize": 1}, "write 4, or give kvChannels"),
+    ),
+    *good("heads-of-tensor", {"spec.model.numAttentionHeads": 8}),
+    *bad(
+        "heads-of-tensor",
+        "spec.model.numAttentionHeads",
+        ({"spec.model.numAttentionHeads": 1}, "1 is not a multiple of parallelism.tensor 2; write 2"),
+    ),
+    *good("query-groups-divide-heads", {"spec.model.numQueryGroups": 2}),
+    *bad(
+        "query-groups-divide-heads",
+        "spec.model.numQueryGroups",
+        (
+            {"spec.model.numQueryGroups": 6, "spec.model.numAttentionHeads": 8},
+            "6 does not divide numAttentionHeads 8; write a divisor of it",
+        ),
+    ),
+    *good("query-groups-of-tensor", {"spec.model.numQueryGroups": 4}),
+    *bad(
+        "query-groups-of-tensor",
+        "spec.model.numQueryGroups",
+        ({"spec.model.numQueryGroups": 1}, "1 is not a multiple of parallelism.tensor 2; write 2"),
+    ),
+    *good("ffn-of-tensor", {"spec.model.ffnHiddenSize": 128}),
+    *bad(
+        "ffn-of-tensor",
+        "spec.model.ffnHiddenSize",
+        ({"spec.model.ffnHiddenSize": 127}, "127 is not a multiple of parallelism.tensor 2; write 128"),
+    ),
+    *good("vocabulary-of-tensor", {"spec.model.makeVocabSizeDivisibleBy": 2}),
+    *bad(
+        "vocabulary-of-tensor",
+        "spec.model.makeVocabSizeDivisibleBy",
+        ({"spec.model.makeVocabSizeDivisibleBy": 127}, "127 is not a multiple of parallelism.tensor 2; write 128"),
+        (
+            {
+                **_ONE_RANK,
+                "spec.procPerNode": 3,
+                "spec.parallelism": {"tensor": 3},
+                "spec.model.numAttentionHeads": 3,
+                "spec.model.hiddenSize": 48,
+            },
+            "128 is not a multiple of parallelism.tensor 3; write 129",
+        ),
+    ),
+    *good("positions-for-sequence", {"spec.model.maxPositionEmbeddings": 32}),
+    *bad(
+        "positions-for-sequence",
+        "spec.model.maxPositionEmbeddings",
+        ({"spec.model.maxPositionEmbeddings": 16}, "16 is below seqLength 32; write 32 or more"),
+    ),
+    *good("virtual-pipeline-of-one", {"spec.parallelism.virtualPipeline": 2}),
+    *bad(
+        "virtual-pipeline-of-one",
+        "spec.parallelism.virtualPipeline",
+        ({"spec.parallelism.virtualPipeline": 1}, "1 is the plain schedule; leave it out, or write 2 or more"),
+    ),
+    *good("virtual-pipeline-needs-pipeline", {"spec.parallelism.virtualPipeline": 2}),
+    *bad(
+        "virtual-pipeline-needs-pipeline",
+        "spec.parallelism.virtualPipeline",
+        (
+            {"spec.parallelism": {"tensor": 4, "virtualPipeline": 3}},
+            "3 needs pipeline above 1; leave it out",
+        ),
+    ),
+    *good("layers-of-stages", {"spec.model.numLayers": 8, "spec.parallelism.virtualPipeline": 4}),
+    *bad(
+        "layers-of-stages",
+        "spec.model.numLayers",
+        ({"spec.model.numLayers": 5}, "5 cannot be divided into 2 stages; write 6"),
+        (
+            {"spec.model.numLayers": 6, "spec.parallelism.virtualPipeline": 2},
+            "6 cannot be divided into 2 stages of 2 chunks; write 8",
+        ),
+    ),
+    *good("sequence-parallel-needs-tensor", {"spec.parallelism.sequenceParallel": True}),
+    *bad(
+        "sequence-parallel-needs-tensor",
+        "spec.parallelism.sequenceParallel",
+        ({"spec.parallelism": {"pipeline": 2, "sequenceParallel": True}}, "needs tensor above 1; leave it out"),
+    ),
+    *good(
+        "sequence-of-tensor",
+        {"spec.model.seqLength": 34, "spec.parallelism.sequenceParallel": True},
+        {"spec.model.seqLength": 31},
+    ),
+    *bad(
+        "sequence-of-tensor",
+        "spec.model.seqLength",
+        (
+            {"spec.model.seqLength": 31, "spec.parallelism.sequenceParallel": True},
+            "31 is not a multiple of parallelism.tensor 2, which sequenceParallel needs; write 32",
+        ),
+    ),
+]
+_TRAINING = [
+    *good(
+        "gather-needs-distributed-optimizer",
+        {**_GATHER, "spec.training.useDistributedOptimizer": True, "spec.training.overlapGradReduce": True},
+    ),
+    *bad(
+        "gather-needs-distributed-optimizer",
+        "spec.training.overlapParamGather",
+        ({**_GATHER, "spec.training.overlapGradReduce": True}, "needs useDistributedOptimizer: true"),
+    ),
+    *good("gather-needs-overlapped-reduce", {"spec.training.overlapGradReduce": True}),
+    *bad(
+        "gather-needs-overlapped-reduce",
+        "spec.training.overlapParamGather",
+        ({**_GATHER, "spec.training.useDistributedOptimizer": True}, "needs overlapGradReduce: true"),
+    ),
+    *good("recompute-full", {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}),
+    *bad(
+        "recompute-full",
+        "spec.training.recompute",
+        ({"spec.training.recompute": {"granularity": "full", "method": "block"}}, "granularity full needs method"),
+    ),
+    *good("recompute-selective", {"spec.training.recompute": {"granularity": "selective"}}),
+    *bad(
+        "recompute-selective",
+        "spec.training.recompute",
+        (
+            {"spec.training.recompute": {"granularity": "selective", "numLayers": 1}},
+            "method and numLayers belong to granularity full; leave them out",
+        ),
+    ),
+    *good("min-lr-below-lr", {"spec.training.minLr": 0.001}, {"spec.training.minLr": 0}),
+    *bad(
+        "min-lr-below-lr",
+        "spec.training.minLr",
+        ({"spec.training.minLr": 0.01}, "0.01 is above lr 0.001; write 0.001 or less"),
+        ({"spec.training.minLr": 2}, "2 is above lr 0.001"),
+    ),
+    *good("one-warmup", {"spec.training.lrWarmupIters": 0, "spec.training.lrWarmupFraction": 0.1}),
+    *bad(
+        "one-warmup",
+        "spec.training.lrWarmupFraction",
+        (
+            {"spec.training.lrWarmupIters": 5, "spec.training.lrWarmupFraction": 0.1},
+            "lrWarmupIters is given too; leave one of them out",
+        ),
+    ),
+    *good("warmup-below-decay", {"spec.training.lrWarmupIters": 120, "spec.training.lrDecayIters": 200}),
+    *bad(
+        "warmup-below-decay",
+        "spec.training.lrWarmupIters",
+        ({"spec.training.lrWarmupIters": 100}, "100 must be below the 100 steps of the decay; write 10"),
+        ({"spec.training.lrWarmupIters": 50, "spec.training.lrDecayIters": 50}, "the 50 steps of the decay; write 5"),
+    ),
+    *good("wsd-needs-last-phase", {"spec.training.lrDecayStyle": "WSD", "spec.training.lrWsdDecayIters": 10}),
+    *bad(
+        "wsd-needs-last-phase",
+        "spec.training.lrWsdDecayIters",
+        ({"spec.training.lrDecayStyle": "WSD"}, "is missing; lrDecayStyle WSD needs the steps of its last phase"),
+    ),
+    *good(
+        "weight-decay-growth",
+        {
+            "spec.training.weightDecayIncrStyle": "linear",
+            "spec.training.startWeightDecay": 0,
+            "spec.training.endWeightDecay": 0.1,
+        },
+    ),
+    *bad(
+        "weight-decay-growth",
+        "spec.training.weightDecayIncrStyle",
+        (
+            {"spec.training.weightDecayIncrStyle": "linear", "spec.training.endWeightDecay": 0.1},
+            "linear needs startWeightDecay and endWeightDecay; write both",
+        ),
+    ),
+    *good("weight-decay-constant", {"spec.training.weightDecayIncrStyle": "constant"}),
+    *bad(
+        "weight-decay-constant",
+        "spec.training.weightDecayIncrStyle",
+        ({"spec.training.startWeightDecay": 0.1}, "startWeightDecay and endWeightDecay belong to linear or cosine"),
+        (
+            {"spec.training.weightDecayIncrStyle": "constant", "spec.training.endWeightDecay": 0.1},
+            "write one of these, or leave them out",
+        ),
+    ),
+]
+_DATA = [
+    *good("data-given", _MOCK),
+    *bad("data-given", "spec.data.path", ({"spec.data.path": []}, "is missing; write path: [PREFIX]")),
+    *good("mock-or-path", _MOCK),
+    *bad(
+        "mock-or-path",
+        "spec.data.mock",
+        ({"spec.data.mock": True, "spec.model.vocabSize": 64}, "path is given too; leave one of them out"),
+    ),
+    *good("mock-needs-vocabulary", _MOCK),
+    *bad(
+        "mock-needs-vocabulary",
+        "spec.model.vocabSize",
+        ({**_MOCK, "spec.model.vocabSize": None}, "is missing; data.mock needs it"),
+    ),
+    *good("resetPositionIds-without-mock", {"spec.data.resetPositionIds": True}),
+    *bad(
+        "resetPositionIds-without-mock",
+        "spec.data.resetPositionIds",
+        ({**_MOCK, "spec.data.resetPositionIds": True}, "data.mock holds no documents; leave it out"),
+    ),
+    *good("resetAttentionMask-without-mock", {"spec.data.resetAttentionMask": True}),
+    *bad(
+        "resetAttentionMask-without-mock",
+        "spec.data.resetAttentionMask",
+        ({**_MOCK, "spec.data.resetAttentionMask": True}, "data.mock holds no documents; leave it out"),
+    ),
+    *good(
+        "blend-alternates",
+        {"spec.data.path": ["a", "b", "c"]},
+        {"spec.data.path": ["0.3", "a", "7e-1", "b"]},
+        {"spec.data.path": [word for index in range(256) for word in (".5", f"corpus-{index}")]},
+    ),
+    *bad(
+        "blend-alternates",
+        "spec.data.path",
+        ({"spec.data.path": ["0.3", "a", "b"]}, "a blend takes a weight before every prefix"),
+        ({"spec.data.path": ["0.3", "a", "b", "0.7"]}, "a blend takes a weight before every prefix"),
+        ({"spec.data.path": ["a", "0.3"]}, "a blend takes a weight before every prefix"),
+        ({"spec.data.path": ["a", "b", "1"]}, "a blend takes a weight before every prefix"),
+        ({"spec.data.path": ["1", "2", "a", "b"]}, "a blend takes a weight before every prefix"),
+        ({"spec.data.path": ["1", "a"] * 255 + ["b", "1"]}, "a blend takes a weight before every prefix"),
+    ),
+    *good("weight-needs-prefix", {"spec.data.path": ["0.3-of-it"]}),
+    *bad("weight-needs-prefix", "spec.data.path", ({"spec.data.path": ["0.3"]}, "0.3 is a weight without a prefix")),
+    *good("vocabulary-with-merges", {"spec.data.vocabFile": "v", "spec.data.mergeFile": "m"}),
+    *bad(
+        "vocabulary-with-merges",
+        "spec.data.vocabFile",
+        ({"spec.data.vocabFile": "v"}, "vocabFile and mergeFile belong together"),
+        ({"spec.data.mergeFile": "m"}, "write both, or tokenizer instead"),
+    ),
+    *good("one-tokenizer", {"spec.data.tokenizer": "tokenizer.json"}),
+    *bad(
+        "one-tokenizer",
+        "spec.data.tokenizer",
+        (
+            {"spec.data.vocabFile": "v", "spec.data.mergeFile": "m", "spec.data.tokenizer": "t"},
+            "vocabFile is given too; leave one of them out",
+        ),
+    ),
+    *good(
+        "rope-has-no-resets",
+        {"spec.model.positionEmbeddingType": "rope"},
+        {"spec.model.positionEmbeddingType": "learned_absolute", "spec.data.resetPositionIds": True},
+    ),
+    *bad(
+        "rope-has-no-resets",
+        "spec.data.resetPositionIds",
+        (
+            {"spec.model.positionEmbeddingType": "rope", "spec.data.resetPositionIds": True},
+            "has no effect on rotary positions, which are relative; leave it out",
+        ),
+    ),
+    *good("saveInterval-needs-save", {"spec.checkpoint": {"save": "d", "saveInterval": 10}}),
+    *bad(
+        "saveInterval-needs-save",
+        "spec.checkpoint.saveInterval",
+        ({"spec.checkpoint.saveInterval": 10}, "needs save: "),
+    ),
+    *good("keep-needs-save", {"spec.checkpoint": {"save": "d", "keep": 2}}),
+    *bad("keep-needs-save", "spec.checkpoint.keep", ({"spec.checkpoint.keep": 2}, "needs save: DIRECTORY")),
+    *good("finetune-needs-load", {"spec.checkpoint": {"load": "d", "finetune": True}}),
+    *bad("finetune-needs-load", "spec.checkpoint.finetune", ({"spec.checkpoint.finetune": True}, "needs load: ")),
+    *good("exitOnMissing-needs-load", {"spec.checkpoint": {"load": "d", "exitOnMissing": True}}),
+    *bad(
+        "exitOnMissing-needs-load",
+        "spec.checkpoint.exitOnMissing",
+        ({"spec.checkpoint.exitOnMissing": True}, "needs load: "),
+    ),
+]
+FIELD_EXAMPLES = (*_NAME, *_MODEL, *_TRAINING, *_DATA)

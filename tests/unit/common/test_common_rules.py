@@ -1,0 +1,176 @@
+"""Every rule accepts and refuses what its examples say, alone; no rule ever fails to say yes or no."""
+
+import collections
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_examples import BASE, EXAMPLES, Changes, Example, changed, manifest, old_manifest
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job import Spec, check_update, derive_world, judge, load_job
+from megatronapp_common.job.crd import custom_resource_definition
+from megatronapp_common.job.rules import CHANGE_RULES, NAME_RULES, SPEC_RULES, Rule
+from megatronapp_common.job.rules.world import WORLD_RULES
+
+RULES = (*NAME_RULES, *SPEC_RULES, *CHANGE_RULES)
+OF_SPECS = [example for example in EXAMPLES if example.old is None]
+OF_CHANGES = [example for example in EXAMPLES if example.old is not None]
+ONE_VALUE_ONLY = {"mode-stays"}
+"""Nothing that the types accept breaks these rules yet."""
+
+
+def named(examples: list[Example]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "example", [pytest.param(e, id=f"{e.rule_id}-{'good' if e.good else 'bad'}") for e in examples]
+    )
+
+
+def test_ids_are_unique() -> None:
+    assert not [name for name, count in collections.Counter(rule.id for rule in RULES).items() if count > 1]
+
+
+def test_every_rule_has_a_good_and_a_bad_example() -> None:
+    ids = {rule.id for rule in RULES}
+    assert {example.rule_id for example in EXAMPLES if example.good} == ids
+    assert {example.rule_id for example in EXAMPLES if not example.good} == ids - ONE_VALUE_ONLY
+
+
+@named(OF_SPECS)
+def test_a_spec_is_refused_by_its_rule_alone(example: Example) -> None:
+    if example.good:
+        load_job(manifest(example))
+        return
+    with pytest.raises(JobError) as refused:
+        load_job(manifest(example))
+    assert len(refused.value.problems) == 1, refused.value
+    place, said = refused.value.problems[0].split(": ", 1)
+    assert place == example.field
+    assert example.words in said
+
+
+@named(OF_CHANGES)
+def test_a_change_is_refused_by_its_rule_alone(example: Example) -> None:
+    before = old_manifest(example)
+    assert before is not None
+    found = check_update(load_job(before).spec, load_job(manifest(example)).spec)
+    if example.good:
+        assert found == []
+        return
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{example.field}: ")
+    assert example.words in found[0]
+
+
+def test_examples_of_a_rule_break_that_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its rule a bad example is accepted: it is this rule that refuses it, and no other of the same field."""
+    for example in OF_SPECS:
+        if example.good or example.rule_id in {rule.id for rule in NAME_RULES}:
+            continue
+        monkeypatch.setattr(judge, "SPEC_RULES", [rule for rule in SPEC_RULES if rule.id != example.rule_id])
+        load_job(manifest(example))
+
+
+def test_the_mode_stays() -> None:
+    rule = next(rule for rule in CHANGE_RULES if rule.id == "mode-stays")
+    new, old = load_job(BASE).spec.to_dict() | {"mode": "serve"}, load_job(BASE).spec.to_dict()
+    assert judge.judge([rule], {"self": new, "oldSelf": old}) == ["spec.mode: cannot change; make a new job"]
+
+
+def spec_with(changes: Changes) -> Spec:
+    """BASE with changes that the types accept."""
+    return Spec.model_validate_json(json.dumps(changed(changes)["spec"]))
+
+
+sizes = st.integers(1, 8) | st.sampled_from([64, 4096, 262_144, 2_147_483_647])
+SIZES: dict[str, Any] = {
+    "nodes": st.none() | sizes.map(lambda size: min(size, 4096)),
+    "procPerNode": st.none() | sizes.map(lambda size: min(size, 64)),
+    "gpusPerNode": st.integers(0, 64),
+    "parallelism": st.fixed_dictionaries(
+        {},
+        optional={
+            "tensor": sizes.map(lambda size: min(size, 262_144)),
+            "pipeline": sizes.map(lambda size: min(size, 262_144)),
+            "context": sizes.map(lambda size: min(size, 262_144)),
+            "expert": sizes.map(lambda size: min(size, 262_144)),
+            "virtualPipeline": sizes,
+            "data": sizes,
+            "sequenceParallel": st.booleans(),
+        },
+    ),
+    "model.numLayers": sizes,
+    "model.hiddenSize": sizes,
+    "model.numAttentionHeads": sizes,
+    "model.numQueryGroups": st.none() | sizes,
+    "training.microBatchSize": sizes,
+    "training.globalBatchSize": st.none() | sizes,
+    "training.rampupBatchSize": st.none() | st.lists(sizes, min_size=3, max_size=3),
+    "training.minLr": st.none() | st.floats(0, 1e308),
+    "data.path": st.lists(st.sampled_from(["a", "1", ".5", "1.", "é"]), max_size=5),
+    "faults": st.lists(
+        st.fixed_dictionaries(
+            {
+                "rank": sizes,
+                "kind": st.sampled_from(["link", "host"]),
+                "factor": st.just(2),
+                "fromStep": sizes,
+                "steps": sizes,
+            },
+            optional={"peer": sizes},
+        ),
+        max_size=2,
+    ),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(changes=st.fixed_dictionaries({}, optional=SIZES))
+def test_whatever_the_types_accept_is_judged_and_has_a_world_if_accepted(changes: dict[str, Any]) -> None:
+    spec = spec_with({f"spec.{path}": value for path, value in changes.items()})
+    if not judge.find_problems(spec.to_dict()):
+        world = derive_world(spec)
+        assert world.world_size == world.nodes * world.proc_per_node[0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(nodes=SIZES["nodes"], ranks=SIZES["procPerNode"], gpus=SIZES["gpusPerNode"], layout=SIZES["parallelism"])
+def test_the_rules_of_the_world_and_its_arithmetic_agree(
+    *, nodes: int | None, ranks: int | None, gpus: int, layout: dict[str, int]
+) -> None:
+    spec = spec_with(
+        {"spec.nodes": nodes, "spec.procPerNode": ranks, "spec.gpusPerNode": gpus, "spec.parallelism": layout}
+    )
+    refused = bool(judge.judge(WORLD_RULES, {"self": spec.to_dict()}))
+    try:
+        derive_world(spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update={"expert": 1})}))
+        accepted = True
+    except JobError:
+        accepted = False
+    assert accepted != refused
+
+
+def test_the_crd_holds_every_rule_once() -> None:
+    schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    in_crd = [*schema["x-kubernetes-validations"], *schema["properties"]["spec"]["x-kubernetes-validations"]]
+    assert [entry["rule"] for entry in in_crd] == [rule.rule for rule in RULES if not rule.in_schema]
+    assert all(entry["message"] and "\n" not in entry["message"] for entry in in_crd)
+    assert schema["properties"]["spec"]["properties"]["env"]["x-kubernetes-list-map-keys"] == ["name"]
+
+
+@pytest.mark.parametrize("rule", SPEC_RULES, ids=lambda rule: rule.id)
+def test_every_list_and_text_that_a_rule_looks_at_has_a_limit(rule: Rule) -> None:
+    schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    for path in judge.mentions(rule):
+        node = schema
+        for name in path:
+            if "properties" not in node:
+                break
+            node = node["properties"][name]
+        for inner in (node, node.get("items", {}), *node.get("items", {}).get("properties", {}).values()):
+            if inner.get("type") == "array":
+                assert "maxItems" in inner, path
+            if inner.get("type") == "string":
+                assert "maxLength" in inner or "enum" in inner, path
