@@ -111,9 +111,17 @@ def watch(hub: httpx.Client, crowd: Crowd) -> list[dict[str, Any]]:
 
 
 def is_right(told: list[dict[str, Any]]) -> bool:
-    """Hosts while they are crowded, and the slow device in the end."""
-    compute = [one for one in told if one["cause"] != "host"]
-    return len(compute) == 1 and compute[0]["cause"] == "compute" and compute[0]["subject"]["ranks"] == [FAULT["rank"]]
+    """A host in each crowd, and in the end the slow device alone."""
+    hosts = [one["since"]["step"] for one in told if one["cause"] == "host"]
+    crowds = any(ONE_CPU <= step < CALM for step in hosts) and any(ALL_CPUS <= step < CALM_AGAIN for step in hosts)
+    others = [one for one in told if one["cause"] != "host"]
+    return (
+        crowds
+        and [(one["cause"], one["subject"]["ranks"]) for one in others] == [(FAULT["kind"], [FAULT["rank"]])]
+        and (
+            others[0]["since"]["step"] >= FAULT["fromStep"] - 1  # type: ignore[operator]
+        )
+    )
 
 
 def main() -> int:

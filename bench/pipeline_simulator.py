@@ -112,6 +112,9 @@ class Job:
     boot_per_node: bool = False
     healthy_launch: float = 0.3
     """Host time to launch a span's kernels over their device time, where nothing disturbs the host."""
+    backward_launch: float = 1.0
+    """How many times as long as of a forward pass, for its length, launching a backward pass takes."""
+    launch_jitter: float = 0.0
     launch_ratio: float = 0.0
     """The same behind a host that stalls."""
     global_slowdown: Callable[[int], float] = lambda step: 1.0
@@ -339,7 +342,14 @@ class _Rank:
         """Host time to launch one span's kernels."""
         if not any(fault.kind == "host" for fault in self.faults):
             crowded = max([f.factor for f in self.faults if f.kind == "launch"], default=1.0)
-            return self.job.healthy_launch * crowded * self.base_s(forward)
+            jitter = float(np.exp(self.rng.normal(0, self.job.launch_jitter)))
+            return (
+                self.job.healthy_launch
+                * (1.0 if forward else self.job.backward_launch)
+                * crowded
+                * jitter
+                * self.base_s(forward)
+            )
         return self.base_s(forward) * self.job.launch_ratio * float(np.exp(self.rng.normal(0, 5 * self.noise.body)))
 
     def compute(self, forward: bool, microbatch: int, chunk: int, position: int) -> Program:

@@ -265,18 +265,55 @@ def test_a_crowded_host_that_launches_slowly_is_no_slow_device(
 
 
 @FAST
-@given(seed=st.integers(0, 10_000), factor=st.floats(2.5, 8.0))
+@given(seed=st.integers(0, 10_000), factor=st.floats(1.6, 8.0))
 def test_a_slow_device_is_named_where_devices_usually_wait_for_launches(
     watch: Watch, sim: ModuleType, seed: int, factor: float
 ) -> None:
     rank = seed % 4
     fault = sim.Fault(rank=rank, kind="compute", factor=factor, from_step=25)
-    told = watch(LAYOUTS["dp2-pp2"], seed=seed, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
+    told = watch(LAYOUTS["dp2-pp2"], seed=seed, steps=80, noise=sim.GPU, healthy_launch=1.2, faults=(fault,))
     assert told.subjects == {("rank", (rank,), "compute")}
+    assert told.last.state is State.CONFIRMED, "what is slow for ever is never over"
 
 
-def test_where_devices_always_wait_for_launches_nobody_is_named(watch: Watch, sim: ModuleType) -> None:
-    assert watch(LAYOUTS["dp2-pp2"], noise=sim.GPU, healthy_launch=1.5).said == []
+@pytest.mark.parametrize("layout", ["dp2-pp2", "tp2-pp2"])
+@pytest.mark.parametrize("launch", [0.9, 1.5])
+def test_where_devices_wait_for_launches_now_and_then_nobody_is_named(
+    watch: Watch, sim: ModuleType, layout: str, launch: float
+) -> None:
+    assert watch(LAYOUTS[layout], noise=sim.GPU, healthy_launch=launch, launch_jitter=0.2).said == []
+
+
+@FAST
+@given(
+    seed=st.integers(0, 10_000),
+    shape=st.tuples(st.sampled_from(["dp2-pp2", "tp2-pp2", "dp4-pp2"]), st.sampled_from([1, 4])),
+    length=st.floats(4.0, 8.0),
+)
+def test_a_host_that_is_late_in_forward_passes_only_is_no_slow_device(
+    watch: Watch, sim: ModuleType, seed: int, shape: tuple[str, int], length: float
+) -> None:
+    rank, (layout, microbatches) = seed % 4, shape
+    fault = sim.Fault(rank=rank, kind="launch", factor=length / 0.5, from_step=25)
+    job = {"healthy_launch": 0.5, "backward_launch": 0.15, "microbatches": microbatches}
+    told = watch(LAYOUTS[layout], seed=seed, noise=sim.GPU, faults=(fault,), **job)
+    assert {cause for _, _, cause in told.subjects} == {"host"}
+    assert {ranks for _, ranks, _ in told.subjects} == {(rank,)}
+
+
+@pytest.mark.parametrize("layout", ["dp2-pp2", "tp2-pp2"])
+def test_the_cost_of_late_launches_is_that_of_all_who_wait_inside(
+    sim: ModuleType, judge: Callable[..., Any], layout: str
+) -> None:
+    lengths, fault = [], sim.Fault(rank=1, kind="launch", factor=10.0, from_step=20)
+    for faults in ((), (fault,)):
+        job = sim.Job(layout=LAYOUTS[layout], microbatches=8, noise=sim.Noise(device=True), faults=faults)
+        views = list(sim.Simulator(job, 1).steps(0, 40))
+        lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
+    told = judge(LAYOUTS[layout], views)
+    assert told.subjects == {("rank", (1,), "host")}
+    assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.1)
+    assert "launches kernels" in told.last.sentence
 
 
 @FAST

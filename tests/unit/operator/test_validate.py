@@ -1,5 +1,6 @@
 """`megatronapp validate`: the verdict of each file, its problems with their places, and the exit code."""
 
+import io
 import pathlib
 
 import pytest
@@ -45,3 +46,27 @@ def test_several_files_are_told_apart(tmp_path: pathlib.Path, capsys: pytest.Cap
 
 def test_what_only_a_cluster_can_do_is_valid(tmp_path: pathlib.Path) -> None:
     assert cli.main(["validate", str(write(tmp_path, "job.yaml", suspend=True))]) == 0
+
+
+def give(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    give(monkeypatch, EXAMPLE.read_bytes())
+    assert cli.main(["validate", "-"]) == 0
+    give(monkeypatch, b"a: \xff")
+    assert cli.main(["validate", "-", str(EXAMPLE)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: standard input: cannot read the manifest: ")
+    assert cli.main(["validate", "-", "-"]) == 1
+    assert "write - once" in capsys.readouterr().err
+
+
+def test_a_file_may_be_called_like_a_field(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "s", nodes=0)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["validate", "s", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "error: s: spec.nodes: 0 is too small; write 1 or more\n"

@@ -43,11 +43,6 @@ class Candidate:
     occurrence_s: float
     ratio: float
     by_history: bool
-    late: tuple[tuple[int, float], ...] = ()
-    """Ranks whose spans of the device were longer meanwhile, because a stalling host launched them late: how many times
-    longer each."""
-    launch_s: float = 0.0
-    """Part of `occurrence_s` that lies within spans."""
 
     @property
     def key(self) -> tuple[str, tuple[int, ...], str]:
@@ -126,12 +121,7 @@ def of_compute(evidence: Evidence, active: Ints, places: Places, settings: Setti
         if len(inside) > 1 and set(inside) <= left and len(inside) < len(places.units):
             found.append(_candidate(evidence, inside, places.stage(stage), Cause.UNDETERMINED))
             left -= set(inside)
-    return found + _by_unit(evidence, np.array(sorted(left), np.int64), places)
-
-
-def _by_unit(evidence: Evidence, active: Ints, places: Places) -> list[Candidate]:
-    """Slow units, each by itself."""
-    return [_candidate(evidence, (int(unit),), places.unit(int(unit))) for unit in active]
+    return found + [_candidate(evidence, (unit,), places.unit(unit)) for unit in sorted(left)]
 
 
 def of_host(evidence: Evidence, active: Ints, places: Places, settings: Settings) -> list[Candidate]:

@@ -13,7 +13,6 @@ from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
 from megatronapp_analyzer.detect.hangs import HangBook
-from megatronapp_analyzer.detect.launches import with_launches
 from megatronapp_analyzer.detect.lifecycle import Track, Tracks
 from megatronapp_analyzer.detect.narrowing import Narrowing
 from megatronapp_analyzer.detect.report import evidence_text, verdict_of
@@ -103,14 +102,13 @@ class Detector:
             hits=lambda one: self._hits(one, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
-        self._cost(view, list(self._tracks.live.values()), clocks.worst_ns() * 1e-9)
+        self._cost(view, evidence, clocks.worst_ns() * 1e-9)
         return [self._verdict(track) for track in told]
 
     def _candidates(self, evidence: StepEvidence, view: StepView, step_s: float) -> list[Candidate]:
         """Subjects that the last steps speak against."""
         host = cand.of_host(evidence.host, self._active(evidence.host), self._places, self._settings)
         link = cand.of_links(evidence.link, self._active(evidence.link), evidence.pairs, self._places)
-        host = [with_launches(one, evidence.launches.late) for one in host]
         compute = cand.of_compute(evidence.compute, self._active(evidence.compute), self._places, self._settings)
         compute = cand.without_explained(compute, host + link, self._places)
         compute = [self._narrowing.narrow(view, one, self._places) for one in compute]
@@ -159,11 +157,14 @@ class Detector:
         if hit:
             track.ratios.append(float(np.median(part.ratio[where])))
             track.occurrences.append(float(part.occurrence_s[where].max()))
+            if track.candidate.cause is Cause.HOST:
+                track.stalls.append(float(evidence.stalls_s[where].max()))
+                track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
-    def _cost(self, view: StepView, tracks: list[Track], doubt_s: float) -> None:
+    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> None:
         """Replay the step without each finding."""
-        hit = [track for track in tracks if track.evidence and track.evidence[-1] == view.step]
+        hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
         if not hit:
             return
         try:
@@ -176,8 +177,8 @@ class Detector:
                 subject=one.candidate.subject,
                 cause=one.candidate.cause,
                 ratio=one.ratio,
-                excess_s=max(one.occurrence_s - one.candidate.launch_s, 0.0),
-                late=one.candidate.late,
+                excess_s=one.gap_s,
+                late=evidence.launches.lengthened(one.candidate.subject.ranks) if one.late else (),
             )
             for one in hit
         ]

@@ -28,6 +28,8 @@ class StepEvidence:
     link: Evidence
     imbalance: Evidence
     launches: LaunchReading
+    stalls_s: Floats
+    """Part of the evidence against each host that lies between spans, per FORWARD."""
     pairs: Ints
     on_device: bool
 
@@ -48,7 +50,8 @@ class Channels:
         self._stage_of = np.array([at.pp for at in layout.coordinates], np.int64)
         stages = self._stage_of
         self._compute = LogChannel(units.stage, settings, cap=SIGMA_CAP if len(units) == layout.world else COUPLED_CAP)
-        self._launches = Launches(units, settings)
+        self._chunks = layout.vpp
+        self._launches = Launches(layout, units, settings)
         self._stall = DelayChannel(np.zeros(layout.world, np.int64), settings)
         self._idle = DelayChannel(stages, settings, weight=IDLE_WEIGHT)
         self._data = DelayChannel(stages, settings)
@@ -77,9 +80,11 @@ class Channels:
         launches = self._launches.read(features, step_s, stalling)
         compute = self._read_compute(features, crowded_s, launches)
         self._crowding.learn(features.queue_s, ~compute.over[self._units.of_rank])
+        host = self._read_host(features, step_s, crowded_s, launches, whole=whole)
         return StepEvidence(
             compute=compute,
-            host=self._read_host(features, step_s, crowded_s, launches, whole=whole),
+            host=host,
+            stalls_s=host.occurrence_s - launches.late_s,
             link=self._read_link(features, step_s, crowded_s),
             imbalance=self._read_imbalance(features),
             launches=launches,
@@ -90,10 +95,11 @@ class Channels:
     def _read_compute(self, features: StepFeatures, crowded_s: Floats, launches: LaunchReading) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
         doubt = COMPUTE_PART * self._units.slowest(crowded_s)
-        values = np.where(launches.bound_units, np.nan, self._units.slowest(features.compute_s))
-        reading = self._compute.read(values, noise, doubt).or_else(launches.passes)
+        values = np.where(launches.unknown, np.nan, self._units.slowest(features.compute_s))
+        usual = ~launches.passes.over  # without a history of its own, this channel would take the fault for usual
+        reading = self._compute.read(values, noise, doubt, usual=usual).or_else(launches.passes)
         self._votes_compute.add(reading.over, reading.known)
-        count = self._units.slowest(features.forwards.astype(np.float64))
+        count = self._units.slowest(features.forwards / self._chunks)
         return _evidence(Cause.COMPUTE, reading, self._votes_compute, count)
 
     def _read_host(
@@ -112,7 +118,7 @@ class Channels:
         reading = launches.added_to(_strongest(readings))
         self._votes_host.add(reading.over, reading.known)
         evidence = _evidence(Cause.HOST, reading, self._votes_host, np.nan_to_num(count))
-        return _against_compute(evidence, features.passes_s - launches.late.excess)
+        return _against_compute(evidence, features.passes_s - launches.late.excess * self._chunks)
 
     def _read_link(self, features: StepFeatures, step_s: float, crowded_s: Floats) -> Evidence:
         noise = self._settings.device if features.on_device else self._settings.processor
@@ -128,7 +134,7 @@ class Channels:
 
     def _read_imbalance(self, features: StepFeatures) -> Evidence:
         """Stages of a single unit against the median of the other stages, over a long window."""
-        compute = np.where(self._units.any(features.bound), np.nan, self._units.slowest(features.passes_s))
+        compute = np.where(self._units.members_in(features.bound), np.nan, self._units.slowest(features.passes_s))
         others = median_of_others(compute)
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = compute / others
@@ -137,7 +143,7 @@ class Channels:
         limit = np.where(last, self._settings.last_stage_ratio, self._settings.imbalance_ratio)
         over = known & (ratio > limit)
         self._votes_imbalance.add(over, known)
-        count = self._units.slowest(features.forwards.astype(np.float64))
+        count = self._units.slowest(features.forwards / self._chunks)
         excess = np.nan_to_num(compute - others)
         return Evidence(
             cause=Cause.UNDETERMINED,

@@ -4,7 +4,7 @@ passes    seconds per microbatch in FORWARD and BACKWARD, without run-queue dela
           the same unit that enter later: the sum over (kind, chunk) of the median over microbatches, so that a few
           disturbed spans do not matter
 compute   the same of those spans whose length the device decides, not the host that launches their kernels
-bound     whether the host decides the length of most of these spans
+bound     whether the host decides the length of most of these spans, or of so many that compute is unknown
 stall     seconds before each FORWARD in which the rank was in no span (median over microbatches)
 idle      seconds per microbatch of the whole step outside any span, posts included, without run-queue delay
 data      seconds of DATA per microbatch, without run-queue delay
@@ -28,9 +28,7 @@ Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 POSTS = frozenset({Kind.SEND_POST, Kind.RECV_POST})
 LEAD_PART = 0.25
-"""A device that ends a span less than this part of its length behind the host's last launch has waited for launches.
-Measured on a GPU host with crowded processors: spans with more lead last the same to 1 %, the others up to eight times
-as long."""
+"""A device that ends a span less than this part of its length behind the host's last launch has waited for launches."""
 FREE_SHARE = 0.25
 """Share of the spans of one (kind, chunk) that must not have waited for launches, to say what the device takes."""
 
@@ -81,13 +79,15 @@ def extract(view: StepView, layout: JobLayout) -> StepFeatures:
     laid = _Laid(spans=spans, start=start, end=end, clean=clean)
     messages = messages_of(spans, rec.CommIndex(view.comms))
     forwards = np.bincount(spans["rank"][spans["kind"] == Kind.FORWARD], minlength=layout.world)
-    waited = _waited_for_launches(spans)
+    late = _launched_late(spans)
+    passes_s = _positive(_per_microbatch(spans, clean, layout.world))
+    compute_s = _positive(_per_microbatch(spans, clean, layout.world, counted=~_may_have_waited(late, spans)))
     step_s, step_queue_s = _step_spans(view.records, layout.world)
     pairs, delivery, count = _deliveries(laid, messages, layout.world)
     return StepFeatures(
-        passes_s=_positive(_per_microbatch(spans, clean, layout.world)),
-        compute_s=_positive(_per_microbatch(spans, clean, layout.world, counted=~waited)),
-        bound=_mostly(waited, spans, layout.world),
+        passes_s=passes_s,
+        compute_s=compute_s,
+        bound=_mostly(late, spans, layout.world) | (np.isfinite(passes_s) & np.isnan(compute_s)),
         queue_s=_per_microbatch(spans, rec.run_queue_s(spans), layout.world),
         stall_s=_stalls(laid, layout.world),
         idle_s=_idle(laid, layout.world, step_s, step_queue_s, forwards),
@@ -142,10 +142,24 @@ def _shared_waits(spans: RankRecords, start: Floats, layout: JobLayout) -> Float
     return waits
 
 
-def _waited_for_launches(spans: RankRecords) -> Mask:
-    """Spans of a device that ended it right behind the host's last launch; none where the lead is not recorded."""
+def _launched_late(spans: RankRecords) -> Mask:
+    """Spans that a device ended right behind the host's last launch; none where the lead is not recorded."""
     told = (spans["flags"] & Flag.AUX_LEAD) != 0
     mask: Mask = told & (spans["aux"] < LEAD_PART * spans["duration"])
+    return mask
+
+
+def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
+    """Spans that were launched late, and the pass after each: it began without a lead, whatever it won by its end.
+
+    On GPUs with crowded processors the other passes last the same to 2 %, and these up to seven times as long
+    (docs/benchmarks.md).
+    """
+    passes = np.flatnonzero(_is_pass(spans))
+    rank = spans["rank"][passes]
+    follows = np.flatnonzero(rank[1:] == rank[:-1]) + 1
+    mask = late.copy()
+    mask[passes[follows]] |= late[passes[follows - 1]]
     return mask
 
 
@@ -154,10 +168,10 @@ def _is_pass(spans: RankRecords) -> Mask:
     return mask
 
 
-def _mostly(waited: Mask, spans: RankRecords, world: int) -> Mask:
-    """Ranks of which more than half of the passes are in `waited`."""
+def _mostly(late: Mask, spans: RankRecords, world: int) -> Mask:
+    """Ranks of which more than half of the passes are in `late`."""
     passes = _is_pass(spans)
-    share: Mask = 2 * _count(spans["rank"][passes & waited], world) > _count(spans["rank"][passes], world)
+    share: Mask = 2 * _count(spans["rank"][passes & late], world) > _count(spans["rank"][passes], world)
     return share
 
 

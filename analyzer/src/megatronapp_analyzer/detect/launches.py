@@ -10,11 +10,11 @@ import dataclasses
 import numpy as np
 
 from megatronapp_analyzer.detect.baseline import Mask
-from megatronapp_analyzer.detect.candidates import Candidate
 from megatronapp_analyzer.detect.channels import COUPLED_CAP, LogChannel, Reading
 from megatronapp_analyzer.detect.features import Floats, StepFeatures
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.detect.units import Units
+from megatronapp_analyzer.model import JobLayout
 
 LAUNCH_SHARE = 0.2
 """Part of a step that late launches must cost a host to speak against it: a lead is lost and won back all the time."""
@@ -26,32 +26,50 @@ LEAST_RATIO = 1.1
 class LaunchReading:
     """One step's judgement of what launching takes."""
 
+    units: Units
     passes: Reading
     """Per unit, its spans against history and peers; known only where its hosts keep ahead of their devices."""
-    bound_units: Mask
+    unknown: Mask
+    """Units whose device's time is not known, because a member waits for launches and the others for that member."""
     late: Reading
-    """Per rank, how much longer than usual its device's spans are; known only where they wait for launches."""
+    """Per rank, how much longer than usual its device's spans are, per FORWARD; known only where they wait for
+    launches."""
 
     def added_to(self, stalls: Reading) -> Reading:
         """A host's stalls between spans together with its late launches within them."""
         over = stalls.over | self.late.over
-        excess = np.where(stalls.over | ~over, stalls.excess, 0.0) + np.where(self.late.over, self.late.excess, 0.0)
         return dataclasses.replace(
             stalls,
             known=stalls.known | self.late.over,
             over=over,
-            excess=excess,
+            excess=np.where(stalls.over | ~over, stalls.excess, 0.0) + self.late_s,
             strength=np.maximum(stalls.strength, np.where(self.late.over, self.late.strength, 0.0)),
             by_history=np.where(self.late.over, self.late.by_history, stalls.by_history),
         )
+
+    @property
+    def late_s(self) -> Floats:
+        """Seconds per FORWARD that speak against each rank's host."""
+        return np.where(self.late.over, self.late.excess, 0.0)
+
+    def lengthened(self, ranks: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+        """How many times as long as usual spans are for the late launches of `ranks`, for each rank whose spans are.
+
+        Members of a unit meet inside every span, so that all of them wait for the one that launches late.
+        """
+        ratio = {int(self.units.of_rank[rank]): float(self.late.ratio[rank]) for rank in ranks}
+        grown = {unit: times for unit, times in ratio.items() if times > LEAST_RATIO}
+        return tuple((rank, times) for unit, times in grown.items() for rank in self.units.ranks(unit))
 
 
 class Launches:
     """Usual length of the spans of each unit, whoever decides it."""
 
-    def __init__(self, units: Units, settings: Settings) -> None:
+    def __init__(self, layout: JobLayout, units: Units, settings: Settings) -> None:
         self._units = units
+        self._chunks = layout.vpp
         self._settings = settings
+        self._coupled = np.bincount(units.of_rank, minlength=len(units)) > 1
         self._channel = LogChannel(units.stage, settings, cap=COUPLED_CAP)
 
     def read(self, features: StepFeatures, step_s: float, stalling: Mask) -> LaunchReading:
@@ -62,23 +80,21 @@ class Launches:
         values = self._units.slowest(features.passes_s)
         if not features.on_device:
             values = np.full(len(values), np.nan)
-        usual = ~self._units.any(stalling)
-        passes = self._channel.read(values, self._settings.processor, np.zeros(len(values)), usual=usual)
-        bound = self._units.any(features.bound)
-        late = passes.at(self._units.of_rank).within(features.bound)
-        costly = late.excess * features.forwards > LAUNCH_SHARE * step_s
+        usual = ~self._units.members_in(stalling)
+        passes = self._channel.read(values, self._settings.device, np.zeros(len(values)), usual=usual)
+        bound = self._units.members_in(features.bound)
         return LaunchReading(
+            units=self._units,
             passes=passes.within(~bound),
-            bound_units=bound,
-            late=dataclasses.replace(late, over=late.over & costly),
+            unknown=bound & self._coupled,
+            late=self._late(passes, features, step_s),
         )
 
-
-def with_launches(host: Candidate, late: Reading) -> Candidate:
-    """A stalling host with how much longer its device's spans are for it."""
-    ratios = [(rank, float(late.ratio[rank])) for rank in host.subject.ranks if late.ratio[rank] > LEAST_RATIO]
-    return dataclasses.replace(host, late=tuple(ratios), launch_s=_most(late.excess * late.over, host.subject.ranks))
-
-
-def _most(values: Floats, ranks: tuple[int, ...]) -> float:
-    return float(values[list(ranks)].max())
+    def _late(self, passes: Reading, features: StepFeatures, step_s: float) -> Reading:
+        """A host is a processor, and is judged as one."""
+        late = passes.at(self._units.of_rank).within(features.bound)
+        excess = late.excess / self._chunks
+        costly = (excess * features.forwards > LAUNCH_SHARE * step_s) & (
+            late.ratio > self._settings.processor.compute_ratio
+        )
+        return dataclasses.replace(late, over=late.over & costly, excess=excess)

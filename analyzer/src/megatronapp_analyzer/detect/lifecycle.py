@@ -36,6 +36,12 @@ class Track:
     occurrences: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
     )
+    stalls: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
+    )
+    """Of a host, the part of `occurrences` that lies between spans."""
+    late: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT))
+    """Of a host, how many times as long its device's spans were."""
     lost_s: collections.deque[float] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=EVIDENCE_KEPT)
     )
@@ -57,6 +63,21 @@ class Track:
     def occurrence_s(self) -> float:
         """Typical excess per microbatch or message over the evidence."""
         return float(np.median(self.occurrences)) if self.occurrences else self.candidate.occurrence_s
+
+    @property
+    def gap_s(self) -> float:
+        """The part of it that lies between spans, of a host; else all of it."""
+        return float(np.median(self.stalls)) if self.stalls else self.occurrence_s
+
+    @property
+    def late_ratio(self) -> float:
+        """Typical growth of a device's spans for late launches over the evidence; 1 for none."""
+        return float(np.median(self.late)) if self.late else 1.0
+
+    @property
+    def launches_late(self) -> bool:
+        """Whether late launches are most of a host's fault."""
+        return self.gap_s < self.occurrence_s / 2
 
     @property
     def seconds_per_step(self) -> float:

@@ -1,5 +1,6 @@
 """Findings as verdicts: confidence, evidence in words, sentence."""
 
+from megatronapp_analyzer.detect.launches import LEAST_RATIO
 from megatronapp_analyzer.detect.lifecycle import Track
 from megatronapp_analyzer.detect.sentences import sentence
 from megatronapp_analyzer.detect.votes import confidence
@@ -26,16 +27,15 @@ def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
     basis = "own healthy history" if candidate.by_history else "ranks that do the same work"
     if candidate.cause is Cause.UNDETERMINED:
         basis = "the other stages"
-    what = _LAUNCHES if candidate.launch_s else _WHAT[candidate.cause]
+    late = track.late_ratio > LEAST_RATIO
+    what = _LAUNCHES if late else _WHAT[candidate.cause]
     lines = [
         f"{what}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
         f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
     ]
-    late = max((ratio for _, ratio in candidate.late), default=1.0)
-    if late > 1.0:
-        lines.append(
-            f"its device spans were {late:.1f} times as long: kernels were launched late; the cost includes it"
-        )
+    if late:
+        grown = f"its device spans were {track.late_ratio:.1f} times as long"
+        lines.append(f"{grown}: kernels were launched late; the cost includes it")
     if candidate.cause is Cause.LINK:
         return tuple(lines)
     imposed = list(waits.imposed_by(candidate.subject.ranks).items())[:SHOWN_WAITERS]
@@ -70,6 +70,7 @@ def verdict_of(track: Track, layout: JobLayout, columns: int) -> Verdict:
             candidate.cause,
             track.state,
             layout,
+            launches_late=track.launches_late,
             ratio=track.ratio,
             excess_s=track.occurrence_s,
             lost_s=track.seconds_per_step,

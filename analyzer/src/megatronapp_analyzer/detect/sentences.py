@@ -31,16 +31,19 @@ def sentence(
     state: State,
     layout: JobLayout,
     *,
+    launches_late: bool = False,
     ratio: float,
     excess_s: float,
     lost_s: float,
     since: int,
 ) -> str:
-    """One sentence for a person."""
+    """One sentence for a person. `launches_late`: a host's fault is that it launches kernels late, more than stalls."""
     if cause is Cause.LINK and subject.type is SubjectType.LINK:
         does = f"delivers {excess_s * 1e3:.1f} ms late"
     elif cause is Cause.LINK:
         does = f"receives everything {excess_s * 1e3:.1f} ms late"
+    elif cause is Cause.HOST and launches_late:
+        does = f"waits for its host, which launches kernels {excess_s * 1e3:.1f} ms late per microbatch"
     else:
         does = _DOES[cause].format(ratio=ratio, excess_ms=excess_s * 1e3)
     if len(subject.ranks) > 1 and subject.type is SubjectType.RANK:

@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.detect.features import Floats, Ints
+from megatronapp_analyzer.detect.features import Floats, Ints, Mask
 from megatronapp_analyzer.graph import records as rec
 from megatronapp_analyzer.model import JobLayout, StepView
 from megatronapp_common.trace import Kind
@@ -49,16 +49,16 @@ class Units:
         np.fmax.at(out, self.of_rank, values)
         return out
 
-    def any(self, ranks: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Units of which some member is among `ranks`, a mask."""
+    def members_in(self, ranks: Mask) -> Mask:
+        """Units of which some member is in `ranks`."""
         out = np.zeros(len(self), np.bool_)
         out[self.of_rank[ranks]] = True
         return out
 
     @property
-    def has_peers(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def has_peers(self) -> Mask:
         """Whether other units do the same work."""
-        mask: np.ndarray[tuple[int], np.dtype[np.bool_]] = np.bincount(self.stage)[self.stage] > 1
+        mask: Mask = np.bincount(self.stage)[self.stage] > 1
         return mask
 
 

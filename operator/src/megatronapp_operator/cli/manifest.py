@@ -19,14 +19,19 @@ def read_manifest(file: str, *, name: str | None = None) -> MegatronJob:
             document["metadata"]["name"] = name
         return load_job(document)
     except JobError as error:
-        raise ManifestError(_named(str(error), "standard input" if file == "-" else file)) from error
+        raise ManifestError(_named(str(error), source_name(file))) from error
 
 
-def print_problems(error: ManifestError, *, file: str = "") -> None:
+def print_problems(error: ManifestError, *, file: str | None = None) -> None:
     """One line for each on standard error; fields are told with `file`, where there are several."""
+    shown = "" if file is None else f"{source_name(file)}: "
     for line in str(error).splitlines():
-        place = f"{file}: " if file and not line.startswith((file, "standard input")) else ""
-        print(f"error: {place}{line}", file=sys.stderr)
+        print(f"error: {shown}{line.removeprefix(shown)}", file=sys.stderr)
+
+
+def source_name(file: str) -> str:
+    """What people call it."""
+    return "standard input" if file == "-" else file
 
 
 def _named(problems: str, file: str) -> str:
@@ -36,10 +41,9 @@ def _named(problems: str, file: str) -> str:
 
 
 def _read(file: str) -> str:
-    if file == "-":
-        return sys.stdin.read()
     try:
-        return pathlib.Path(file).read_text(encoding="utf-8")
+        content = sys.stdin.buffer.read() if file == "-" else pathlib.Path(file).read_bytes()
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ManifestError(f"{file}: cannot read the manifest: {reason}") from error
+        raise ManifestError(f"{source_name(file)}: cannot read the manifest: {reason}") from error
