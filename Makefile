@@ -41,6 +41,7 @@ test: test-py test-cpp test-ui ## All tests
 
 test-py: setup
 	scripts/system_packages.sh test
+	scripts/kube_tools.sh api
 	$(BIN)/python -m pytest
 
 test-cpp: $(BIN)/.ready

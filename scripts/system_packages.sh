@@ -21,6 +21,7 @@ case "${1:?usage: system_packages.sh build|native|test}" in
     ;;
   test)
     need chromium chromium
+    need openssl openssl
     [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
     ;;
   *)

@@ -1,0 +1,34 @@
+"""One control plane for all tests of this folder, with our CRD in it; each test has its own namespace."""
+
+import itertools
+import pathlib
+from collections.abc import Iterator
+
+import kube
+import pytest
+
+_NUMBERS = itertools.count()
+CRD = kube.ROOT / "crds" / "megatronjob.yaml"
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
+    with kube.control_plane(tmp_path_factory.mktemp("control-plane")) as plane:
+        apply(plane, CRD)
+        established = "--for=condition=Established"
+        done = plane.kubectl("wait", established, "crd/megatronjobs.megatronapp.io", "--timeout=60s")
+        assert done.returncode == 0, done.stderr
+        yield plane
+
+
+@pytest.fixture
+def namespace(plane: kube.ControlPlane) -> str:
+    name = f"test-{next(_NUMBERS)}"
+    done = plane.kubectl("create", "namespace", name)
+    assert done.returncode == 0, done.stderr
+    return name
+
+
+def apply(plane: kube.ControlPlane, path: pathlib.Path) -> None:
+    done = plane.kubectl("apply", "--server-side", "-f", str(path))
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,85 @@
+"""The status that a backend writes, on a real API server: nothing of it is refused, and nothing is dropped."""
+
+import dataclasses
+from typing import Any
+
+import kube
+import pytest
+import yaml
+
+from megatronapp_operator.document import status_document
+from megatronapp_operator.plan import (
+    Condition,
+    ConditionType,
+    Failure,
+    FailureAction,
+    Phase,
+    Progress,
+    Replicas,
+    Status,
+)
+from megatronapp_operator.plan.observed import SlowRank
+
+JOBS = "/apis/megatronapp.io/v1alpha1/namespaces/{namespace}/megatronjobs"
+SECOND = 1_700_000_000.0
+FIRST = Status(phase=Phase.PENDING, conditions=(), generation=1, replicas=Replicas(desired=2, pending=2))
+RUNNING = Status(
+    phase=Phase.RUNNING,
+    conditions=tuple(
+        Condition(type=kind, status=True, reason="Seen", message="a sentence", since=SECOND, generation=1)
+        for kind in ConditionType
+    ),
+    generation=1,
+    attempt=2,
+    restarts=2,
+    restarts_towards_max=1,
+    start_time=SECOND,
+    attempt_time=SECOND,
+    running_time=SECOND,
+    last_restart_time=SECOND,
+    progress=Progress(attempt=2, iteration=5, total_iterations=10, loss=1.25, tokens_per_second=1234.5),
+    slow_ranks=(
+        SlowRank(
+            id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="It is.", since_step=7,
+            seconds_per_step=0.5, slowdown=1.5,
+        ),
+    ),
+    hung_ranks=(3,),
+    replicas=Replicas(desired=2, running=2),
+    failures=(
+        Failure(
+            time=SECOND, attempt=1, reason="WorkerFailed", message="rank 3 on worker 1 failed\nmore words",
+            action=FailureAction.RESTART, worker=1, rank=3, exit_code=1, signal=9,
+        ),
+    ),
+)  # fmt: skip
+FACTS = {
+    "worldSize": 4,
+    "dataParallelSize": 2,
+    "hubUrl": "http://127.0.0.1:8080",
+    "rankTable": {
+        "attempt": 2,
+        "digest": "abc",
+        "masterAddr": "127.0.0.2",
+        "masterPort": 29500,
+        "workers": [{"index": 0, "address": "127.0.0.2", "node": "node-0", "ranks": [0, 1]}],
+    },
+}
+ENDED = dataclasses.replace(RUNNING, phase=Phase.SUCCEEDED, completion_time=SECOND)
+
+
+@pytest.mark.parametrize("status", [FIRST, RUNNING, ENDED], ids=lambda status: str(status.phase.value))
+def test_a_status_is_stored_as_it_was_written(plane: kube.ControlPlane, namespace: str, status: Status) -> None:
+    job = yaml.safe_load((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
+    document: dict[str, Any] = status_document(status) | FACTS
+    url, strict = JOBS.format(namespace=namespace), {"fieldValidation": "Strict"}
+    with plane.client() as client:
+        client.post(url, params=strict, json=job).raise_for_status()
+        answer = client.patch(
+            f"{url}/demo/status",
+            params=strict,
+            json={"status": document},
+            headers={"Content-Type": "application/merge-patch+json"},
+        )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["status"] == document
