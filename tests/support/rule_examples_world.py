@@ -31,6 +31,10 @@ _RUN = [
         "spec.env",
         ({"spec.env": [{"name": "A"}, {"name": "MASTER_ADDR"}]}, "MASTER_ADDR is set by the launcher; leave it out"),
         ({"spec.env": [{"name": "MEGATRONAPP_JOB"}]}, "MEGATRONAPP_JOB is set by the launcher; leave it out"),
+        (
+            {"spec.env": [{"name": "RANK"}, {"name": "A"}, {"name": "WORLD_SIZE"}]},
+            "RANK is set by the launcher; leave it out (and 1 more)",
+        ),
     ),
     *good("variable-given-twice", {"spec.env": [{"name": "A"}, {"name": "B"}]}),
     Example(
@@ -196,6 +200,7 @@ _GANG = [
         "fault-within-ranks",
         "spec.faults",
         (_faults(_fault(), _fault(rank=8)), "rank 8 is outside of this job's 8 ranks; write 0 to 7"),
+        (_faults(_fault(rank=99), _fault(rank=8), _fault(rank=9)), "write 0 to 7 (and 2 more)"),
     ),
     *good("peer-within-ranks", _faults(_fault(kind="link", peer=7))),
     *bad(

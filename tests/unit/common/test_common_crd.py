@@ -13,6 +13,7 @@ from megatronapp_common.job import load_job
 from megatronapp_common.job.crd import custom_resource_definition, structural
 from megatronapp_common.job.fields import walk
 from megatronapp_common.job.reference import render_reference
+from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES
 from megatronapp_common.job.types import MegatronJob
 
 KEYWORDS = {
@@ -207,3 +208,9 @@ def test_the_reference_has_a_row_for_every_field() -> None:
     for path, field in walk(MegatronJob):
         assert f"| `{path.split('.')[-1]}` |" in page, path
         assert field.description, path
+
+
+def test_the_reference_says_every_rule() -> None:
+    page = render_reference()
+    for rule in (*SPEC_RULES, *CHANGE_RULES):
+        assert f"| `spec{rule.field}` | {rule.says} |" in page, rule.id

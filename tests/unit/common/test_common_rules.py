@@ -152,6 +152,20 @@ def test_the_rules_of_the_world_and_its_arithmetic_agree(
     assert accepted != refused
 
 
+@settings(max_examples=100, deadline=None)
+@given(before=st.fixed_dictionaries({}, optional=SIZES), after=st.fixed_dictionaries({}, optional=SIZES))
+def test_any_change_is_judged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    old = spec_with({f"spec.{path}": value for path, value in before.items()})
+    new = spec_with({f"spec.{path}": value for path, value in after.items()})
+    assert check_update(old, old) == []
+    if old.parallelism != new.parallelism:
+        assert any(line.startswith("spec.parallelism: ") for line in check_update(old, new))
+        assert not any(
+            line.startswith("spec.parallelism: ")
+            for line in check_update(old.model_copy(update={"suspend": True}), new)
+        )
+
+
 def test_the_crd_holds_every_rule_once() -> None:
     schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     in_crd = [*schema["x-kubernetes-validations"], *schema["properties"]["spec"]["x-kubernetes-validations"]]

@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatronapp_common.job.fields import describe_type, fields_by_alias, model_of, without_none
+from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.types import MegatronJob
 
 _HEAD = """\
@@ -21,13 +22,38 @@ Made from the types by `make generate`; do not edit.
 A value of the wrong type or outside of its limits is refused with a sentence that says what to write, an unknown field
 with the nearest known name. All problems of a manifest are said at once.
 """
+_RULES = """\
+## Rules between fields
+
+Judged by the API server and by `megatronapp`; the messages hold the values and what to write.
+
+| field | refused with |
+|---|---|
+{}
+
+## Changes
+
+What may not change once the job exists.
+
+| field | refused with |
+|---|---|
+{}
+"""
 LARGEST_INT32 = 2_147_483_647
 _TABLE_HEAD = "| field | type | default | meaning |\n|---|---|---|---|"
 
 
 def render_reference() -> str:
     """The whole page as Markdown."""
-    return "\n".join([_HEAD, *_sections(MegatronJob, "")]) + "\n"
+    return "\n".join([_HEAD, *_sections(MegatronJob, ""), _rules()]) + "\n"
+
+
+def _rules() -> str:
+    return _RULES.format(_rule_rows(SPEC_RULES), _rule_rows(CHANGE_RULES)).rstrip()
+
+
+def _rule_rows(rules: Iterable[Rule]) -> str:
+    return "\n".join(f"| `spec{rule.field}` | {rule.says} |" for rule in rules)
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:

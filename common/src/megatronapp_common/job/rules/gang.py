@@ -98,7 +98,7 @@ _BATCHES = (
 def _of_faults(rule_id: str, wrong: str, *, says: str, message: str, ranks: bool = False) -> Rule:
     """No fault may be wrong; the message is about the first that is. `ranks`: it looks at the number of ranks."""
     rule = no_item("self.faults", "fault", wrong)
-    found = first_item("self.faults", "fault", wrong, say(message))
+    found = first_item("self.faults", "fault", wrong, message)
     return Rule(
         id=rule_id,
         field=".faults",

@@ -54,9 +54,12 @@ def no_item(items: str, name: str, wrong: str) -> str:
     return f"!{items}.exists({name}, {wrong})"
 
 
-def first_item(items: str, name: str, wrong: str, message: str) -> str:
-    """CEL text of a message about the first item that is wrong."""
-    return f"{items}.filter({name}, {wrong}).map({name}, {message})[0]"
+def first_item(items: str, name: str, wrong: str, template: str) -> str:
+    """CEL text of a message (`say`) about the first item that is wrong; it counts the others."""
+    found = f"{items}.filter({name}, {wrong})"
+    others = f"{found}.size() > 1 ? {say(f' (and {{{found}.size() - 1}} more)')} : ''"
+    first = f"{found}.map({name}, {say(template)})[0]"
+    return say(f"{{{first}}}{{{others}}}")
 
 
 def nearest_multiple(value: str, factor: str) -> str:

@@ -17,6 +17,7 @@ RESERVED_ENV = (
 )
 _RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
 _TWICE = "!self.env.exists_one(other, other.name == variable.name)"
+_FIRST_TWICE = f"self.env.filter(variable, {_TWICE})[0].name"
 _FIRST, _LONGEST = "self.runPolicy.backoff.initialSeconds", "self.runPolicy.backoff.maxSeconds"
 
 RUN_RULES = (
@@ -35,18 +36,14 @@ RUN_RULES = (
         field=".env",
         rule=no_item("self.env", "variable", _RESERVED),
         says="holds a variable that the launcher sets; leave it out",
-        message=first_item(
-            "self.env", "variable", _RESERVED, say("{variable.name} is set by the launcher; leave it out")
-        ),
+        message=first_item("self.env", "variable", _RESERVED, "{variable.name} is set by the launcher; leave it out"),
     ),
     Rule(
         id="variable-given-twice",
         field=".env",
         rule=no_item("self.env", "variable", _TWICE),
         says="holds a variable twice; leave one of them out",
-        message=first_item(
-            "self.env", "variable", _TWICE, say("{variable.name} is given twice; leave one of them out")
-        ),
+        message=say(f"{{{_FIRST_TWICE}}} is given twice; leave one of them out"),
         in_schema=True,
     ),
     Rule(
