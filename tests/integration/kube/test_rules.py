@@ -1,0 +1,52 @@
+"""Every rule of a MegatronJob, judged by the API server itself on the same examples as locally."""
+
+from typing import Any
+
+import httpx
+import kube
+import pytest
+from rule_examples import EXAMPLES, Example, manifest, old_manifest
+
+JOBS = "/apis/megatronapp.io/v1alpha1/namespaces/{namespace}/megatronjobs"
+STRICT = {"fieldValidation": "Strict"}
+DRY = STRICT | {"dryRun": "All"}
+
+
+@pytest.fixture(scope="module")
+def client(plane: kube.ControlPlane) -> Any:
+    with plane.client() as client:
+        yield client
+
+
+def named(examples: list[Example]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "example", [pytest.param(one, id=f"{one.rule_id}-{'good' if one.good else 'bad'}") for one in examples]
+    )
+
+
+def check(example: Example, answer: httpx.Response) -> None:
+    """A good example is taken; a bad one is refused once, at its field, in the words of its rule."""
+    if example.good:
+        assert answer.is_success, answer.text
+        return
+    assert answer.status_code == 422, answer.text
+    ((field, message),) = {(cause["field"], cause["message"]) for cause in answer.json()["details"]["causes"]}
+    assert field.partition("[")[0] == example.field, "the schema itself names the item, a rule its list"
+    assert (example.server_words or example.words) in message
+
+
+@named([one for one in EXAMPLES if one.old is None])
+def test_an_object_is_judged_as_locally(client: httpx.Client, example: Example) -> None:
+    answer = client.post(JOBS.format(namespace="default"), params=DRY, json=manifest(example))
+    check(example, answer)
+
+
+@named([one for one in EXAMPLES if one.old is not None])
+def test_a_change_is_judged_as_locally(client: httpx.Client, namespace: str, example: Example) -> None:
+    url, old = JOBS.format(namespace=namespace), old_manifest(example)
+    assert old is not None
+    stored = client.post(url, params=STRICT, json=old)
+    assert stored.is_success, stored.text
+    new = manifest(example)
+    new["metadata"]["resourceVersion"] = stored.json()["metadata"]["resourceVersion"]
+    check(example, client.put(f"{url}/{old['metadata']['name']}", params=DRY, json=new))
