@@ -425,18 +425,8 @@ class _Rank:
         self.board.times[(side, comm, what)] = self.time
         self.board.times[(side + "-number", comm, ordinal)] = self.time
         self.board.arrived[("ordinal", comm, what)].append(ordinal)
-        self.rows.append(
-            self.row(
-                kind,
-                begin,
-                self.time,
-                comm=comm,
-                ordinal=ordinal,
-                microbatch=microbatch,
-                aux=4096,
-                flags=Flag.AUX_BYTES,
-            )
-        )
+        fields = {"comm": comm, "ordinal": ordinal, "microbatch": microbatch}
+        self.rows.append(self.row(kind, begin, self.time, aux=4096, flags=Flag.AUX_BYTES, **fields))  # type: ignore[arg-type]
         return ordinal
 
     def wait_sent(self, sent: list[tuple[Comm, int, int]]) -> Program:

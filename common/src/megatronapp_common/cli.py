@@ -57,7 +57,7 @@ PARTS = {
     "jobs": Part(
         "jobs",
         "megatronapp-operator",
-        ("run", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
+        ("run", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
     ),
     "data": Part("data", "megatronapp-trainer", ("data",)),
     "trace": Part("traces", "megatronapp-analyzer", ("trace",)),
