@@ -13,7 +13,7 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
-    with kube.control_plane(tmp_path_factory.mktemp("control-plane")) as plane:
+    with kube.control_plane(tmp_path_factory.mktemp("control-plane"), users=("nobody",)) as plane:
         apply(plane, CRD)
         established = "--for=condition=Established"
         done = plane.kubectl("wait", established, "crd/megatronjobs.megatronapp.io", "--timeout=60s")

@@ -1,0 +1,202 @@
+"""The API server, as far as the operator needs it: plain dictionaries in and out, typed errors, no generated models.
+
+Nothing is tried again here. Who asks is level-triggered: it looks again and decides anew.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from kubernetes_asyncio import config
+from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import GROUP, VERSION
+from megatronapp_operator.backends.kubernetes.errors import (
+    ApiError,
+    ConflictError,
+    GoneError,
+    NotFoundError,
+    UnavailableError,
+    error_of,
+)
+
+Object = dict[str, Any]
+FIELD_MANAGER = "megatron-operator"
+REQUEST_S = 30.0
+PAGE = 500
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of objects, as it stands in paths."""
+
+    api_version: str
+    plural: str
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """The path of all objects, those of a namespace, one object, or a part of it."""
+        root = "/api" if "/" not in self.api_version else "/apis"
+        parts = [root, self.api_version]
+        parts += ["namespaces", namespace] if namespace is not None else []
+        parts += [part for part in (self.plural, name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+JOBS = Resource(f"{GROUP}/{VERSION}", PLURAL)
+PODS = Resource("v1", "pods")
+SERVICES = Resource("v1", "services")
+SECRETS = Resource("v1", "secrets")
+CONFIG_MAPS = Resource("v1", "configmaps")
+LEASES = Resource("coordination.k8s.io/v1", "leases")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """Objects and the state of the cluster that they are from."""
+
+    items: list[Object]
+    resource_version: str
+
+
+@asynccontextmanager
+async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["Api"]:
+    """An API by a kubeconfig (or the usual one), inside a pod by its service account."""
+    settings = Configuration()
+    if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+    async with ApiClient(configuration=settings) as client:
+        yield Api(client)
+
+
+class Api:
+    """Requests to one API server. Every method raises ApiError (see errors) if the server refuses or is not there."""
+
+    def __init__(self, client: ApiClient, *, request_s: float = REQUEST_S) -> None:
+        self._client = client
+        self._request_s = request_s
+
+    async def get(
+        self, resource: Resource, namespace: str, name: str, *, timeout_s: float | None = None
+    ) -> Object | None:
+        """One object; None if there is none."""
+        try:
+            return await self._send("GET", resource.path(namespace, name), timeout_s=timeout_s)
+        except NotFoundError:
+            return None
+
+    async def list_objects(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
+    ) -> Listing:
+        """All objects, of a namespace or of all, whose labels match; read in pages."""
+        for _ in range(2):
+            try:
+                return await self._pages(resource, namespace, labels, page)
+            except GoneError:  # the pages took longer than the server keeps the state of the first
+                page = 0
+        raise GoneError(f"list {resource.plural}: the server has forgotten its own list")
+
+    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
+        """A new object, as the server stored it. Raises AlreadyExistsError."""
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
+        return await self._send("POST", resource.path(_namespace(obj)), query=query, body=obj)
+
+    async def apply(self, resource: Resource, obj: Object) -> Object:
+        """Make the object's fields so, whoever set them before; fields that we no longer name go."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        path = resource.path(_namespace(obj), _name(obj))
+        return await self._send("PATCH", path, query=query, body=obj, content=APPLY_PATCH)
+
+    async def replace(
+        self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None
+    ) -> Object:
+        """Put the object in the place of the one that was read. Raises ConflictError if that has changed since."""
+        assert obj["metadata"].get("resourceVersion"), "without it the server would overwrite what it does not know"
+        path = resource.path(_namespace(obj), _name(obj), subresource)
+        return await self._send("PUT", path, query={"fieldManager": FIELD_MANAGER}, body=obj, timeout_s=timeout_s)
+
+    async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> bool:
+        """Delete exactly this object; False if it is gone, or another one has its name."""
+        options: Object = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        options |= {} if grace_s is None else {"gracePeriodSeconds": grace_s}
+        try:
+            await self._send("DELETE", resource.path(_namespace(obj), _name(obj)), body=options)
+        except (NotFoundError, ConflictError):
+            return False
+        return True
+
+    async def _pages(self, resource: Resource, namespace: str | None, labels: str, page: int) -> Listing:
+        items: list[Object] = []
+        query = {"labelSelector": labels, "limit": str(page)}
+        while True:
+            answer = await self._send("GET", resource.path(namespace), query=query)
+            items += answer["items"]
+            version, token = answer["metadata"]["resourceVersion"], answer["metadata"].get("continue")
+            if not token:
+                return Listing(items, version)
+            query |= {"continue": token}
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = "application/json",
+        timeout_s: float | None = None,
+    ) -> Object:
+        headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
+        request = f"{method} {path}"
+        try:
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+            answer = await self._client.rest_client.request(
+                method,
+                f"{self._client.configuration.host}{path}",
+                query_params=dict(query or {}),
+                headers=headers,
+                body=body,
+                _request_timeout=self._request_s if timeout_s is None else timeout_s,
+            )
+            return _document(answer.data)
+        except ApiException as error:
+            raise error_of(error.status or 0, _status(error.body), request) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}
+
+
+def _namespace(obj: Object) -> str | None:
+    found: str | None = obj["metadata"].get("namespace")
+    return found
+
+
+def _name(obj: Object) -> str:
+    return str(obj["metadata"]["name"])
+
+
+def _document(data: bytes) -> Object:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise ApiError("the server answered with something that is no object")
+    return found
+
+
+def _status(body: str | bytes | None) -> Object:
+    """The Status object of a refusal; whoever stands between may answer with something else."""
+    try:
+        return _document((body or b"{}") if isinstance(body, bytes) else (body or "{}").encode())
+    except (ValueError, ApiError):
+        return {"message": str(body)[:200]}

@@ -1,0 +1,138 @@
+"""Who leads, by a coordination.k8s.io Lease: at most one holder at a time, as far as clocks run at the same speed.
+
+The rules are those of Kubernetes' own components (client-go's leaderelection): nobody trusts another machine's wall
+clock. Who does not hold the lease takes it once it has seen no renewal for `duration_s` by its own clock; who holds it
+stops once it could not renew for `renew_deadline_s`, counted from before the request was sent, and that is shorter.
+The clock goes on while a process or a machine sleeps. kubernetes_asyncio has an election of its own, which goes by the
+wall clock, ends with an exception when the server cannot be reached, and leaves what it started running then.
+"""
+
+import asyncio
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable
+
+from megatronapp_operator.backends.kubernetes.api import LEASES, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import ApiError, LeaseLostError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseSettings:
+    """Times in seconds; the defaults are those of Kubernetes' components."""
+
+    duration_s: float = 15.0
+    renew_deadline_s: float = 10.0
+    retry_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > self.renew_deadline_s > self.retry_s > 0:
+            raise ValueError("a lease needs duration_s > renew_deadline_s > retry_s > 0")
+
+
+def boot_s() -> float:
+    """Seconds since the machine started, its sleep included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class LeaseHolder:
+    """One candidate. Use: `await acquire()`, then `await hold()` beside the work; check `held` before every write."""
+
+    def __init__(
+        self,
+        api: Api,
+        *,
+        namespace: str,
+        name: str,
+        identity: str,
+        settings: LeaseSettings | None = None,
+        clock: Callable[[], float] = boot_s,
+    ) -> None:
+        self._api = api
+        self._namespace, self._name, self._identity = namespace, name, identity
+        self._settings = settings or LeaseSettings()
+        self._clock = clock
+        self._renewed_at = float("-inf")
+        self._seen: tuple[str, float] = ("", 0.0)
+        """The newest resourceVersion of another's lease, and when it was first seen."""
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease is surely ours at this moment."""
+        return self._clock() < self._renewed_at + self._settings.renew_deadline_s
+
+    async def acquire(self) -> None:
+        """Wait until the lease is ours."""
+        while not await self._try():
+            await asyncio.sleep(self._settings.retry_s)
+
+    async def hold(self) -> None:
+        """Renew for ever. Raises LeaseLostError once the lease is not surely ours any more.
+
+        Who comes too late to renew has lost it, also where nobody has taken it yet: work was not guarded meanwhile.
+        """
+        while self.held:
+            await asyncio.sleep(self._settings.retry_s)
+            if self.held:
+                await self._try()
+        self._renewed_at = float("-inf")
+        lease = f"{self._namespace}/{self._name}"
+        raise LeaseLostError(f"the lease {lease} is lost; {self._identity} leads no more")
+
+    async def release(self) -> None:
+        """Let another candidate lead at once, where we held it. What fails here only makes the other wait."""
+        self._renewed_at = float("-inf")
+        try:
+            lease = await self._api.get(LEASES, self._namespace, self._name)
+            if lease is not None and lease["spec"].get("holderIdentity") == self._identity:
+                await self._api.replace(LEASES, self._written(lease, holder=""))
+        except ApiError:
+            return
+
+    async def _try(self) -> bool:
+        """One attempt to take or renew the lease."""
+        began = self._clock()
+        try:
+            lease = await self._api.get(LEASES, self._namespace, self._name, timeout_s=self._patience_s())
+            if lease is None:
+                await self._api.create(LEASES, self._fresh())
+            elif self._may_take(lease):
+                await self._api.replace(LEASES, self._written(lease), timeout_s=self._patience_s())
+            else:
+                self._renewed_at = float("-inf")  # another one holds it, whatever we believed
+                return False
+        except ApiError:
+            return False
+        self._renewed_at = began
+        return True
+
+    def _patience_s(self) -> float:
+        """A request that hangs must not keep a holder from noticing that its time is over."""
+        left = self._renewed_at + self._settings.renew_deadline_s - self._clock()
+        return left if left > 0 else self._settings.renew_deadline_s
+
+    def _may_take(self, lease: Object) -> bool:
+        holder = lease["spec"].get("holderIdentity")
+        if not holder or holder == self._identity:
+            return True
+        version, now = lease["metadata"]["resourceVersion"], self._clock()
+        if version != self._seen[0]:
+            self._seen = (version, now)
+        duration_s = max(lease["spec"].get("leaseDurationSeconds") or 0, self._settings.duration_s)
+        return now >= self._seen[1] + duration_s
+
+    def _fresh(self) -> Object:
+        metadata = {"name": self._name, "namespace": self._namespace}
+        empty = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": metadata, "spec": {}}
+        return self._written(empty)
+
+    def _written(self, lease: Object, *, holder: str | None = None) -> Object:
+        """The lease with a new renewal; a new holder counts as a transition."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        spec, wanted = dict(lease["spec"]), self._identity if holder is None else holder
+        if spec.get("holderIdentity") != wanted:
+            begins = {"acquireTime": now, "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
+            spec |= begins if wanted else {}
+        duration_s = max(1, round(self._settings.duration_s))
+        spec |= {"holderIdentity": wanted, "renewTime": now, "leaseDurationSeconds": duration_s}
+        return lease | {"spec": spec}

@@ -1,0 +1,143 @@
+"""The operator's client on a real API server: what it asks for happens, and each refusal has its own exception."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import kube
+import pytest
+from kubernetes_asyncio.client import ApiClient, Configuration
+
+from megatronapp_operator.backends.kubernetes import errors
+from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, PODS, Api, Object, Resource, connect
+
+pytestmark = pytest.mark.asyncio
+
+
+def config_map(namespace: str, name: str = "one", *, labels: dict[str, str] | None = None, **data: str) -> Object:
+    metadata: Object = {"name": name, "namespace": namespace} | ({"labels": labels} if labels else {})
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def pod(namespace: str, **spec: Any) -> Object:
+    container = {"name": "main", "image": "none"}
+    metadata = {"name": "pod", "namespace": namespace}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [container]} | spec}
+
+
+@contextlib.asynccontextmanager
+async def opened(plane: kube.ControlPlane, user: str = kube.ADMIN) -> AsyncIterator[Api]:
+    async with connect(kubeconfig=str(plane.kubeconfig(user))) as api:
+        yield api
+
+
+async def test_what_is_created_can_be_read_and_deleted(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        assert await api.get(CONFIG_MAPS, namespace, "one") is None
+        made = await api.create(CONFIG_MAPS, config_map(namespace, a="1"))
+        assert await api.get(CONFIG_MAPS, namespace, "one") == made
+        with pytest.raises(errors.AlreadyExistsError, match='"one" already exists'):
+            await api.create(CONFIG_MAPS, config_map(namespace))
+        assert await api.delete(CONFIG_MAPS, made)
+        assert not await api.delete(CONFIG_MAPS, made)
+        assert await api.get(CONFIG_MAPS, namespace, "one") is None
+
+
+async def test_a_delete_means_one_object_and_not_its_successor(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        old = await api.create(CONFIG_MAPS, config_map(namespace))
+        await api.delete(CONFIG_MAPS, old)
+        new = await api.create(CONFIG_MAPS, config_map(namespace))
+        assert not await api.delete(CONFIG_MAPS, old)
+        assert await api.get(CONFIG_MAPS, namespace, "one") == new
+
+
+async def test_a_list_is_read_in_pages(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        for number in range(7):
+            parity = {"parity": "even" if number % 2 == 0 else "odd"}
+            await api.create(CONFIG_MAPS, config_map(namespace, f"map-{number}", labels=parity))
+        every = await api.list_objects(CONFIG_MAPS, namespace, page=2)
+        even = await api.list_objects(CONFIG_MAPS, namespace, labels="parity=even")
+        everywhere = await api.list_objects(CONFIG_MAPS, page=3)
+    assert [one["metadata"]["name"] for one in every.items] == [f"map-{number}" for number in range(7)]
+    assert [one["metadata"]["name"] for one in even.items] == ["map-0", "map-2", "map-4", "map-6"]
+    assert len(everywhere.items) >= 7
+    assert int(everywhere.resource_version) >= int(every.resource_version) > 0
+
+
+async def test_apply_sets_what_is_named_and_takes_away_what_is_not(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        await api.apply(CONFIG_MAPS, config_map(namespace, a="1", b="2"))
+        plane.kubectl("patch", "configmap", "one", "-n", namespace, "-p", '{"data": {"b": "changed", "c": "theirs"}}')
+        applied = await api.apply(CONFIG_MAPS, config_map(namespace, b="2"))
+    assert applied["data"] == {"b": "2", "c": "theirs"}
+
+
+async def test_a_stale_object_replaces_nothing(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        read = await api.create(CONFIG_MAPS, config_map(namespace, a="1"))
+        await api.replace(CONFIG_MAPS, read | {"data": {"a": "2"}})
+        with pytest.raises(errors.ConflictError, match="has been modified"):
+            await api.replace(CONFIG_MAPS, read | {"data": {"a": "3"}})
+        now = await api.get(CONFIG_MAPS, namespace, "one")
+    assert now is not None
+    assert now["data"] == {"a": "2"}
+
+
+async def test_a_dry_run_says_what_would_happen(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api:
+        await api.create(PODS, pod(namespace), dry_run=True)
+        assert await api.get(PODS, namespace, "pod") is None
+        with pytest.raises(errors.InvalidError, match="Unsupported value") as refused:
+            await api.create(PODS, pod(namespace, restartPolicy="Sometimes"), dry_run=True)
+        assert [cause["field"] for cause in refused.value.details["causes"]] == ["spec.restartPolicy"]
+        with pytest.raises(errors.ApiError, match="unknown field") as unknown:
+            await api.create(PODS, pod(namespace, containerz=[]), dry_run=True)
+        assert unknown.value.status == 400
+
+
+async def test_pod_security_and_quotas_are_refusals_with_their_reason(plane: kube.ControlPlane, namespace: str) -> None:
+    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    async with opened(plane) as api:
+        with pytest.raises(errors.ForbiddenError, match='violates PodSecurity "restricted'):
+            await api.create(PODS, pod(namespace), dry_run=True)
+
+
+async def test_no_right_and_no_such_kind(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane, "nobody") as api:
+        with pytest.raises(errors.ForbiddenError, match='User "nobody" cannot create'):
+            await api.create(CONFIG_MAPS, config_map(namespace))
+    async with opened(plane) as api:
+        with pytest.raises(errors.NotFoundError):
+            await api.list_objects(Resource("v1", "configmapz"), namespace)
+
+
+async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+            with pytest.raises(errors.UnavailableError, match="GET /api/v1/namespaces/test"):
+                await Api(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
+    async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+        with pytest.raises(errors.UnavailableError) as refused:
+            await Api(client).get(CONFIG_MAPS, namespace, "one")
+    assert refused.value.status == 0
+
+
+async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
+    """Something between us and the server may answer in its place."""
+
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 12\r\nConnection: close\r\n\r\n<html></html")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+        with pytest.raises(errors.UnavailableError, match="<html>") as refused:
+            await Api(client).get(CONFIG_MAPS, namespace, "one")
+    assert refused.value.status == 502

@@ -1,0 +1,143 @@
+"""The lease on a real API server: never two holders, and never none for longer than a lease lasts."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import kube
+import pytest
+from cut_off import Wire, wire_to
+from kubernetes_asyncio.client import ApiClient, Configuration
+
+from megatronapp_operator.backends.kubernetes.api import LEASES, Api, connect
+from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.lease import LeaseHolder, LeaseSettings
+
+pytestmark = pytest.mark.asyncio
+BRISK = LeaseSettings(duration_s=3.0, renew_deadline_s=2.0, retry_s=0.1)
+PATIENCE_S = 60
+
+
+@contextlib.asynccontextmanager
+async def opened(plane: kube.ControlPlane) -> AsyncIterator[Api]:
+    async with connect(kubeconfig=str(plane.kubeconfig())) as api:
+        yield api
+
+
+@contextlib.asynccontextmanager
+async def opened_over_a_wire(plane: kube.ControlPlane) -> AsyncIterator[tuple[Api, Wire]]:
+    async with wire_to(int(plane.url.rsplit(":", 1)[1])) as (wire, port):
+        settings = Configuration(host=f"https://127.0.0.1:{port}", api_key={"BearerToken": plane.tokens[kube.ADMIN]})
+        settings.api_key_prefix = {"BearerToken": "Bearer"}
+        settings.ssl_ca_cert = str(plane.certificate)
+        async with ApiClient(configuration=settings) as client:
+            yield Api(client), wire
+
+
+def candidate(api: Api, namespace: str, identity: str) -> LeaseHolder:
+    return LeaseHolder(api, namespace=namespace, name="operator", identity=identity, settings=BRISK)
+
+
+async def holder_of(api: Api, namespace: str) -> tuple[str, int]:
+    lease = await api.get(LEASES, namespace, "operator")
+    assert lease is not None
+    return lease["spec"]["holderIdentity"], lease["spec"]["leaseTransitions"]
+
+
+async def test_the_first_leads_and_a_release_lets_the_next_lead(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
+        first, second = candidate(api, namespace, "first"), candidate(api, namespace, "second")
+        await first.acquire()
+        waiting = asyncio.create_task(second.acquire())
+        renewing = asyncio.create_task(first.hold())
+        assert await holder_of(api, namespace) == ("first", 1)
+        renewing.cancel()
+        assert [first.held, second.held] == [True, False]
+        await first.release()
+        assert [first.held, second.held] == [False, False]
+        await waiting
+        assert second.held
+        assert await holder_of(api, namespace) == ("second", 2)
+
+
+async def test_a_holder_that_renews_keeps_it_longer_than_a_lease_lasts(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with opened(plane) as api:
+        first, second = candidate(api, namespace, "first"), candidate(api, namespace, "second")
+        await first.acquire()
+        renewing = asyncio.create_task(first.hold())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(second.acquire(), 2 * BRISK.duration_s)
+        assert first.held
+        assert not renewing.done()
+        renewing.cancel()
+
+
+async def test_after_a_holder_that_died_the_next_one_waits_a_whole_lease(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
+        await candidate(api, namespace, "dead").acquire()
+        began, second = time.monotonic(), candidate(api, namespace, "second")
+        await second.acquire()
+        assert time.monotonic() - began >= BRISK.duration_s - BRISK.retry_s
+        assert await holder_of(api, namespace) == ("second", 2)
+
+
+async def test_a_holder_that_is_cut_off_stops_before_another_one_leads(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with opened(plane) as api, opened_over_a_wire(plane) as (far, wire), asyncio.timeout(PATIENCE_S):
+        first, second = candidate(far, namespace, "first"), candidate(api, namespace, "second")
+        await first.acquire()
+        renewing, waiting = asyncio.create_task(first.hold()), asyncio.create_task(second.acquire())
+        wire.cut()
+        with pytest.raises(LeaseLostError, match="first leads no more"):
+            await renewing
+        assert not first.held
+        assert not waiting.done(), "nobody leads while the one who is cut off might still believe it does"
+        await waiting
+        wire.join()  # what it sent before comes late, and must change nothing
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first.acquire(), 1)
+        assert await holder_of(api, namespace) == ("second", 2)
+
+
+async def test_who_slept_through_its_lease_knows_it_before_it_acts(plane: kube.ControlPlane, namespace: str) -> None:
+    """A process that was stopped, or a machine that slept: the clock went on."""
+    asleep_s = 0.0
+    async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
+        sleeper = LeaseHolder(
+            api, namespace=namespace, name="operator", identity="sleeper", settings=BRISK,
+            clock=lambda: time.monotonic() + asleep_s,
+        )  # fmt: skip
+        await sleeper.acquire()
+        asleep_s = BRISK.renew_deadline_s
+        assert not sleeper.held
+        with pytest.raises(LeaseLostError):  # although nobody else has taken it yet
+            await sleeper.hold()
+        await candidate(api, namespace, "other").acquire()
+        assert await holder_of(api, namespace) == ("other", 2)
+
+
+async def test_of_many_who_begin_at_once_one_leads(plane: kube.ControlPlane, namespace: str) -> None:
+    async with opened(plane) as api, asyncio.timeout(PATIENCE_S):
+        crowd = [candidate(api, namespace, f"candidate-{number}") for number in range(8)]
+        for turn in range(len(crowd)):
+            waiting = {asyncio.create_task(one.acquire()): one for one in crowd}
+            done, others = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in others:
+                task.cancel()
+            (winner,) = [waiting[task] for task in done]
+            assert [one for one in crowd if one.held] == [winner]
+            assert (await holder_of(api, namespace))[1] == turn + 1
+            await winner.release()
+            crowd.remove(winner)
+
+
+@pytest.mark.parametrize("wrong", [{"duration_s": 5.0}, {"retry_s": 20.0}, {"retry_s": 0.0}])
+async def test_times_that_would_let_two_lead_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="duration_s > renew_deadline_s > retry_s > 0"):
+        LeaseSettings(**wrong)

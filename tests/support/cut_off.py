@@ -1,0 +1,57 @@
+"""A TCP proxy on loopback that can be cut off and joined again, as a network can."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+
+class Wire:
+    """Forwards bytes to one port while it is `joined`; cut off, it swallows what comes and answers nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._joined = asyncio.Event()
+        self._joined.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def cut(self) -> None:
+        """Nothing goes through any more."""
+        self._joined.clear()
+
+    def join(self) -> None:
+        """What was held back goes through, too."""
+        self._joined.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            try:
+                while data := await source.read(65536):
+                    await self._joined.wait()
+                    sink.write(data)
+                    await sink.drain()
+            finally:
+                sink.close()
+
+
+@contextlib.asynccontextmanager
+async def wire_to(port: int) -> AsyncIterator[tuple[Wire, int]]:
+    """A wire to a port of loopback, and the port to connect to instead."""
+    wire = Wire(port)
+    server = await asyncio.start_server(wire.serve, "127.0.0.1", 0)
+    async with server:
+        yield wire, int(server.sockets[0].getsockname()[1])
+        await wire.close()
