@@ -24,6 +24,7 @@ START_S = 120
 STOP_S = 20
 POLL_S = 0.05
 ADMIN = "admin"
+_DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
 class KubeError(Exception):
@@ -155,7 +156,9 @@ def _api_server(binaries: pathlib.Path, folder: pathlib.Path, etcd_port: int, po
 def _program(folder: pathlib.Path, command: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
     name = pathlib.Path(command[0]).name
     with (folder / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            [*_DIE_WITH_TESTS, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+        )
         try:
             yield process
         finally:
@@ -191,7 +194,7 @@ def _answers(plane: ControlPlane) -> bool:
 
 
 def _name(process: "subprocess.Popen[bytes]") -> str:
-    return pathlib.Path(str(process.args[0])).name  # type: ignore[index]
+    return pathlib.Path(str(process.args[len(_DIE_WITH_TESTS)])).name  # type: ignore[index]
 
 
 def _log(folder: pathlib.Path, process: "subprocess.Popen[bytes]") -> str:

@@ -36,6 +36,12 @@ _RUN = [
             "RANK is set by the launcher; leave it out (and 1 more)",
         ),
     ),
+    *good("flag-and-value-apart", {"spec.args": ["--lr", "3", "--name=two words", "two words"]}),
+    *bad(
+        "flag-and-value-apart",
+        "spec.args",
+        ({"spec.args": ["--lr", "3", "--min-lr 1"]}, "'--min-lr 1' is one item; write the flag and its value as two"),
+    ),
     *good("variable-given-twice", {"spec.env": [{"name": "A"}, {"name": "B"}]}),
     Example(
         rule_id="variable-given-twice",

@@ -57,6 +57,13 @@ def test_logs_are_of_the_reporting_rank_unless_another_is_named(shown: Any) -> N
         assert (refused.returncode, message in refused.stderr) == (1, True), refused.stderr
 
 
+def test_an_empty_log_says_which_one_is_not(shown: Any) -> None:
+    (shown.job() / "attempt-0" / "worker-0" / "rank-0.log").write_text("")
+    done = shown.cli("logs", "job", "--rank", "0")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("note: the log of rank 0 is empty; rank 1 reports the loss, and the launchers")
+
+
 def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: Any) -> None:
     command = [sys.executable, str(shown.folder / "driver.py"), "logs", "job", "-f"]
     with subprocess.Popen(command, env=shown.environment, stdout=subprocess.PIPE, text=True) as following:

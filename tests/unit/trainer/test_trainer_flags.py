@@ -94,7 +94,7 @@ def test_every_other_spelling_leads_to_a_flag() -> None:
 
 @pytest.mark.parametrize("flag", ["--gradient-rate", "--colour", "--x"])
 def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
-    assert refusal(flag) == f"unknown flag {flag}; see --help for all flags"
+    assert refusal(flag) == f"unknown flag {flag}; python -m megatronapp_trainer.pretrain --help lists all"
 
 
 @pytest.mark.parametrize("flag", ["--fp16", "--train-samples=100", "--moe-router-topk", "--async-save"])

@@ -150,6 +150,21 @@ def test_the_progress_page_tells_state_and_figures(tmp_path: pathlib.Path, monke
     json.dumps(document)
 
 
+@pytest.mark.parametrize(("iteration", "said"), [(7, "goes on after step 7 of 10"), (10, "nothing is left to train")])
+def test_a_resume_is_told_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, iteration: int, said: str
+) -> None:
+    monkeypatch.setenv(Env.SHM_DIR, str(tmp_path))
+    monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
+    lines: list[str] = []
+    reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lines.append)
+    reporter.resumed(iteration, 16 * iteration)
+    document = PageReader(tmp_path / "job.0.progress").read()
+    assert document is not None
+    assert (document["iteration"], document["state"]) == (iteration, "starting")
+    assert [line.startswith(said) for line in lines] == [True]
+
+
 class Events:
     """Stands for TensorBoard's writer."""
 

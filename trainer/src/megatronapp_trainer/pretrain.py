@@ -59,6 +59,8 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         reporter.state("starting")
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     checkpoints = _open_checkpoints(run)
+    if reporter is not None and run.state.iteration:
+        reporter.resumed(run.state.iteration, run.state.consumed_samples)
     iterators = build_iterators(config, layout, run.state.consumed_samples)
     with contextlib.ExitStack() as stack:
         if reporter is not None:

@@ -103,6 +103,19 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(state=state)
 
+    def resumed(self, iteration: int, consumed_samples: int) -> None:
+        """The checkpoint of `iteration` finished steps was loaded."""
+        if self._progress is not None:
+            self._progress.update(iteration=iteration, consumedSamples=consumed_samples)
+        total = self._config.training.train_iters
+        if iteration < total:
+            self._print(f"goes on after step {iteration} of {total}, from its checkpoint")
+        else:
+            self._print(
+                f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are asked for; ask for "
+                "more (--train-iters), or begin anew with another or an emptied --save"
+            )
+
     def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
         """A step has ended: page, event file, and the log line where one is due."""
         self._elapsed_s.append(elapsed_s)

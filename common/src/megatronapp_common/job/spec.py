@@ -115,7 +115,7 @@ class Spec(ManifestModel):
     checkpoint: Checkpoint = Checkpoint()
     """Where and when the training is saved."""
     args: Annotated[tuple[Argument, ...], Field(max_length=512)] = ()
-    """More flags in Megatron's spelling; they come last, so they win."""
+    """More flags in Megatron's spelling, each word an item: ["--lr", "3"]; they come last, so they win."""
     env: Annotated[
         tuple[EnvVar, ...],
         Field(

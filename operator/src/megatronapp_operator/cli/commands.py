@@ -57,6 +57,7 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
 
 def _validate(subparsers: Subparsers) -> None:
     text = """Judge manifests by the same rules as the API server, without one; every problem is told with its place.
+Flags in spec.args, corpora and tokenizers are looked at by `run`, before it starts anything.
 Exit code: 0 all are valid, 2 some are not."""
     parser = _add(subparsers, "validate", "say what is wrong with manifests", description=text)
     parser.add_argument("files", metavar="FILE", nargs="+", help="MegatronJob in YAML or JSON; - reads standard input")

@@ -17,6 +17,8 @@ TIMEOUT_S = 5.0
 def main(arguments: argparse.Namespace) -> int:
     """Hand a fault to the job's hub; returns the exit code."""
     job = registry.view(arguments.job)
+    if job.ended:
+        raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
     check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
     url, token = hub_access(job.paths)
     fault = without_none(
@@ -31,8 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
     )
     answer = post(f"{url}/api/v1/faults", token=token, document=fault)
     last = arguments.from_step + arguments.steps - 1
+    peer = "" if arguments.peer is None else f" from rank {arguments.peer}"
     print(
-        f"fault {answer['id']}: rank {arguments.rank}, {arguments.kind} x {arguments.factor:g}, "
+        f"fault {answer['id']}: rank {arguments.rank}, {arguments.kind}{peer} x {arguments.factor:g}, "
         f"steps {arguments.from_step} to {last}"
     )
     return 0

@@ -5,7 +5,7 @@ import pathlib
 import sys
 import time
 
-from megatronapp_common.job import load_job
+from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.cli.follower import LogTail, rank_log, reporting_rank
@@ -24,6 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     tail = LogTail(path)
     lines = tail.lines(final=job.ended)
     _print(lines if arguments.tail is None else lines[max(0, len(lines) - arguments.tail) :])
+    if not lines:
+        print(f"note: {_empty(job, arguments)}", file=sys.stderr)
     if arguments.follow:
         _follow(arguments.job, tail, path, moving=arguments.attempt is None, arguments=arguments)
     return 0
@@ -40,7 +42,7 @@ def _attempt(job: JobView, wanted: int | None) -> int:
 
 
 def _path(job: JobView, arguments: argparse.Namespace, attempt: int) -> pathlib.Path:
-    loaded = load_job({key: value for key, value in job.document.items() if key != "status"})
+    loaded = _loaded(job)
     if arguments.worker is not None:
         if not 0 <= arguments.worker < loaded.world.nodes:
             raise OperatorError(
@@ -55,6 +57,21 @@ def _launcher_hint(job: JobView, arguments: argparse.Namespace) -> str:
     if arguments.worker is not None:
         return "the worker was not started"
     return f"the launcher's log may say why: megatronapp logs {job.name} --worker 0"
+
+
+def _empty(job: JobView, arguments: argparse.Namespace) -> str:
+    """Why a log may be empty, and which ones are not."""
+    if arguments.worker is not None:
+        return f"the log of worker {arguments.worker}'s launcher is empty"
+    rank = reporting_rank(_loaded(job))
+    read = f"the launchers tell of starts and ends: megatronapp logs {job.name} --worker 0"
+    if arguments.rank in {None, rank}:
+        return f"the log of rank {rank} is empty; {read}"
+    return f"the log of rank {arguments.rank} is empty; rank {rank} reports the loss, and {read}"
+
+
+def _loaded(job: JobView) -> MegatronJob:
+    return load_job({key: value for key, value in job.document.items() if key != "status"})
 
 
 def _print(lines: list[str]) -> None:

@@ -43,6 +43,7 @@ OTHER_SPELLINGS = {
 }
 """What other trainers call our flags: too far from ours for the nearest spelling to find them."""
 _NEAR = 0.75
+ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 """Share of letters in common from which on a name is taken for a typing error."""
 
 
@@ -85,7 +86,7 @@ def _refusal(argument: str, known: list[str]) -> str:
     if flag in megatron_flags() and flag not in OTHER_SPELLINGS:
         return f"{flag} is a flag of Megatron-LM that this trainer does not support yet; leave it out"
     meant = _meant(flag.replace("_", "-"), known)
-    hint = f"did you mean {meant}?" if meant is not None else "see --help for all flags"
+    hint = f"did you mean {meant}?" if meant is not None else ALL_FLAGS
     return f"unknown flag {flag}; {hint}"
 
 

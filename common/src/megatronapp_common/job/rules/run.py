@@ -1,4 +1,4 @@
-"""Rules about the environment of the ranks, restarts, and GPUs."""
+"""Rules about the arguments and the environment of the ranks, restarts, and GPUs."""
 
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item, say
 from megatronapp_common.names import Env
@@ -18,6 +18,7 @@ RESERVED_ENV = (
 _RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
 _TWICE = "!self.env.exists_one(other, other.name == variable.name)"
 _FIRST_TWICE = f"self.env.filter(variable, {_TWICE})[0].name"
+_TWO_WORDS = "word.startsWith('--') && word.contains(' ') && !word.contains('=')"
 _FIRST, _LONGEST = "self.runPolicy.backoff.initialSeconds", "self.runPolicy.backoff.maxSeconds"
 
 RUN_RULES = (
@@ -29,6 +30,15 @@ RUN_RULES = (
         message=say(
             "{self.procPerNode} ranks but gpusPerNode {self.gpusPerNode}; a rank needs a GPU of its own: "
             "write {self.gpusPerNode} or less, or gpusPerNode: 0 to train on the CPU"
+        ),
+    ),
+    Rule(
+        id="flag-and-value-apart",
+        field=".args",
+        rule=no_item("self.args", "word", _TWO_WORDS),
+        says="holds a flag and its value as one item; write them as two, as in [--lr, '3']",
+        message=first_item(
+            "self.args", "word", _TWO_WORDS, "'{word}' is one item; write the flag and its value as two: [--lr, '3']"
         ),
     ),
     Rule(
