@@ -106,7 +106,9 @@ def test_sigterm_saves_and_a_new_start_goes_on(start: Start, tmp_path: pathlib.P
     again = start(f"{flags} --exit-interval {done + 2}")
     output, errors = again[1].communicate(timeout=LIMIT_S)
     assert again[1].returncode == ExitCode.OK, errors
-    assert [int(line.split("iteration")[1].split("/")[0]) for line in output.splitlines()] == [done + 1, done + 2]
+    told, *lines = output.splitlines()
+    assert told.startswith(f"goes on after step {done} of ")
+    assert [int(line.split("iteration")[1].split("/")[0]) for line in lines] == [done + 1, done + 2]
 
 
 def test_ranks_whose_directory_has_a_newer_owner_write_nothing_and_say_so(start: Start, tmp_path: pathlib.Path) -> None:
