@@ -32,6 +32,7 @@ GUARDIAN = "megatronapp_operator.backends.process.guardian"
 WORKERS = 2
 RANKS = 4
 POLL_S = 0.1
+RESUMED = re.compile(r"goes on after step (\d+) of ")
 LOSS = re.compile(r"iteration +(\d+)/.*? lm loss: (\S+) ")
 
 
@@ -170,7 +171,10 @@ class ChaosJob:
 
     def iteration(self, attempt: int | None = None) -> int:
         """The newest iteration in the logs of an attempt (default: the one that must run now); 0 before the first."""
-        return max(self.losses().get(self.restarts if attempt is None else attempt, {}), default=0)
+        number = self.restarts if attempt is None else attempt
+        logs = self.root.glob(f"attempt-{number}/worker-*/rank-*.log")
+        resumed = [int(step) for path in logs for step in RESUMED.findall(path.read_text(errors="replace"))]
+        return max([*resumed, *self.losses().get(number, {})], default=0)
 
     def shown(self) -> dict[str, Any]:
         """The status that `megatronapp get -o json` shows."""

@@ -105,8 +105,6 @@ class Reporter:
 
     def resumed(self, iteration: int, consumed_samples: int) -> None:
         """The checkpoint of `iteration` finished steps was loaded."""
-        if self._progress is not None:
-            self._progress.update(iteration=iteration, consumedSamples=consumed_samples)
         total = self._config.training.train_iters
         if iteration < total:
             self._print(f"goes on after step {iteration} of {total}, from its checkpoint")
@@ -115,6 +113,8 @@ class Reporter:
                 f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are asked for; ask for "
                 "more (--train-iters), or begin anew with another or an emptied --save"
             )
+        if self._progress is not None:
+            self._progress.update(iteration=iteration, consumedSamples=consumed_samples)
 
     def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
         """A step has ended: page, event file, and the log line where one is due."""
