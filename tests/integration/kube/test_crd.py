@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megatronapp_common.job import load_job
+from megatronapp_operator.backends.kubernetes.api import JOBS
 
 EXAMPLES = sorted((kube.ROOT / "examples").glob("*.yaml"))
-JOBS = "/apis/megatronapp.io/v1alpha1/namespaces/{namespace}/megatronjobs"
 
 
 def example() -> dict[str, Any]:
@@ -20,7 +20,7 @@ def example() -> dict[str, Any]:
 
 def create(plane: kube.ControlPlane, namespace: str, job: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     with plane.client() as client:
-        answer = client.post(JOBS.format(namespace=namespace), params={"fieldValidation": "Strict"}, json=job)
+        answer = client.post(JOBS.path(namespace), params={"fieldValidation": "Strict"}, json=job)
     return answer.status_code, answer.json()
 
 
@@ -68,7 +68,7 @@ def test_a_status_is_written_through_its_own_subresource_only(plane: kube.Contro
     job = example() | {"status": {"phase": "Running"}}
     status, stored = create(plane, namespace, job)
     assert (status, "status" in stored) == (201, False)
-    url = f"{JOBS.format(namespace=namespace)}/demo/status"
+    url = f"{JOBS.path(namespace)}/demo/status"
     content = {"Content-Type": "application/merge-patch+json"}
     with plane.client() as client:
         told = {"phase": "Running", "restarts": 2, "replicaStatuses": {"desired": 2, "ready": 1}}

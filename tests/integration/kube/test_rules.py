@@ -7,7 +7,8 @@ import kube
 import pytest
 from rule_examples import EXAMPLES, Example, manifest, old_manifest
 
-JOBS = "/apis/megatronapp.io/v1alpha1/namespaces/{namespace}/megatronjobs"
+from megatronapp_operator.backends.kubernetes.api import JOBS
+
 STRICT = {"fieldValidation": "Strict"}
 DRY = STRICT | {"dryRun": "All"}
 
@@ -37,13 +38,13 @@ def check(example: Example, answer: httpx.Response) -> None:
 
 @named([one for one in EXAMPLES if one.old is None])
 def test_an_object_is_judged_as_locally(client: httpx.Client, example: Example) -> None:
-    answer = client.post(JOBS.format(namespace="default"), params=DRY, json=manifest(example))
+    answer = client.post(JOBS.path("default"), params=DRY, json=manifest(example))
     check(example, answer)
 
 
 @named([one for one in EXAMPLES if one.old is not None])
 def test_a_change_is_judged_as_locally(client: httpx.Client, namespace: str, example: Example) -> None:
-    url, old = JOBS.format(namespace=namespace), old_manifest(example)
+    url, old = JOBS.path(namespace), old_manifest(example)
     assert old is not None
     stored = client.post(url, params=STRICT, json=old)
     assert stored.is_success, stored.text

@@ -7,6 +7,7 @@ import kube
 import pytest
 import yaml
 
+from megatronapp_operator.backends.kubernetes.api import JOBS
 from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     Condition,
@@ -20,7 +21,6 @@ from megatronapp_operator.plan import (
 )
 from megatronapp_operator.plan.observed import SlowRank
 
-JOBS = "/apis/megatronapp.io/v1alpha1/namespaces/{namespace}/megatronjobs"
 SECOND = 1_700_000_000.0
 FIRST = Status(phase=Phase.PENDING, conditions=(), generation=1, replicas=Replicas(desired=2, pending=2))
 RUNNING = Status(
@@ -72,7 +72,7 @@ ENDED = dataclasses.replace(RUNNING, phase=Phase.SUCCEEDED, completion_time=SECO
 def test_a_status_is_stored_as_it_was_written(plane: kube.ControlPlane, namespace: str, status: Status) -> None:
     job = yaml.safe_load((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
     document: dict[str, Any] = status_document(status) | FACTS
-    url, strict = JOBS.format(namespace=namespace), {"fieldValidation": "Strict"}
+    url, strict = JOBS.path(namespace), {"fieldValidation": "Strict"}
     with plane.client() as client:
         client.post(url, params=strict, json=job).raise_for_status()
         answer = client.patch(
