@@ -8,9 +8,28 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MegatronJob"
 
 LABEL_JOB = f"{GROUP}/job-name"
+LABEL_JOB_UID = f"{GROUP}/job-uid"
 LABEL_REPLICA_TYPE = f"{GROUP}/replica-type"
 LABEL_REPLICA_INDEX = f"{GROUP}/replica-index"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
+ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
+"""Digest of what a worker pod was rendered from; pinned for the life of an attempt."""
+
+COORDINATOR_PORT = 19400
+"""Where worker 0 gathers the gang on a cluster; outside the range from which launchers take ports for torch."""
+STATUS_PORT = 19401
+"""Where the launcher of worker 0 tells rank table and progress on a cluster."""
+HUB_PORT = 8080
+OPERATOR_PORT = 8081
+DOOR_PORT = 8080
+
+
+class ReplicaType(enum.StrEnum):
+    """What a pod of a job is for (LABEL_REPLICA_TYPE)."""
+
+    WORKER = "worker"
+    HUB = "hub"
+    INIT = "init"
 
 
 class Env(enum.StrEnum):

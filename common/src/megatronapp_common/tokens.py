@@ -22,6 +22,11 @@ def new_secret() -> str:
     return secrets.token_hex(SECRET_BYTES)
 
 
+def job_secret(key: str, uid: str) -> str:
+    """The secret of the job with this uid, derived from an installation's key (64 hex digits), in hex."""
+    return hmac.new(bytes.fromhex(key), f"megatronapp:job:{uid}".encode(), hashlib.sha256).hexdigest()
+
+
 def derive(secret: str, role: Role) -> str:
     """Token of `role`: HMAC-SHA256 (RFC 2104) keyed with the secret, in hex."""
     return hmac.new(bytes.fromhex(secret), f"megatronapp:{role}".encode(), hashlib.sha256).hexdigest()
