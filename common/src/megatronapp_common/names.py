@@ -32,6 +32,16 @@ class ReplicaType(enum.StrEnum):
     INIT = "init"
 
 
+class RankOrder(enum.StrEnum):
+    """By what workers are sorted before their ranks are numbered (Env.RANK_ORDER)."""
+
+    INDEX = "index"
+    IP = "ip"
+    """By IPv4 address, as a number."""
+    TOPOLOGY = "topology"
+    """By the values of the topology labels as text, then by index."""
+
+
 class Env(enum.StrEnum):
     """Environment variables that a backend sets for launcher, agent and hub."""
 
@@ -51,6 +61,25 @@ class Env(enum.StrEnum):
     """host:port where worker 0 gathers the gang; the host is resolved again at every retry."""
     ADDRESS = "MEGATRONAPP_ADDRESS"
     """IPv4 address of this worker, when the backend knows it."""
+    INTERFACE = "MEGATRONAPP_INTERFACE"
+    """Name of the interface whose IPv4 address this worker gives to the gang, or a regular expression that matches the
+    whole name; comes before all other ways to find an address."""
+    NETWORK_STATUS = "MEGATRONAPP_NETWORK_STATUS"
+    """Text of the pod's annotation k8s.v1.cni.cncf.io/network-status (JSON): the first attachment that is not the
+    default one gives the address. Empty or absent: there is none."""
+    RANK_ORDER = "MEGATRONAPP_RANK_ORDER"
+    """In which order workers get their ranks: `RankOrder`; absent: index."""
+    TOPOLOGY = "MEGATRONAPP_TOPOLOGY"
+    """Values of this worker's topology labels, comma separated, from the widest to the narrowest; may be empty."""
+    STATUS_PORT = "MEGATRONAPP_STATUS_PORT"
+    """Port at which the launcher of worker 0 serves its status by HTTP; absent: it does not."""
+    LOG_TO_STDOUT = "MEGATRONAPP_LOG_TO_STDOUT"
+    """"1": every rank's lines also go to the launcher's stdout, each behind `[rank N] `."""
+    PREFLIGHT = "MEGATRONAPP_PREFLIGHT"
+    """JSON of what to look at before the ranks start; absent: nothing. It holds `spec.network.preflight` as it is
+    (`enabled`, `timeoutSeconds`) and, where the backend knows them, `gpus` (devices that the container has), `shmBytes`
+    (room that /dev/shm must have), `rdma` (true: a port of InfiniBand must be up and memlock unlimited) and `hca` (names
+    of the adapters, as NCCL_IB_HCA has them). What is left out is not looked at; the gang's addresses always are."""
     NODE_NAME = "MEGATRONAPP_NODE_NAME"
     """Name of the machine (or of the pretended one) that this worker runs on."""
     SECRET_FILE = "MEGATRONAPP_SECRET_FILE"
