@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, sight, spawn
+from megatronapp_operator import summary
+from megatronapp_operator.backends.process import build, files, kin, lock, ports, settings, spawn
 from megatronapp_operator.backends.process.backend import Backend
 from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess, not_started, read_outcome
@@ -407,22 +408,22 @@ def test_the_progress_that_is_furthest_on_wins() -> None:
         Progress(attempt=1, iteration=2, updated_at=1.0),
         Progress(attempt=1, iteration=2, updated_at=2.0, loss=1.0),
     ]
-    newest = sight.newest(pages)
+    newest = summary.newest(pages)
     assert newest is not None and newest.loss == 1.0
-    assert sight.newest([None]) is None
-    assert sight.read_progress({"state": "starting"}) is None
+    assert summary.newest([None]) is None
+    assert summary.read_progress({"state": "starting"}) is None
 
 
 def test_the_time_of_a_page_is_text_there_and_in_the_status() -> None:
-    page = sight.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
+    page = summary.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
     assert page is not None and page.updated_at == 1795257196.5
-    assert sight.newest([page, sight.read_progress({"iteration": 1})]) == page
+    assert summary.newest([page, summary.read_progress({"iteration": 1})]) == page
     assert progress_document(page)["updatedAt"] == "2026-11-21T10:33:16Z"
 
 
 def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
     text = '{"iteration": 1, "loss": NaN, "gradNorm": Infinity, "tokensPerSecond": 5.5}'
-    page = sight.read_progress(json.loads(text))
+    page = summary.read_progress(json.loads(text))
     assert page is not None
     document = progress_document(page)
     assert document["tokensPerSecond"] == 5.5
@@ -434,7 +435,7 @@ def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
     [None, [], "text", {}, {"progress": 3, "slowRanks": [], "hungRanks": []}, {"progress": None, "slowRanks": [{}]}],
 )
 def test_a_summary_of_another_shape_is_none(document: object) -> None:
-    assert sight.read_summary(document) is None
+    assert summary.read_summary(document) is None
 
 
 def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
@@ -448,7 +449,7 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
         "since": {"attempt": 0, "step": 60, "time": 1.0},
         "sentence": "Rank 1 is slow.",
     }
-    read = sight.read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
+    read = summary.read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
     assert read is not None and read.progress is not None
     assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
     (slow,) = read.slow_ranks

@@ -13,7 +13,8 @@ from typing import Any
 from megatronapp_common import tokens
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import PageReader
-from megatronapp_operator.backends.process import files, kin, sight, signals, spawn
+from megatronapp_operator import summary
+from megatronapp_operator.backends.process import files, kin, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess
 from megatronapp_operator.backends.process.paths import shm_prefix
 from megatronapp_operator.backends.process.ports import HeldPort
@@ -180,13 +181,13 @@ class Backend:
 
     def _observe(self) -> Observed:
         told = self._hub.summary if self._hub is not None else None
-        pages = [sight.read_page(page) for page in self._pages.values()]
+        pages = [summary.read_page(page) for page in self._pages.values()]
         current = told is not None and told.attempt == self._job.status.attempt
         return Observed(
             secret=self._settings.paths.secret.exists(),
             hub=self._hub.observe() if self._hub is not None else None,
             workers=tuple(worker.observe() for worker in self._workers.values()),
-            progress=sight.newest([told.progress if told else None, *pages]),
+            progress=summary.newest([told.progress if told else None, *pages]),
             slow_ranks=told.slow_ranks if told else None,
             hung_ranks=told.hung_ranks if told and current else None,
         )

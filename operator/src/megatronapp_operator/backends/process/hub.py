@@ -5,7 +5,7 @@ import subprocess
 import httpx
 
 from megatronapp_common.tokens import Role, derive
-from megatronapp_operator.backends.process import sight
+from megatronapp_operator import summary
 from megatronapp_operator.backends.process.files import write_json
 from megatronapp_operator.backends.process.ports import HeldPort
 from megatronapp_operator.backends.process.settings import Settings, base_environment
@@ -36,7 +36,7 @@ class HubProcess:
         self._deleted_at: float | None = None
         self._poll_due = 0.0
         self._ready = False
-        self.summary: sight.Summary | None = None
+        self.summary: summary.Summary | None = None
         """The newest answer to GET /api/v1/summary; None while the hub does not answer."""
 
     @property
@@ -101,10 +101,10 @@ class HubProcess:
         self._client.close()
         self._port.close()
 
-    def _ask(self) -> sight.Summary | None:
+    def _ask(self) -> summary.Summary | None:
         """A hub that is starting, stopped or gone gives nothing, which is no error: training does not need it."""
         try:
             answer = self._client.get("/api/v1/summary")
-            return sight.read_summary(answer.json()) if answer.is_success else None
+            return summary.read_summary(answer.json()) if answer.is_success else None
         except (httpx.HTTPError, ValueError):
             return None
