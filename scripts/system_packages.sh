@@ -22,6 +22,7 @@ case "${1:?usage: system_packages.sh build|native|test}" in
   test)
     need chromium chromium
     need openssl openssl
+    need promtool prometheus
     [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
     ;;
   *)

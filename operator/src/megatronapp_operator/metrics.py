@@ -1,0 +1,288 @@
+"""Prometheus metrics of the operator: how its own loop does, and what the statuses of its jobs say.
+
+Series of a job are made at scrape time from its newest status, so they go when the job is forgotten. No label holds a
+rank, a pod, a step or a time. A replica that does not lead tells nothing about jobs: else each of them would be there
+twice, once outdated.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatronapp_operator.plan.observed import Progress, SlowRank
+from megatronapp_operator.plan.report import HANG, NAMED_STATES
+from megatronapp_operator.plan.status import ConditionType, Status
+
+RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+RUNNING_BUCKETS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0)
+SLOW_NODES_SHOWN = 32
+"""Nodes of one job that are named, costliest first."""
+EARLIER = "Earlier"
+"""Reason of restarts that were counted in the status before this process saw the job."""
+_JOB = ("namespace", "name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What of a job's spec and place goes into metrics."""
+
+    workers: int = 0
+    world_size: int = 0
+    queue: str = ""
+    nodes: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    """Node of each rank, from the rank table; a rank that is not there is shown with an empty node."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlowNode:
+    """A node that confirmed verdicts name, with the costliest of them."""
+
+    node: str
+    cause: str
+    since: float
+    seconds_per_step: float
+    slowdown: float
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """What is known of one job."""
+
+    status: Status
+    facts: JobFacts
+    restarts: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Restarts by reason."""
+    verdict_times: dict[str, float] = dataclasses.field(default_factory=dict)
+    """When each verdict was first seen."""
+
+
+class OperatorMetrics:
+    """All metrics of one operator process. Not for use by several threads at once."""
+
+    def __init__(self, registry: CollectorRegistry, *, version: str = "") -> None:
+        self._reconcile = Histogram(
+            "megatron_operator_reconcile_duration_seconds",
+            "Length of one look at a job, from what is seen to what is written.",
+            ["outcome"],
+            buckets=RECONCILE_BUCKETS_S,
+            registry=registry,
+        )
+        for outcome in ("ok", "error"):
+            self._reconcile.labels(outcome)
+        self._depth = Gauge("megatron_operator_queue_depth", "Jobs that wait to be looked at.", registry=registry)
+        self._oldest = Gauge(
+            "megatron_operator_queue_oldest_seconds", "How long the oldest of them has waited.", registry=registry
+        )
+        self._requests = Counter(
+            "megatron_operator_api_requests",
+            "Requests to the API server; the code is an HTTP status, or 'error' without an answer.",
+            ["verb", "resource", "code"],
+            registry=registry,
+        )
+        self._watch = Gauge(
+            "megatron_operator_watch_last_event_timestamp_seconds",
+            "When a watch last brought an event or a bookmark.",
+            ["resource"],
+            registry=registry,
+        )
+        self._leader = Gauge("megatron_operator_is_leader", "1 while this process holds the lease.", registry=registry)
+        self._to_running = Histogram(
+            "megatron_job_time_to_running_seconds",
+            "From the creation of a gang until all its workers run.",
+            buckets=RUNNING_BUCKETS_S,
+            registry=registry,
+        )
+        build = Gauge("megatron_operator_build_info", "1; the version as a label.", ["version"], registry=registry)
+        build.labels(version).set(1)
+        self._jobs: dict[tuple[str, str], _Job] = {}
+        registry.register(_JobCollector(self._jobs))
+
+    def observe_job(
+        self, namespace: str, name: str, status: Status, *, now: float, facts: JobFacts | None = None
+    ) -> None:
+        """Take over the newest status of a job; `now` is in seconds since the epoch."""
+        before = self._jobs.get((namespace, name))
+        if before is not None and _became_running(before.status, status):
+            assert status.running_time is not None and status.attempt_time is not None
+            self._to_running.observe(status.running_time - status.attempt_time)
+        kept = before.facts if before is not None else JobFacts()
+        self._jobs[namespace, name] = _Job(
+            status=status,
+            facts=kept if facts is None else facts,
+            restarts=_restarts(before, status),
+            verdict_times=_verdict_times(before, status, now),
+        )
+
+    def forget_job(self, namespace: str, name: str) -> None:
+        """The job was deleted: its series go with the next scrape."""
+        self._jobs.pop((namespace, name), None)
+
+    def reconciled(self, seconds: float, outcome: str) -> None:
+        """One look at a job is over; `outcome` is "ok" or "error"."""
+        self._reconcile.labels(outcome).observe(seconds)
+
+    def request(self, verb: str, resource: str, code: int | str) -> None:
+        """The API server answered, or did not (code "error"). `resource` is the plural, never an object's name."""
+        self._requests.labels(verb, resource, str(code)).inc()
+
+    def queue(self, depth: int, oldest_s: float) -> None:
+        """How many jobs wait, and for how long the oldest of them."""
+        self._depth.set(depth)
+        self._oldest.set(oldest_s)
+
+    def leader(self, leads: bool) -> None:
+        """Whether this process holds the lease; without it, it knows nothing of jobs."""
+        self._leader.set(leads)
+        if not leads:
+            self._jobs.clear()
+
+    def watch_event(self, resource: str, at: float) -> None:
+        """A watch of this resource brought something, in seconds since the epoch."""
+        self._watch.labels(resource).set(at)
+
+
+def _became_running(before: Status, after: Status) -> bool:
+    """Whether all workers of an attempt were seen to run for the first time; not what an earlier process saw."""
+    if after.running_time is None or after.attempt_time is None:
+        return False
+    return before.running_time is None or before.attempt < after.attempt
+
+
+def _restarts(before: _Job | None, status: Status) -> dict[str, int]:
+    """Restarts by reason, whose sum is what the status counts; only the newest failures are kept there."""
+    if before is None or status.restarts < before.status.restarts:
+        return {EARLIER: status.restarts} if status.restarts else {}
+    missing = status.restarts - before.status.restarts
+    counted = dict(before.restarts)
+    newest = [one for one in status.failures if "Restart" in one.action.value and one not in before.status.failures]
+    reasons = [one.reason for one in newest[-missing:]] if missing else []
+    for reason in [*reasons, *[EARLIER] * (missing - len(reasons))]:
+        counted[reason] = counted.get(reason, 0) + 1
+    return counted
+
+
+def _named(status: Status) -> list[SlowRank]:
+    return [one for one in status.slow_ranks if one.state in NAMED_STATES and one.cause != HANG]
+
+
+def _verdict_times(before: _Job | None, status: Status, now: float) -> dict[str, float]:
+    """When each verdict was first seen; of those found by an earlier process only when the first of them came."""
+    known = {} if before is None else before.verdict_times
+    condition = status.condition(ConditionType.SLOW_NODE_DETECTED)
+    first = condition.since if before is None and condition is not None and condition.status else now
+    return {one.id: known.get(one.id, first) for one in _named(status)}
+
+
+def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> list[SlowNode]:
+    """One entry per node and cause, the costliest first; a link names the nodes of both ends."""
+    found: dict[tuple[str, str], SlowNode] = {}
+    for verdict in _named(status):
+        cost = verdict.seconds_per_step or 0.0
+        for node in {facts.nodes.get(rank, "") for rank in verdict.ranks}:
+            old = found.get((node, verdict.cause))
+            since = times.get(verdict.id, 0.0)
+            found[node, verdict.cause] = SlowNode(
+                node=node,
+                cause=verdict.cause,
+                since=since if old is None else min(old.since, since),
+                seconds_per_step=cost if old is None else max(old.seconds_per_step, cost),
+                slowdown=max(verdict.slowdown or 1.0, 1.0 if old is None else old.slowdown),
+            )
+    return sorted(found.values(), key=lambda one: (-one.seconds_per_step, one.node, one.cause))[:SLOW_NODES_SHOWN]
+
+
+class _JobCollector(Collector):
+    """Reads what is known of the jobs."""
+
+    def __init__(self, jobs: Mapping[tuple[str, str], _Job]) -> None:
+        self._jobs = jobs
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing up front, so that registering does not scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        jobs = sorted(self._jobs.items())
+        yield _info(jobs)
+        yield _labelled("phase", "1 for the phase that the job is in.", "phase", jobs, lambda j: {j.status.phase: 1})
+        yield _labelled(
+            "workers", "Workers of the current attempt.", "state", jobs, lambda j: dataclasses.asdict(j.status.replicas)
+        )
+        for name, text, read in _GAUGES:
+            yield _gauge(name, text, jobs, read)
+        restarts = CounterMetricFamily(
+            "megatron_job_restarts", "Restarts of the gang by reason.", labels=[*_JOB, "reason"]
+        )
+        for key, job in jobs:
+            for reason, count in sorted(job.restarts.items()):
+                restarts.add_metric([*key, reason], count)
+        yield restarts
+        yield from _slow(jobs)
+
+
+_Jobs = list[tuple[tuple[str, str], _Job]]
+
+
+def _info(jobs: _Jobs) -> Metric:
+    labels = [*_JOB, "workers", "world_size", "queue"]
+    family = GaugeMetricFamily("megatron_job_info", "1; what does not change while a job runs.", labels=labels)
+    for key, job in jobs:
+        family.add_metric([*key, str(job.facts.workers), str(job.facts.world_size), job.facts.queue], 1)
+    return family
+
+
+def _labelled(name: str, text: str, label: str, jobs: _Jobs, read: Callable[[_Job], Mapping[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"megatron_job_{name}", text, labels=[*_JOB, label])
+    for key, job in jobs:
+        for value, number in read(job).items():
+            family.add_metric([*key, str(value)], number)
+    return family
+
+
+def _gauge(name: str, text: str, jobs: _Jobs, read: Callable[[Status], float | None]) -> Metric:
+    family = GaugeMetricFamily(f"megatron_job_{name}", text, labels=_JOB)
+    for key, job in jobs:
+        value = read(job.status)
+        if value is not None:
+            family.add_metric(key, value)
+    return family
+
+
+def _slow(jobs: _Jobs) -> Iterator[Metric]:
+    labels = [*_JOB, "node", "cause"]
+    ratio = GaugeMetricFamily(
+        "megatron_job_slow_node", "Time of a confirmed slow node over the time expected.", labels=labels
+    )
+    cost = GaugeMetricFamily("megatron_job_slow_node_seconds_per_step", "What the node costs each step.", labels=labels)
+    since = GaugeMetricFamily(
+        "megatron_job_slow_node_since_timestamp_seconds", "When the node was first named.", labels=labels
+    )
+    for key, job in jobs:
+        for one in slow_nodes(job.status, job.facts, job.verdict_times):
+            place = [*key, one.node, one.cause]
+            ratio.add_metric(place, one.slowdown)
+            cost.add_metric(place, one.seconds_per_step)
+            since.add_metric(place, one.since)
+    yield from (ratio, cost, since)
+
+
+def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], float | None]:
+    return lambda status: None if status.progress is None else read(status.progress)
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
+    ("attempt", "Life of the gang, counted from 0.", lambda s: s.attempt),
+    ("stalled", "1 while ranks make no progress.", lambda s: float(s.is_true(ConditionType.STALLED))),
+    ("iteration", "Newest step.", _progress(lambda page: page.iteration)),
+    ("total_iterations", "Steps that were asked for.", _progress(lambda page: page.total_iterations)),
+    ("progress_timestamp_seconds", "When the newest step was heard of.", lambda s: s.progress_time),
+    ("loss", "Newest loss.", _progress(lambda page: page.loss)),
+    ("tokens_per_second", "Speed of the whole job.", _progress(lambda page: page.tokens_per_second)),
+    ("seconds_left", "Until the last step, at this speed.", _progress(lambda page: page.seconds_left)),
+    ("start_timestamp_seconds", "When the first gang was created.", lambda s: s.start_time),
+    ("completion_timestamp_seconds", "When the job ended.", lambda s: s.completion_time),
+)

@@ -1,0 +1,177 @@
+"""The operator's metrics: what statuses become, what goes, and that nothing is counted twice."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatronapp_operator.metrics import EARLIER, SLOW_NODES_SHOWN, JobFacts, OperatorMetrics
+from megatronapp_operator.plan import Condition, ConditionType, Failure, FailureAction, Phase, Progress, Status
+from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.plan.status import FAILURES_KEPT
+
+NOW = 1000.0
+JOB = {"namespace": "team", "name": "gpt"}
+
+
+class Scrape:
+    """Metrics and what a scrape of them gives."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = OperatorMetrics(self.registry, version="0.1.0")
+
+    def see(self, status: Status, name: str = "gpt", now: float = NOW, facts: JobFacts | None = None) -> None:
+        self.metrics.observe_job("team", name, status, now=now, facts=facts)
+
+    def value(self, metric: str, /, **labels: str) -> float | None:
+        return self.registry.get_sample_value(metric, labels)
+
+    def rows(self, prefix: str) -> dict[str, list[dict[str, str]]]:
+        families = text_string_to_metric_families(generate_latest(self.registry).decode())
+        samples = [one for family in families for one in family.samples if one.name.startswith(prefix)]
+        return {name: [one.labels for one in samples if one.name == name] for name in {one.name for one in samples}}
+
+
+@pytest.fixture
+def scrape() -> Scrape:
+    return Scrape()
+
+
+def failure(attempt: int, reason: str = "RankFailed", action: FailureAction = FailureAction.RESTART) -> Failure:
+    return Failure(time=NOW + attempt, attempt=attempt, reason=reason, message="words", action=action)
+
+
+def slow(number: int, *ranks: int, state: str = "confirmed", cause: str = "compute", cost: float = 0.5) -> SlowRank:
+    return SlowRank(
+        id=f"v{number}",
+        subject="rank",
+        ranks=ranks,
+        cause=cause,
+        state=state,
+        sentence="slow",
+        slowdown=1.5,
+        seconds_per_step=cost,
+    )
+
+
+def test_a_status_becomes_series_without_pod_or_rank(scrape: Scrape) -> None:
+    progress = Progress(attempt=2, iteration=7, total_iterations=9, loss=1.5, tokens_per_second=64.0, seconds_left=3.0)
+    status = Status(phase=Phase.RUNNING, attempt=2, progress=progress, progress_time=NOW, start_time=NOW - 60)
+    scrape.see(status, facts=JobFacts(workers=2, world_size=16, queue="gpus"))
+    assert scrape.value("megatron_job_phase", **JOB, phase="Running") == 1
+    assert scrape.value("megatron_job_phase", **JOB, phase="Pending") is None
+    assert scrape.value("megatron_job_info", **JOB, workers="2", world_size="16", queue="gpus") == 1
+    for name, value in {"attempt": 2, "iteration": 7, "total_iterations": 9, "loss": 1.5, "stalled": 0}.items():
+        assert scrape.value(f"megatron_job_{name}", **JOB) == value
+    assert scrape.value("megatron_job_completion_timestamp_seconds", **JOB) is None
+    labels = {label for rows in scrape.rows("megatron_").values() for row in rows for label in row}
+    assert not labels & {"rank", "pod", "step", "uid"}
+
+
+def test_facts_stay_until_new_ones_are_told(scrape: Scrape) -> None:
+    scrape.see(Status(), facts=JobFacts(workers=3))
+    scrape.see(Status(phase=Phase.STARTING))
+    assert scrape.value("megatron_job_info", **JOB, workers="3", world_size="0", queue="") == 1
+
+
+def test_a_deleted_job_leaves_nothing(scrape: Scrape) -> None:
+    scrape.see(Status(slow_ranks=(slow(1, 0),), restarts=1))
+    scrape.see(Status(), name="other")
+    scrape.metrics.forget_job("team", "gpt")
+    scrape.metrics.forget_job("team", "gpt")
+    left = {row["name"] for rows in scrape.rows("megatron_job_").values() for row in rows if "name" in row}
+    assert left == {"other"}
+
+
+def test_who_loses_the_lease_tells_nothing_about_jobs(scrape: Scrape) -> None:
+    scrape.metrics.leader(True)
+    scrape.see(Status())
+    assert scrape.value("megatron_operator_is_leader") == 1
+    scrape.metrics.leader(False)
+    assert scrape.value("megatron_operator_is_leader") == 0
+    assert scrape.value("megatron_job_phase", **JOB, phase="Pending") is None
+
+
+def test_time_to_running_is_counted_once_for_each_attempt_that_was_watched(scrape: Scrape) -> None:
+    running = Status(attempt=0, attempt_time=NOW, running_time=NOW + 12)
+    scrape.see(running)  # seen by an earlier process already
+    scrape.see(running)
+    assert scrape.value("megatron_job_time_to_running_seconds_count") == 0
+    again = Status(attempt=1, attempt_time=NOW + 50)
+    for status in (again, dataclasses.replace(again, running_time=NOW + 70), running):
+        scrape.see(status)
+    assert scrape.value("megatron_job_time_to_running_seconds_count") == 1
+    assert scrape.value("megatron_job_time_to_running_seconds_sum") == 20
+
+
+def test_restarts_by_reason_and_those_from_before(scrape: Scrape) -> None:
+    scrape.see(Status(restarts=4, failures=(failure(2), failure(3))))
+    assert scrape.value("megatron_job_restarts_total", **JOB, reason=EARLIER) == 4
+    scrape.see(Status(restarts=5, failures=(failure(2), failure(3), failure(4, "NodeLost"))))
+    assert scrape.value("megatron_job_restarts_total", **JOB, reason="NodeLost") == 1
+    ended = failure(5, "RankFailed", FailureAction.FAIL_JOB)
+    scrape.see(Status(restarts=5, failures=(failure(3), failure(4, "NodeLost"), ended)))
+    assert scrape.value("megatron_job_restarts_total", **JOB, reason="RankFailed") is None
+
+
+@given(st.lists(st.sampled_from(["RankFailed", "PeerLost", "Preempted"]), max_size=30), st.integers(1, 20))
+def test_restarts_over_all_reasons_are_what_the_status_counts(reasons: list[str], stride: int) -> None:
+    scrape, kept = Scrape(), [failure(number, reason) for number, reason in enumerate(reasons)]
+    for end in [*range(0, len(kept), stride), len(kept)]:
+        scrape.see(Status(restarts=end, failures=tuple(kept[:end][-FAILURES_KEPT:])))
+        rows = scrape.rows("megatron_job_restarts_total").get("megatron_job_restarts_total", [])
+        assert sum(scrape.value("megatron_job_restarts_total", **row) or 0 for row in rows) == end
+
+
+def test_a_slow_node_is_named_with_its_cost_and_since_when(scrape: Scrape) -> None:
+    facts = JobFacts(nodes={0: "gpu-a", 1: "gpu-a", 2: "gpu-b"})
+    scrape.see(Status(), facts=facts)
+    scrape.see(Status(slow_ranks=(slow(1, 0), slow(2, 2, state="suspect"), slow(3, 2, cause="hang"))), now=NOW + 1)
+    scrape.see(Status(slow_ranks=(slow(1, 0), slow(4, 1, cost=0.75))), now=NOW + 30)
+    node = {**JOB, "node": "gpu-a", "cause": "compute"}
+    assert scrape.rows("megatron_job_slow_node")["megatron_job_slow_node"] == [node]
+    assert scrape.value("megatron_job_slow_node", **node) == 1.5
+    assert scrape.value("megatron_job_slow_node_seconds_per_step", **node) == 0.75
+    assert scrape.value("megatron_job_slow_node_since_timestamp_seconds", **node) == NOW + 1
+    scrape.see(Status(slow_ranks=(slow(4, 2, cause="link"),)))
+    assert scrape.rows("megatron_job_slow_node")["megatron_job_slow_node"] == [
+        {**JOB, "node": "gpu-b", "cause": "link"}
+    ]
+
+
+def test_after_a_fail_over_a_slow_node_is_known_since_the_condition(scrape: Scrape) -> None:
+    condition = Condition(
+        type=ConditionType.SLOW_NODE_DETECTED, status=True, reason="Compute", message="m", since=NOW - 500, generation=1
+    )
+    scrape.see(Status(slow_ranks=(slow(1, 0),), conditions=(condition,)))
+    name = "megatron_job_slow_node_since_timestamp_seconds"
+    assert scrape.value(name, **JOB, node="", cause="compute") == NOW - 500
+
+
+def test_a_job_with_very_many_slow_nodes_names_the_costliest(scrape: Scrape) -> None:
+    count = 2 * SLOW_NODES_SHOWN
+    facts = JobFacts(nodes={rank: f"node-{rank}" for rank in range(count)})
+    scrape.see(Status(slow_ranks=tuple(slow(rank, rank, cost=float(rank)) for rank in range(count))), facts=facts)
+    shown = {row["node"] for row in scrape.rows("megatron_job_slow_node")["megatron_job_slow_node"]}
+    assert shown == {f"node-{rank}" for rank in range(SLOW_NODES_SHOWN, count)}
+
+
+def test_the_loop_itself(scrape: Scrape) -> None:
+    metrics = scrape.metrics
+    metrics.reconciled(0.02, "ok")
+    metrics.queue(3, 1.5)
+    metrics.request("create", "pods", 201)
+    metrics.request("create", "pods", "error")
+    metrics.watch_event("pods", NOW)
+    assert scrape.value("megatron_operator_reconcile_duration_seconds_count", outcome="ok") == 1
+    assert scrape.value("megatron_operator_reconcile_duration_seconds_count", outcome="error") == 0
+    assert scrape.value("megatron_operator_queue_depth") == 3
+    assert scrape.value("megatron_operator_queue_oldest_seconds") == 1.5
+    assert scrape.value("megatron_operator_api_requests_total", verb="create", resource="pods", code="201") == 1
+    assert scrape.value("megatron_operator_api_requests_total", verb="create", resource="pods", code="error") == 1
+    assert scrape.value("megatron_operator_watch_last_event_timestamp_seconds", resource="pods") == NOW
+    assert scrape.value("megatron_operator_build_info", version="0.1.0") == 1
