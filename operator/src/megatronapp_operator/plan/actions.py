@@ -16,9 +16,19 @@ class EnsureHub:
     """Start the hub, or start it again."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class CreateInit:
+    """Start the initializer pod."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeleteInit:
+    """Remove the initializer pod."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CreateWorker:
-    """Start one worker of an attempt."""
+    """Start one worker of an attempt, after all that the attempt needs besides (policy, Service, PodGroup)."""
 
     index: int
     attempt: int
@@ -38,6 +48,11 @@ class DeleteHub:
     """Stop the hub."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete the job object, whose time after its end is over."""
+
+
 class EventType(enum.StrEnum):
     """Types of Kubernetes events."""
 
@@ -54,7 +69,17 @@ class RecordEvent:
     message: str
 
 
-Action = EnsureSecret | EnsureHub | CreateWorker | DeleteWorker | DeleteHub | RecordEvent
+Action = (
+    EnsureSecret
+    | EnsureHub
+    | CreateInit
+    | DeleteInit
+    | CreateWorker
+    | DeleteWorker
+    | DeleteHub
+    | DeleteJob
+    | RecordEvent
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

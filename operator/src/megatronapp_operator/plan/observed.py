@@ -47,11 +47,50 @@ class Worker:
     finished_at: float | None = None
     outcome: Outcome | None = None
     deletion: Deletion | None = None
+    node: str | None = None
+    """Machine that it was placed on."""
+    uid: str = ""
+    """Of this pod; a later one of the same name has another. Empty where names are never used again."""
+    scheduled: bool = True
+    """Whether it has a machine."""
+    waiting: str | None = None
+    """Why its container does not start, such as ImagePullBackOff with the message."""
+    disrupted: str | None = None
+    """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
 
     @property
     def live(self) -> bool:
         """Whether a process of it may still run."""
         return self.phase in LIVE_PHASES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Init:
+    """The pod that makes what the job shares, once, before any worker."""
+
+    phase: WorkerPhase
+    message: str = ""
+    """How it ended, or why it does not start."""
+    created_at: float | None = None
+    finished_at: float | None = None
+    deleting: bool = False
+
+    @property
+    def live(self) -> bool:
+        """Whether it may still run."""
+        return self.phase in LIVE_PHASES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The API server refused a pod of an attempt, or something that must be there before it."""
+
+    attempt: int
+    final: bool
+    """It can never be accepted (not valid, pod security); else there is no room for it now (quota)."""
+    reason: str
+    """One CamelCase word for programs."""
+    message: str
 
 
 class HubPhase(enum.StrEnum):
@@ -106,6 +145,11 @@ class SlowRank:
     since_step: int | None = None
     slowdown: float | None = None
     seconds_per_step: float | None = None
+    worker: int | None = None
+    node: str | None = None
+    """Machine of the subject in the attempt that it was judged in."""
+    since_attempt: int | None = None
+    since_time: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +159,10 @@ class Observed:
     secret: bool = False
     hub: Hub | None = None
     workers: tuple[Worker, ...] = ()
+    init: Init | None = None
+    """The initializer pod; None: none exists."""
+    refusal: Refusal | None = None
+    """Newest refusal; one of an older attempt says nothing any more."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""

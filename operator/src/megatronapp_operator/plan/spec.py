@@ -1,8 +1,9 @@
 """What the user wants, as far as the plan needs to know it."""
 
 import dataclasses
+import enum
 
-from megatronapp_operator.plan.status import Status
+from megatronapp_operator.plan.status import FailureAction, Status
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +13,74 @@ class Backoff:
     initial_s: float = 10.0
     max_s: float = 600.0
     factor: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """What a rule asks of the first failed worker; all that is given must hold, and nothing given holds always."""
+
+    exit_codes: tuple[int, ...] = ()
+    not_exit_codes: tuple[int, ...] = ()
+    signals: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+    message_regex: str | None = None
+    """Python's `re`, searched in the message. One that is no expression matches nothing."""
+    condition_types: tuple[str, ...] = ()
+    workers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An action for failures that match."""
+
+    match: Match
+    action: FailureAction
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeExclusion:
+    """Limits of the list of machines that a job avoids."""
+
+    enabled: bool = True
+    max_nodes: int = 5
+    """A full list takes no more, so that one job cannot exclude a cluster, and restarts for slow nodes are bounded."""
+    ttl_s: float = 86400.0
+
+
+class SlowNodeAction(enum.StrEnum):
+    """What follows from a machine that is confirmed to be slow."""
+
+    REPORT = "Report"
+    EXCLUDE = "Exclude"
+    """The next attempt avoids it."""
+    EXCLUDE_AND_RESTART = "ExcludeAndRestart"
+    """The gang saves and starts again without it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowNodePolicy:
+    """When a verdict of the hub is bad enough for its action."""
+
+    action: SlowNodeAction = SlowNodeAction.REPORT
+    min_slowdown: float = 1.1
+    min_s: float = 120.0
+    """It has stood for so long."""
+
+
+class SuccessPolicy(enum.StrEnum):
+    """Whose success is the success of the job."""
+
+    ALL_WORKERS = "AllWorkers"
+    RANK0 = "Rank0"
+    """Worker 0's; the others are stopped then."""
+
+
+class CleanPodPolicy(enum.StrEnum):
+    """Which workers are removed after the end of the job; none runs by then."""
+
+    NONE = "None"
+    RUNNING = "Running"
+    ALL = "All"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +95,7 @@ class RunPolicy:
     active_deadline_s: float | None = None
     """From the first start of the job to its end."""
     start_deadline_s: float | None = None
-    """From the creation of a gang until all its workers run."""
+    """From the creation of a gang until all its workers have machines, and from then until all run."""
     progress_deadline_s: float | None = None
     """Without a new iteration for so long, the gang is restarted."""
     grace_s: float = 30.0
@@ -40,6 +109,12 @@ class RunPolicy:
     missing (no room in shared memory), and training goes on without."""
     lost_worker_s: float = 300.0
     """A worker that is still there so long after it was asked to stop is removed by force."""
+    rules: tuple[Rule, ...] = ()
+    """The user's, asked in order before our own."""
+    exclusion: NodeExclusion = dataclasses.field(default_factory=NodeExclusion)
+    clean: CleanPodPolicy = CleanPodPolicy.RUNNING
+    ttl_s: float | None = None
+    """So long after its end the job object is deleted; None: never."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +129,12 @@ class JobSpec:
     hub_retain_s: float = 0.0
     """How long the hub stays after the end of the job."""
     suspend: bool = False
+    initializers: bool = False
+    """Whether an initializer pod must succeed before the first gang."""
+    gang: bool = False
+    """Whether a queue or gang scheduler places the workers all together, however long that takes."""
+    success: SuccessPolicy = SuccessPolicy.ALL_WORKERS
+    slow_node: SlowNodePolicy = dataclasses.field(default_factory=SlowNodePolicy)
     policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
 
     @property

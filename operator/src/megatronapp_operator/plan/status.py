@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from megatronapp_operator.plan.observed import Progress, SlowRank
+from megatronapp_operator.plan.observed import Progress, SlowRank, Worker
 
 FAILURES_KEPT = 10
 STARTING = "starting"
@@ -14,6 +14,8 @@ class Phase(enum.StrEnum):
     """One word for people and table columns; programs read the conditions."""
 
     PENDING = "Pending"
+    QUEUED = "Queued"
+    """The workers wait for a queue or a gang scheduler to place them."""
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"
@@ -29,6 +31,8 @@ class ConditionType(enum.StrEnum):
     """Types of conditions; names follow batch/v1 Job where it has one."""
 
     CREATED = "Created"
+    INITIALIZED = "Initialized"
+    PODS_SCHEDULED = "PodsScheduled"
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDED = "Suspended"
@@ -59,6 +63,8 @@ class FailureAction(enum.StrEnum):
     FAIL_JOB = "FailJob"
     RESTART = "RestartJob"
     RESTART_IGNORE_MAX = "RestartJobIgnoreMax"
+    EXCLUDE_AND_RESTART = "ExcludeNodeAndRestart"
+    IGNORE = "Ignore"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +77,19 @@ class Failure:
     message: str
     action: FailureAction
     worker: int | None = None
+    node: str | None = None
     rank: int | None = None
     exit_code: int | None = None
     signal: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExcludedNode:
+    """A machine that gets no worker of this job for a while."""
+
+    node: str
+    reason: str
+    until: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +119,34 @@ class Status:
     """First gang of the job, or first after it was suspended."""
     attempt_time: float | None = None
     """When the gang of this attempt was created."""
+    holding_time: float | None = None
+    """When the first worker of this attempt had a machine; from then on the gang holds what others may wait for."""
+    scheduled_time: float | None = None
+    """When all workers of this attempt had a machine."""
     running_time: float | None = None
     """When all workers of this attempt ran."""
     last_restart_time: float | None = None
     completion_time: float | None = None
+    released: int = 0
+    """How often a gang that did not start whole was released since one last ran or failed."""
+    released_time: float | None = None
+    initialized: bool = False
+    """The initializers of the job are done."""
+    init_restarts: int = 0
+    """How often they were started again."""
+    init_failed_time: float | None = None
+    excluded_nodes: tuple[ExcludedNode, ...] = ()
+    """Machines that the next workers avoid, oldest first."""
+    succeeded: tuple[int, ...] = ()
+    """Workers of this attempt that were seen to succeed; their pods may be gone."""
+    ended: tuple[Worker, ...] = ()
+    """The first workers of this attempt that were seen to fail, most likely culprit first."""
     progress: Progress | None = None
     progress_time: float | None = None
     """When `progress` last went on, on our clock."""
     slow_ranks: tuple[SlowRank, ...] = ()
+    slow_node: str | None = None
+    """What is slow now, in a word: a machine, or "rank 3"."""
     hung_ranks: tuple[int, ...] = ()
     replicas: Replicas = dataclasses.field(default_factory=Replicas)
     failures: tuple[Failure, ...] = ()
