@@ -77,9 +77,9 @@ class Env(enum.StrEnum):
     """"1": every rank's lines also go to the launcher's stdout, each behind `[rank N] `."""
     PREFLIGHT = "MEGATRONAPP_PREFLIGHT"
     """JSON of what to look at before the ranks start; absent: nothing. It holds `spec.network.preflight` as it is
-    (`enabled`, `timeoutSeconds`) and, where the backend knows them, `gpus` (devices that the container has), `shmBytes`
-    (room that /dev/shm must have), `rdma` (true: a port of InfiniBand must be up and memlock unlimited) and `hca` (names
-    of the adapters, as NCCL_IB_HCA has them). What is left out is not looked at; the gang's addresses always are."""
+    (`enabled`, `timeoutSeconds`) and, where the backend knows them: `gpus` (devices that the container has), `shmBytes`
+    (room that SHM_DIR must have), `rdma` (true: a port of InfiniBand must be up, and memlock unlimited), `hca` (which
+    adapters, as NCCL_IB_HCA has them). What is left out is not looked at; the gang's addresses always are."""
     NODE_NAME = "MEGATRONAPP_NODE_NAME"
     """Name of the machine (or of the pretended one) that this worker runs on."""
     SECRET_FILE = "MEGATRONAPP_SECRET_FILE"
