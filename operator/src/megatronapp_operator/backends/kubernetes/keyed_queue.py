@@ -1,0 +1,91 @@
+"""A queue of keys: many wishes to look at a thing become one look, and no thing is looked at twice at a time.
+
+The rules are those of client-go's workqueue: a key that is added while it waits is there once; a key that is added
+while it is worked on comes again when that is done.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class KeyedQueue(Generic[Key]):
+    """For one event loop. `clock` gives seconds that never go back."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ready: dict[Key, float] = {}
+        """Keys to be taken, in order, and since when they wait."""
+        self._busy: set[Key] = set()
+        self._due: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._count = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def depth(self) -> int:
+        """Keys that wait to be taken now."""
+        return len(self._ready)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the first of them has waited, in seconds."""
+        since = next(iter(self._ready.values()), None)
+        return 0.0 if since is None else self._clock() - since
+
+    def add(self, key: Key) -> None:
+        """Have the key taken as soon as somebody is free."""
+        self._ready.setdefault(key, self._clock())
+        self._changed.set()
+
+    def add_at(self, key: Key, at: float) -> None:
+        """Have the key taken at this time at the latest; the earliest of several wishes counts."""
+        if at >= self._due.get(key, float("inf")):
+            return
+        self._due[key] = at
+        self._count += 1
+        heapq.heappush(self._heap, (at, self._count, key))
+        self._changed.set()
+
+    def forget(self, key: Key) -> None:
+        """The key has no time any more; a wish to look at it now stays."""
+        self._due.pop(key, None)
+
+    async def take(self) -> Key:
+        """The next key; call `done` with it afterwards."""
+        while True:
+            self._ripen()
+            free = next((key for key in self._ready if key not in self._busy), None)
+            if free is not None:
+                del self._ready[free]
+                self._due.pop(free, None)
+                self._busy.add(free)
+                return free
+            await self._wait()
+
+    def done(self, key: Key) -> None:
+        """The key may be taken again."""
+        self._busy.discard(key)
+        if key in self._ready:
+            self._changed.set()
+
+    def _ripen(self) -> None:
+        """Move keys whose time has come."""
+        now = self._clock()
+        while self._heap and self._heap[0][0] <= now:
+            at, _, key = heapq.heappop(self._heap)
+            if self._due.get(key) == at:  # else an earlier wish has replaced it
+                del self._due[key]
+                self._ready.setdefault(key, now)
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        pause = max(0.0, self._heap[0][0] - self._clock()) if self._heap else None
+        try:
+            async with asyncio.timeout(pause):
+                await self._changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,205 @@
+"""A pod as the operator remembers it: the few facts that decisions need. Pure.
+
+A pod of ten kilobytes becomes a record of some hundred bytes; the rest of it is never kept.
+"""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.names import (
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_REPLICA_INDEX,
+    LABEL_REPLICA_TYPE,
+    ExitCode,
+    ReplicaType,
+)
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.plan import Outcome
+
+SIGNAL_BASE = 128
+"""A shell and a container runtime say that a signal ended a process by 128 + its number."""
+DISRUPTION = "DisruptionTarget"
+DISRUPTING_REASONS = frozenset(
+    {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
+)
+"""Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
+TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """State of a pod's main container."""
+
+    running: bool = False
+    started_at: float | None = None
+    finished_at: float | None = None
+    outcome: Outcome | None = None
+    waiting: str | None = None
+    """Why it does not start, once that is more than preparation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PodRecord:
+    """A pod of a job. Times are seconds since the epoch."""
+
+    namespace: str
+    name: str
+    uid: str
+    version: int
+    """resourceVersion; comparable since Kubernetes promises it, and before that by what etcd does."""
+    job: str
+    job_uid: str
+    type: ReplicaType
+    index: int
+    attempt: int
+    phase: str
+    created_at: float
+    node: str | None
+    address: str | None
+    scheduled: bool
+    ready: bool
+    main: Container
+    disrupted: str | None = None
+    deleted_at: float | None = None
+    """When it was asked to go."""
+    grace_s: float = 0.0
+
+    @property
+    def reference(self) -> Object:
+        """Enough of the object to delete it and nothing else."""
+        return {"metadata": {"namespace": self.namespace, "name": self.name, "uid": self.uid}}
+
+
+def seconds(text: str | None) -> float | None:
+    """A time of the API in seconds since the epoch."""
+    return None if text is None else datetime.datetime.fromisoformat(text).timestamp()
+
+
+def read_pod(pod: Object) -> PodRecord | None:
+    """The record of a pod; None where its labels are not those of a job's pod."""
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    try:
+        kind, index = ReplicaType(labels[LABEL_REPLICA_TYPE]), int(labels.get(LABEL_REPLICA_INDEX, 0))
+        job, uid, attempt = labels[LABEL_JOB], labels[LABEL_JOB_UID], int(labels.get(LABEL_ATTEMPT, 0))
+    except (KeyError, ValueError):
+        return None
+    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    deleted_at, grace_s = _deletion(metadata)
+    return PodRecord(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        version=int(metadata["resourceVersion"]),
+        job=job,
+        job_uid=uid,
+        type=kind,
+        index=index,
+        attempt=attempt,
+        phase=status.get("phase", "Pending"),
+        created_at=seconds(metadata["creationTimestamp"]) or 0.0,
+        node=(pod.get("spec") or {}).get("nodeName"),
+        address=status.get("podIP"),
+        scheduled=bool((pod.get("spec") or {}).get("nodeName")),
+        ready=_is_true(conditions.get("Ready")),
+        main=_main(pod, status),
+        disrupted=_disrupted(status, conditions),
+        deleted_at=deleted_at,
+        grace_s=grace_s,
+    )
+
+
+def _deletion(metadata: Mapping[str, Any]) -> tuple[float | None, float]:
+    """When the deletion was asked for: the timestamp of the API is the end of the grace."""
+    until, grace_s = seconds(metadata.get("deletionTimestamp")), float(metadata.get("deletionGracePeriodSeconds") or 0)
+    return (None, 0.0) if until is None else (until - grace_s, grace_s)
+
+
+def _is_true(condition: Mapping[str, Any] | None) -> bool:
+    return condition is not None and condition.get("status") == "True"
+
+
+def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str | None:
+    target = conditions.get(DISRUPTION)
+    if target is not None and _is_true(target):
+        return str(target.get("reason") or DISRUPTION)
+    reason = status.get("reason")
+    return str(reason) if reason in DISRUPTING_REASONS else None
+
+
+def _main(pod: Object, status: Mapping[str, Any]) -> Container:
+    """The first container is the one that the pod is for."""
+    name = pod["spec"]["containers"][0]["name"]
+    found = next((one for one in status.get("containerStatuses") or () if one["name"] == name), None)
+    state = (found or {}).get("state") or {}
+    if "terminated" in state:
+        return _terminated(state["terminated"])
+    if "running" in state:
+        return Container(running=True, started_at=seconds(state["running"].get("startedAt")))
+    if status.get("phase") in {"Failed", "Succeeded"}:
+        return Container(outcome=_without_container(status))
+    return Container(waiting=_waiting((*(status.get("initContainerStatuses") or ()), *([found] if found else []))))
+
+
+def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why the first container that should start does not."""
+    for one in statuses:
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason")
+        if reason and reason not in TRANSIENT_WAITS:
+            return f"{one['name']}: {reason}" + (f": {waiting['message']}" if waiting.get("message") else "")
+    return None
+
+
+def _terminated(state: Mapping[str, Any]) -> Container:
+    return Container(
+        started_at=seconds(state.get("startedAt")),
+        finished_at=seconds(state.get("finishedAt")),
+        outcome=_outcome(state),
+    )
+
+
+def _outcome(state: Mapping[str, Any]) -> Outcome:
+    """The launcher's own record, or what the runtime says of a container that left none."""
+    code, reason, text = int(state["exitCode"]), state.get("reason") or "", state.get("message") or ""
+    record = _record(text)
+    if record is not None and code <= SIGNAL_BASE and reason != "OOMKilled":
+        return Outcome(
+            code=code,
+            reason=str(record.get("reason") or ""),
+            message=str(record.get("message") or ""),
+            rank=_number(record.get("rank")),
+            signal=_number(record.get("signal")),
+        )
+    if code > SIGNAL_BASE:
+        signal = state.get("signal") or code - SIGNAL_BASE
+        why = reason if reason not in {"", "Error"} else "LauncherKilled"
+        return Outcome(code=code, reason=why, message=text or "the launcher died", signal=signal)
+    fallback = "Completed" if code == ExitCode.OK else "LauncherFailed"
+    return Outcome(code=code, reason=reason if reason not in {"", "Error"} else fallback, message=text)
+
+
+def _without_container(status: Mapping[str, Any]) -> Outcome:
+    """A pod that ended without its container ever having been seen to: an eviction, a refusal of the kubelet."""
+    if status.get("phase") == "Succeeded":
+        return Outcome(code=ExitCode.OK, reason="Completed")
+    return Outcome(
+        code=ExitCode.OWN_FAILURE, reason=status.get("reason") or "PodFailed", message=status.get("message") or ""
+    )
+
+
+def _record(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
