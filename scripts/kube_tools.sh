@@ -1,22 +1,29 @@
 #!/usr/bin/env bash
-# Build the programs of a real Kubernetes from tests/tools and print the folder that holds them.
-# Usage: kube_tools.sh api|cluster
+# Build the programs of a real Kubernetes, or a tool beside it, from tests/tools and print the folder that holds them.
+# Usage: kube_tools.sh api|cluster|helm|kwok|coredns
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (200 s on two cores, once)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
-# A folder in KUBEBUILDER_ASSETS is taken as it is. Else they are kept under XDG_CACHE_HOME, by the hash of what made them.
+#   helm, kwok, coredns   that program alone (75 to 105 s each)
+# For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
+# module in a folder named by the hash of what made it.
 set -euo pipefail
 cd "$(dirname "$0")/../tests/tools"
 
-case "${1:?usage: kube_tools.sh api|cluster}" in
-  api) programs=(kube-apiserver kubectl etcd) ;;
-  cluster) programs=(kube-apiserver kubectl etcd kube-controller-manager kube-scheduler kubelet kube-proxy) ;;
+group="${1:?usage: kube_tools.sh api|cluster|helm|kwok|coredns}"
+module=$group programs=("$group")
+case "$group" in
+  api) module=kubernetes programs=(kube-apiserver kubectl etcd) ;;
+  cluster) module=kubernetes programs=(kube-apiserver kubectl etcd kube-controller-manager kube-scheduler kubelet kube-proxy) ;;
+  helm) main=helm.sh/helm/v3/cmd/helm ;;
+  kwok) main=sigs.k8s.io/kwok/cmd/kwok ;;
+  coredns) main=github.com/coredns/coredns ;;
   *)
-    echo "kube_tools.sh: unknown set '$1'; use api or cluster" >&2
+    echo "kube_tools.sh: unknown set '$group'; use api, cluster, helm, kwok or coredns" >&2
     exit 2
     ;;
 esac
 
-if [ -n "${KUBEBUILDER_ASSETS:-}" ]; then
+if [ "$module" = kubernetes ] && [ -n "${KUBEBUILDER_ASSETS:-}" ]; then
   for program in "${programs[@]}"; do
     [ -x "$KUBEBUILDER_ASSETS/$program" ] && continue
     echo "KUBEBUILDER_ASSETS is $KUBEBUILDER_ASSETS, which has no $program; put it there, or unset the variable" >&2
@@ -26,23 +33,40 @@ if [ -n "${KUBEBUILDER_ASSETS:-}" ]; then
   exit 0
 fi
 
+[ "$module" = kubernetes ] || cd "$module"
 command -v go >/dev/null 2>&1 || {
   echo "kube_tools.sh: needs Go $(sed -n 's/^go //p' go.mod) or newer, or programs in KUBEBUILDER_ASSETS" >&2
   exit 1
 }
-version=$(sed -n 's/^\tk8s.io\/kubernetes \(v[0-9.]*\).*/\1/p' go.mod)
-made_by=$({ cat go.mod go.sum "../../scripts/kube_tools.sh"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
-folder="${XDG_CACHE_HOME:-$HOME/.cache}/megatronapp/kubernetes-$version-$made_by"
+
+released() { # released MODULE: the version that go.mod requires
+  sed -nE "s#^(require)?[[:space:]]*$1 (v[0-9.]*).*#\2#p" go.mod | head -1
+}
+
+flags="-s -w"
+case "$module" in
+  kubernetes)
+    version=$(released k8s.io/kubernetes)
+    IFS=. read -r major minor _ <<<"${version#v}"
+    stamp=k8s.io/component-base/version
+    flags+=" -X $stamp.gitVersion=$version -X $stamp.gitMajor=$major -X $stamp.gitMinor=$minor"
+    ;;
+  helm)
+    version=$(released helm.sh/helm/v3)
+    flags+=" -X helm.sh/helm/v3/internal/version.version=$version"
+    ;;
+  kwok) version=$(released sigs.k8s.io/kwok) ;;
+  coredns) version=$(released github.com/coredns/coredns) ;;
+esac
+made_by=$({ cat go.mod go.sum; echo "CGO_ENABLED=0 -trimpath $flags"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
+folder="${XDG_CACHE_HOME:-$HOME/.cache}/megatronapp/$module-$version-$made_by"
 mkdir -p "$folder"
 
 exec 9>"$folder/.lock"
 flock 9 # two runs at once build once
-IFS=. read -r major minor _ <<<"${version#v}"
-stamp=k8s.io/component-base/version
-flags="-s -w -X $stamp.gitVersion=$version -X $stamp.gitMajor=$major -X $stamp.gitMinor=$minor"
 for program in "${programs[@]}"; do
   [ -x "$folder/$program" ] && continue
-  source=k8s.io/kubernetes/cmd/$program
+  source=${main:-k8s.io/kubernetes/cmd/$program}
   [ "$program" != etcd ] || source=go.etcd.io/etcd/server/v3
   echo "kube_tools.sh: building $program ($version)" >&2
   CGO_ENABLED=0 GOFLAGS=-mod=readonly go build -trimpath -ldflags "$flags" -o "$folder/.$program.part" "$source"
