@@ -1,7 +1,7 @@
 // Helm, to render and install the chart. Built by scripts/kube_tools.sh, never linked into anything of ours.
 module megatronapp.io/tests/tools/helm
 
-go 1.25.0
+go 1.26.0
 
 tool helm.sh/helm/v3/cmd/helm
 

@@ -1,7 +1,7 @@
 // kwok, for nodes and pods that only look real. Built by scripts/kube_tools.sh, never linked into anything of ours.
 module megatronapp.io/tests/tools/kwok
 
-go 1.25.0
+go 1.26.0
 
 tool sigs.k8s.io/kwok/cmd/kwok
 
