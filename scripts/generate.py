@@ -46,8 +46,10 @@ def put(name: str, content: bytes, *, write: bool) -> bool:
 def render() -> dict[str, bytes]:
     """Every generated file: name below the repository's root, and content."""
     crd = yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=120, allow_unicode=True)
+    definition = f"# Made from the types by 'make generate'; do not edit.\n{crd}".encode()
     return {
-        "crds/megatronjob.yaml": f"# Made from the types by 'make generate'; do not edit.\n{crd}".encode(),
+        "crds/megatronjob.yaml": definition,
+        "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
         **render_vectors(),
     }

@@ -1,0 +1,135 @@
+{{- define "megatronapp.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "megatronapp.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- .Chart.Name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of an object of the whole cluster: two installs in one cluster do not meet. */}}
+{{- define "megatronapp.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "megatronapp.fullname" .) -}}
+{{- end -}}
+
+{{/* Labels by which Services and policies select pods of a component: (dict "root" $ "component" "door"). */}}
+{{- define "megatronapp.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "megatronapp.name" .root }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "megatronapp.labels" -}}
+{{ include "megatronapp.selectorLabels" . }}
+app.kubernetes.io/part-of: megatronapp
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{/* The same labels as a flag's value, k=v,... */}}
+{{- define "megatronapp.selectorFlag" -}}
+{{- include "megatronapp.selectorLabels" . | replace ": " "=" | replace "\n" "," -}}
+{{- end -}}
+
+{{- define "megatronapp.mapFlag" -}}
+{{- $pairs := list -}}
+{{- range $key, $value := . -}}{{- $pairs = append $pairs (printf "%s=%s" $key $value) -}}{{- end -}}
+{{- join "," $pairs -}}
+{{- end -}}
+
+{{- define "megatronapp.operatorAccount" -}}
+{{- $own := printf "%s-operator" (include "megatronapp.fullname" .) -}}
+{{- if .Values.operator.serviceAccount.create -}}
+{{- default $own .Values.operator.serviceAccount.name -}}
+{{- else -}}
+{{- required "operator.serviceAccount.create is false: name the account in operator.serviceAccount.name" .Values.operator.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "megatronapp.doorAccount" -}}
+{{- $own := printf "%s-door" (include "megatronapp.fullname" .) -}}
+{{- if .Values.door.serviceAccount.create -}}
+{{- default $own .Values.door.serviceAccount.name -}}
+{{- else -}}
+{{- required "door.serviceAccount.create is false: name the account in door.serviceAccount.name" .Values.door.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* An image's reference: (dict "root" $ "image" .Values.images.trainer). */}}
+{{- define "megatronapp.image" -}}
+{{- $place := .image.repository -}}
+{{- if .root.Values.images.registry -}}
+{{- $place = printf "%s/%s" (trimSuffix "/" .root.Values.images.registry) .image.repository -}}
+{{- end -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" $place .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $place (.image.tag | default .root.Values.images.tag | default .root.Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "megatronapp.keySecret" -}}
+{{- default (printf "%s-key" (include "megatronapp.fullname" .)) .Values.key.existingSecret -}}
+{{- end -}}
+
+{{/* "true" where kinds of monitoring.coreos.com are to be made: (dict "root" $ "enabled" value). */}}
+{{- define "megatronapp.monitors" -}}
+{{- if kindIs "bool" .enabled -}}
+{{- if .enabled -}}true{{- end -}}
+{{- else if .root.Capabilities.APIVersions.Has "monitoring.coreos.com/v1" -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* "true" where the door may ask the API server who somebody is and what he may do. */}}
+{{- define "megatronapp.reviews" -}}
+{{- if and .Values.door.enabled .Values.door.reviews (not .Values.watchNamespaces) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Where a pod of operator or door runs: (dict "root" $ "part" .Values.door). */}}
+{{- define "megatronapp.placement" -}}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.topologySpreadConstraints }}
+topologySpreadConstraints:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .part.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Volumes of operator and door. */}}
+{{- define "megatronapp.volumes" -}}
+- name: key
+  secret:
+    secretName: {{ include "megatronapp.keySecret" . }}
+    defaultMode: 0440
+- name: tmp
+  emptyDir: {sizeLimit: 64Mi}
+{{- end -}}
+
+{{- define "megatronapp.mounts" -}}
+- {name: key, mountPath: /run/megatronapp/key, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- end -}}
