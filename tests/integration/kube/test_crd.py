@@ -81,7 +81,7 @@ def test_a_status_is_written_through_its_own_subresource_only(plane: kube.Contro
 def test_kubectl_shows_the_columns_and_explains_every_field(plane: kube.ControlPlane, namespace: str) -> None:
     create(plane, namespace, example())
     header, row = plane.kubectl("get", "mgj", "-n", namespace).stdout.splitlines()
-    assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "LOSS", "AGE"]
+    assert header.split() == ["NAME", "PHASE", "NODES", "READY", "RESTARTS", "ITERATION", "SLOW", "AGE"]
     assert row.startswith("demo ")
     told = plane.kubectl("explain", "megatronjob.spec", "--recursive").stdout
     assert "virtualPipeline\t<integer>" in told

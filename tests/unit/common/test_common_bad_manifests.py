@@ -24,7 +24,12 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     (
         {"metadata.name": "My_Job"},
         "metadata.name: 'My_Job' is not allowed; "
-        "write lower-case letters, digits and '-', with a letter or digit at both ends",
+        "write lower-case letters, digits and '-', a letter first and a letter or digit last",
+    ),
+    (
+        {"metadata.name": "7b"},
+        "metadata.name: '7b' is not allowed; "
+        "write lower-case letters, digits and '-', a letter first and a letter or digit last",
     ),
     ({"metadata.name": ""}, "metadata.name: '' is empty; write at least one character"),
     ({"metadata.lables": {}}, "metadata.lables: unknown field; did you mean labels?"),

@@ -1,11 +1,35 @@
 """MegatronJob: its types, its rules, and its flags."""
 
+from megatronapp_common.job.analyzer import Analyzer, AnalyzerVolume, SlowNode
 from megatronapp_common.job.arguments import megatron_arguments, place_of
+from megatronapp_common.job.cluster import (
+    Initializer,
+    PodMetadata,
+    PodTemplate,
+    Reference,
+    Resources,
+    SharedMemory,
+    Toleration,
+    Volume,
+)
 from megatronapp_common.job.judge import check_update
 from megatronapp_common.job.load import load_job, parse_manifest
 from megatronapp_common.job.metadata import Metadata
 from megatronapp_common.job.model import Model, Parallelism
-from megatronapp_common.job.spec import Analyzer, Backoff, EnvVar, Fault, RunPolicy, Spec, Trace
+from megatronapp_common.job.network import Network, Preflight, Rdma
+from megatronapp_common.job.policy import (
+    Backoff,
+    ExitCodes,
+    FailureMatch,
+    FailureRule,
+    NodeExclusion,
+    RunPolicy,
+    Scheduling,
+    TopologyRequest,
+)
+from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.runtimes import Dpp, Fbd, Forward
+from megatronapp_common.job.spec import EnvVar, Fault, Spec, Trace
 from megatronapp_common.job.status import (
     TERMINAL_PHASES,
     Condition,
@@ -24,28 +48,50 @@ from megatronapp_common.job.world import World, derive_world
 __all__ = [
     "TERMINAL_PHASES",
     "Analyzer",
+    "AnalyzerVolume",
     "Backoff",
     "Checkpoint",
     "Condition",
     "Data",
+    "Dpp",
     "EnvVar",
+    "ExitCodes",
     "Failure",
+    "FailureMatch",
+    "FailureRule",
     "Fault",
+    "Fbd",
+    "Forward",
+    "Initializer",
     "MegatronJob",
     "Metadata",
     "Model",
+    "Network",
+    "NodeExclusion",
     "Parallelism",
     "Phase",
+    "PodMetadata",
+    "PodTemplate",
+    "Preflight",
     "Progress",
     "RankTable",
     "RankTableEntry",
+    "Rdma",
     "Recompute",
+    "Reference",
     "ReplicaStatuses",
+    "Resources",
     "RunPolicy",
+    "Scheduling",
+    "SharedMemory",
+    "SlowNode",
     "Spec",
     "Status",
+    "Toleration",
+    "TopologyRequest",
     "Trace",
     "Training",
+    "Volume",
     "World",
     "check_update",
     "derive_world",
@@ -53,4 +99,5 @@ __all__ = [
     "megatron_arguments",
     "parse_manifest",
     "place_of",
+    "quantity_value",
 ]

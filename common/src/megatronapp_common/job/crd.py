@@ -21,12 +21,11 @@ _COLUMNS = (
     ("Ready", "integer", ".status.replicaStatuses.ready", 0),
     ("Restarts", "integer", ".status.restarts", 0),
     ("Iteration", "integer", ".status.progress.iteration", 0),
-    ("Loss", "number", ".status.progress.loss", 0),
+    ("Slow", "string", ".status.slowNode", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
-    ("Ranks", "integer", ".status.worldSize", 1),
     ("Attempt", "integer", ".status.attempt", 1),
-    ("Started", "date", ".status.startTime", 1),
-    ("Completed", "date", ".status.completionTime", 1),
+    ("World", "integer", ".status.worldSize", 1),
+    ("Queue", "string", ".spec.scheduling.queue", 1),
 )
 _NAME = Metadata.model_fields["name"].description
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
@@ -119,7 +118,7 @@ def _convert(node: Schema, definitions: dict[str, Schema], with_defaults: bool) 
             out["enum"] = [value]
         elif key != "$defs" and key not in _DROPPED:
             out[key] = value
-    return _finished(out, node, with_defaults)
+    return _finished(out, node, definitions, with_defaults)
 
 
 def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
@@ -135,7 +134,7 @@ def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
     return node
 
 
-def _finished(out: Schema, node: Schema, with_defaults: bool) -> Schema:
+def _finished(out: Schema, node: Schema, definitions: dict[str, Schema], with_defaults: bool) -> Schema:
     """What depends on the whole node: formats, free maps, defaults of blocks (their fields' defaults fill them)."""
     if not with_defaults:
         out.pop("default", None)
@@ -146,7 +145,7 @@ def _finished(out: Schema, node: Schema, with_defaults: bool) -> Schema:
     if out.get("type") == "object" and "properties" not in out:
         values = node.get("additionalProperties")
         if isinstance(values, dict):
-            out["additionalProperties"] = values
+            out["additionalProperties"] = _convert(values, definitions, with_defaults)
         else:
             out["x-kubernetes-preserve-unknown-fields"] = True
     if out.get("type") == "object" and "default" in out:

@@ -9,15 +9,17 @@ from megatronapp_common.job.base import ManifestModel
 MAX_NAME_LENGTH = 50
 """A pod's name is its host name (63 characters) and adds `-worker-<index>` to the job's."""
 NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+JOB_NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Names of Services begin with a letter, and a job has one."""
 DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
-JobName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=NAME_PATTERN)]
+JobName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH, pattern=JOB_NAME_PATTERN)]
 
 
 class Metadata(ManifestModel):
     """Name and labels of a job; the rest is written by the API server or the backend."""
 
     name: JobName
-    """Lower-case letters, digits and '-', at most 50 characters."""
+    """Lower-case letters, digits and '-', a letter first, at most 50 characters."""
     namespace: DnsLabel = "default"
     """Namespace."""
     labels: dict[str, str] = Field(default={})

@@ -8,6 +8,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatronapp_common.job.cluster import (
+    IMAGE_PATTERN,
+    LABEL_KEY_PATTERN,
+    OBJECT_NAME_PATTERN,
+    QUALIFIED_PATTERN,
+    URI_PATTERN,
+)
 from megatronapp_common.job.fields import (
     Location,
     describe_type,
@@ -17,7 +24,9 @@ from megatronapp_common.job.fields import (
     walk,
     without_none,
 )
-from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.job.metadata import JOB_NAME_PATTERN, NAME_PATTERN
+from megatronapp_common.job.network import ATTACHMENT_PATTERN, INTERFACE_PATTERN
+from megatronapp_common.job.quantity import QUANTITY_PATTERN
 from megatronapp_common.job.spec import VARIABLE_PATTERN
 from megatronapp_common.job.training import SPLIT_PATTERN
 
@@ -114,6 +123,15 @@ def _shown(value: object) -> str:
 
 PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and '-', with a letter or digit at both ends",
+    JOB_NAME_PATTERN: "lower-case letters, digits and '-', a letter first and a letter or digit last",
+    OBJECT_NAME_PATTERN: "lower-case letters, digits, '-' and '.', with a letter or digit at both ends",
+    QUALIFIED_PATTERN: "a domain and a name, such as nvidia.com/gpu",
+    LABEL_KEY_PATTERN: "the key of a label, such as topology.kubernetes.io/zone",
+    IMAGE_PATTERN: "the reference of an image without spaces",
+    URI_PATTERN: "an address without user and password, such as s3://bucket/path",
+    ATTACHMENT_PATTERN: "NAME or NAMESPACE/NAME of a network",
+    INTERFACE_PATTERN: "the name of an interface, or a regular expression without spaces for it",
+    QUANTITY_PATTERN: "a quantity such as 4, 500m or 16Gi",
     VARIABLE_PATTERN: "letters, digits and '_', no digit first",
     SPLIT_PATTERN: "up to three numbers with commas between, such as 98,2,0",
 }

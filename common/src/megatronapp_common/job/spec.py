@@ -1,15 +1,33 @@
 """What the user asks for."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatronapp_common.job.analyzer import Analyzer
 from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.cluster import (
+    MAX_INITIALIZERS,
+    QUALIFIED_PATTERN,
+    Image,
+    Initializer,
+    Labels,
+    ObjectName,
+    PodTemplate,
+    PullPolicy,
+    QualifiedName,
+    Reference,
+    Resources,
+    SharedMemory,
+    Toleration,
+)
 from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism
+from megatronapp_common.job.network import Network
+from megatronapp_common.job.policy import RunPolicy, Scheduling
+from megatronapp_common.job.runtimes import Dpp, Fbd
 from megatronapp_common.job.training import Checkpoint, Data, Index, Training
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
-Seconds = Annotated[int, Field(ge=1, le=2_147_483_647)]
 Argument = Annotated[str, Field(max_length=4096)]
 
 
@@ -20,19 +38,6 @@ class Trace(ManifestModel):
     """Record spans; off means that nothing of it is loaded."""
     capacity: Annotated[int, Field(ge=1024, le=16_777_216)] | None = None
     """Records of 32 bytes that each rank's ring holds; left out: 65536."""
-
-
-class Analyzer(ManifestModel):
-    """Agents and the hub, which name slow ranks and serve the pages."""
-
-    enabled: bool = False
-    """Start an agent beside every worker and one hub."""
-    host: Annotated[str, Field(min_length=1, max_length=253)] = "127.0.0.1"
-    """Address that the hub listens on; anything but loopback lets other machines in (with a token)."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port that the hub listens on; 0: a free one."""
-    retain_seconds: Annotated[int, Field(ge=0, le=31_536_000)] = 300
-    """Seconds that the pages stay open after the end of the job."""
 
 
 class Fault(ManifestModel):
@@ -61,38 +66,6 @@ class EnvVar(ManifestModel):
     """Its value."""
 
 
-class Backoff(ManifestModel):
-    """Growing pause before each restart of the gang."""
-
-    initial_seconds: Annotated[float, Field(ge=0, le=86400)] = 10.0
-    """Pause before the first restart."""
-    max_seconds: Annotated[float, Field(ge=0, le=86400)] = 600.0
-    """Longest pause."""
-    factor: Annotated[float, Field(ge=1, le=100)] = 2.0
-    """Each pause is so many times the one before."""
-
-
-class RunPolicy(ManifestModel):
-    """Restarts, deadlines, and what stays after the end."""
-
-    max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Restarts of the gang before the job fails."""
-    backoff: Backoff = Backoff()
-    """Pause before a restart."""
-    reset_after_seconds: Seconds = 3600
-    """A run that stayed healthy for so long gives the whole budget of restarts back."""
-    active_deadline_seconds: Seconds | None = None
-    """Longest life of the job over all attempts; left out: no limit."""
-    start_deadline_seconds: Seconds | None = None
-    """Longest time until all workers of an attempt run; left out: no limit."""
-    progress_deadline_seconds: Seconds | None = None
-    """Longest time without a finished step; left out: no limit."""
-    termination_grace_period_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
-    """Time to write a checkpoint after SIGTERM, before SIGKILL."""
-    clean_pod_policy: Literal["None", "Running", "All"] = "Running"
-    """Which workers are removed once the job has ended."""
-
-
 class Spec(ManifestModel):
     """What to train, on what, and how to keep it alive."""
 
@@ -104,12 +77,18 @@ class Spec(ManifestModel):
     """Ranks of each worker; left out: derived from the world size, else gpusPerNode."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each worker; 0: train on the CPU."""
+    gpu_resource_name: QualifiedName = "nvidia.com/gpu"
+    """Resource that stands for a GPU on a cluster."""
     parallelism: Parallelism = Parallelism()
     """Sizes of the parallel groups."""
     model: Model
     """Shape of the model."""
     training: Training
     """Batches, optimizer, schedules, intervals."""
+    dpp: Dpp = Dpp()
+    """MegaDPP: a dynamic pipeline schedule."""
+    fbd: Fbd = Fbd()
+    """MegaFBD: forward and backward on separate ranks."""
     data: Data = Data()
     """What is trained on."""
     checkpoint: Checkpoint = Checkpoint()
@@ -134,3 +113,45 @@ class Spec(ManifestModel):
     """Restarts, deadlines, and what stays after the end."""
     suspend: bool = False
     """Stop the workers (with a checkpoint) and start them again when it becomes false."""
+    success_policy: Literal["AllWorkers", "Rank0"] = "AllWorkers"
+    """The job has succeeded once all workers ended with code 0, or once the one with rank 0 did."""
+    image: Image | None = None
+    """Image of the workers on a cluster, with megatronapp_trainer in it; left out: the operator's choice."""
+    image_pull_policy: PullPolicy = "IfNotPresent"
+    """When images are pulled."""
+    image_pull_secrets: Annotated[tuple[Reference, ...], Field(max_length=16)] = ()
+    """Secrets for pulling images."""
+    resources: Resources = Resources()
+    """What the trainer's container gets; GPUs and RDMA devices are added."""
+    node_selector: Labels = Field(default={})
+    """Labels of the nodes that workers go to."""
+    affinity: dict[str, Any] | None = None
+    """Affinity of worker pods, as in a pod's spec."""
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
+    """Taints of nodes that workers may stand; that of GPU nodes is added."""
+    priority_class_name: ObjectName | None = None
+    """Priority of the pods."""
+    scheduler_name: ObjectName | None = None
+    """Scheduler of the workers; left out: the one that scheduling.gang needs, else the cluster's."""
+    runtime_class_name: ObjectName | None = None
+    """Container runtime of the workers."""
+    service_account_name: ObjectName | None = None
+    """Account of the workers, for image pulls and pod security; its token is not mounted."""
+    pod_template: PodTemplate = PodTemplate()
+    """Changes to the worker pods that no field of this spec makes."""
+    shm: SharedMemory = SharedMemory()
+    """The memory volume at /dev/shm."""
+    network: Network = Network()
+    """How the ranks of different nodes reach each other."""
+    initializers: Annotated[
+        tuple[Initializer, ...],
+        Field(
+            max_length=MAX_INITIALIZERS,
+            json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = ()
+    """Containers that bring data or weights before the ranks start, in this order."""
+    scheduling: Scheduling = Scheduling()
+    """Queue and gang."""
+    managed_by: Annotated[str, Field(max_length=63, pattern=QUALIFIED_PATTERN)] | None = None
+    """Another controller that takes care of this job instead of ours, as domain/name; cannot change."""

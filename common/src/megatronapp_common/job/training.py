@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.cluster import Volume
 from megatronapp_common.job.model import Count
 
 SPLIT_PATTERN = r"^\s*[0-9.]+\s*(,\s*[0-9.]+\s*){0,2}$"
@@ -130,6 +131,8 @@ class Data(ManifestModel):
     """Attention stays within a document."""
     num_workers: Index | None = None
     """Threads that read ahead; left out: 2."""
+    volume: Volume | None = None
+    """A volume claim with the files, on a cluster."""
 
 
 class Checkpoint(ManifestModel):
@@ -147,3 +150,5 @@ class Checkpoint(ManifestModel):
     """Weights only: start at step 0 with a fresh optimizer."""
     exit_on_missing: bool = False
     """Fail where load holds no checkpoint, instead of starting from scratch."""
+    volume: Volume | None = None
+    """A volume claim for the checkpoints, on a cluster."""

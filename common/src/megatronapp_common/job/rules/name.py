@@ -1,6 +1,6 @@
 """Rules over the whole object: the API server's own limits for names are wider than those of our types (`metadata`)."""
 
-from megatronapp_common.job.metadata import MAX_NAME_LENGTH, NAME_PATTERN
+from megatronapp_common.job.metadata import JOB_NAME_PATTERN, MAX_NAME_LENGTH
 from megatronapp_common.job.rules.rule import Rule, say
 
 NAME_RULES = (
@@ -17,7 +17,7 @@ NAME_RULES = (
     Rule(
         id="name-pattern",
         field=".metadata.name",
-        rule=f"self.metadata.name.matches('{NAME_PATTERN}')",
-        says="is not allowed; write lower-case letters, digits and '-', with a letter or digit at both ends",
+        rule=f"self.metadata.name.matches('{JOB_NAME_PATTERN}')",
+        says="is not allowed; write lower-case letters, digits and '-', a letter first and a letter or digit last",
     ),
 )

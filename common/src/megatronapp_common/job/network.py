@@ -1,0 +1,67 @@
+"""How the ranks of different nodes reach each other on a cluster."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.cluster import MAX_ENTRIES, LabelKey, QualifiedName
+
+ATTACHMENT_PATTERN = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?(@[a-z][-a-z0-9]*)?$"
+INTERFACE_PATTERN = r"^[^\s/]+$"
+Interface = Annotated[str, Field(min_length=1, max_length=128, pattern=INTERFACE_PATTERN)]
+Variables = Annotated[dict[str, Annotated[str, Field(max_length=1024)]], Field(max_length=MAX_ENTRIES)]
+
+
+class Rdma(ManifestModel):
+    """InfiniBand or RoCE devices of the workers."""
+
+    enabled: bool = False
+    """Ask for devices and set NCCL and UCX up for them."""
+    resource_name: QualifiedName | None = None
+    """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless mode is HostNetwork."""
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Devices of each worker."""
+    ipc_lock: bool = True
+    """Give the capability IPC_LOCK, and with it root, so that memory may be pinned; false where the nodes' runtime
+    raises the limit of locked memory itself."""
+    gid_index: Annotated[int, Field(ge=0, le=255)] | None = None
+    """Index of the GID that RoCE uses (NCCL_IB_GID_INDEX, UCX_IB_GID_INDEX); left out: found by the libraries."""
+    hca: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Adapters to use (NCCL_IB_HCA), such as mlx5_0,mlx5_1; left out: all."""
+    interface: Interface | None = None
+    """Interface, or a regular expression for its whole name, whose address a worker gives to the others; left out: that
+    of the first attachment, else the pod's."""
+
+
+class Preflight(ManifestModel):
+    """A look at every worker before its ranks start: GPUs, shared memory, locked memory, links, and each other."""
+
+    enabled: bool = False
+    """Look; what is wrong fails the worker and names its node."""
+    timeout_seconds: Annotated[int, Field(ge=1, le=86400)] = 120
+    """Longest time that it may take."""
+
+
+class Network(ManifestModel):
+    """How the ranks of different nodes reach each other on a cluster."""
+
+    mode: Literal["Default", "HostNetwork", "Sriov", "Macvlan", "SharedDevice"] = "Default"
+    """The cluster's network alone, the node's own, or RDMA devices: virtual functions, Macvlan, or shared by pods."""
+    rdma: Rdma = Rdma()
+    """InfiniBand or RoCE devices."""
+    attachments: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=317, pattern=ATTACHMENT_PATTERN)], ...],
+        Field(max_length=16),
+    ] = ()
+    """Networks of Multus that workers join, as NAME or NAMESPACE/NAME; needed for mode Sriov and Macvlan."""
+    nccl: Variables = Field(default={})
+    """Variables NCCL_... and UCX_... of every rank; they win over what the operator sets."""
+    policy: Literal["None", "JobOnly"] = "JobOnly"
+    """Let only this job, the door, the operator and Prometheus in by a NetworkPolicy, or make none."""
+    rank_order: Literal["Index", "IP", "Topology"] = "Index"
+    """By what workers are sorted before their ranks are numbered."""
+    topology_key: LabelKey | None = None
+    """Label of nodes by which rankOrder Topology sorts, such as topology.kubernetes.io/zone."""
+    preflight: Preflight = Preflight()
+    """A look at every worker before its ranks start."""

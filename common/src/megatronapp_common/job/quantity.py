@@ -1,0 +1,49 @@
+"""Quantities as Kubernetes writes them: 4, 500m, 16Gi."""
+
+import fractions
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+QUANTITY_PATTERN = r"^([0-9]+([.][0-9]*)?|[.][0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?[0-9]{1,2})?$"
+MAX_QUANTITY_LENGTH = 32
+_TEN = dict(zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True))
+_TWO = {f"{prefix}i": 10 * place for place, prefix in enumerate("KMGTPE", start=1)}
+_PARTS = re.compile(r"([0-9.]+)(.*)")
+
+
+def _as_text(value: object) -> object:
+    """Whole numbers need no quotes, as everywhere in Kubernetes."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Quantity = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_QUANTITY_LENGTH, pattern=QUANTITY_PATTERN),
+    BeforeValidator(_as_text),
+    WithJsonSchema(
+        {
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maxLength": MAX_QUANTITY_LENGTH,
+            "pattern": QUANTITY_PATTERN,
+        }
+    ),
+]
+"""Never negative. Kept as it is written; a whole number becomes text."""
+
+
+def quantity_value(text: str) -> fractions.Fraction:
+    """What a quantity is worth in its base unit (bytes, cores). ValueError for a text that is none."""
+    if not re.match(QUANTITY_PATTERN, text):
+        raise ValueError(f"{text!r} is no quantity; write one such as 4, 500m or 16Gi")
+    found = _PARTS.match(text)
+    assert found is not None
+    number, suffix = found[1], found[2]
+    worth = fractions.Fraction(number if number[-1] != "." else number[:-1])
+    if suffix in _TWO:
+        return worth * (1 << _TWO[suffix])
+    exponent = _TEN[suffix] if suffix in _TEN else int(suffix[1:] or 0)
+    power = fractions.Fraction(10 ** abs(exponent))
+    return worth * power if exponent >= 0 else worth / power
