@@ -1,24 +1,17 @@
-"""The plan's status as people and programs see it: camelCase, RFC 3339 times, absent values left out."""
+"""The plan's status as people and programs see it: camelCase, RFC 3339 times, absent values left out.
+
+All that the plan remembers is in it (`status_reader` reads it back), because an operator may end between two plans.
+"""
 
 import dataclasses
-import datetime
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
-from megatronapp_operator.plan import Condition, Failure, Status
-from megatronapp_operator.plan.observed import Progress, SlowRank
+from megatronapp_operator.plan import Condition, ExcludedNode, Failure, Progress, SlowRank, Status, Worker
+from megatronapp_operator.times import rfc3339, rfc3339_micro, seconds_of
 
-
-def rfc3339(seconds: float | None) -> str | None:
-    """Seconds since the epoch as metav1.Time writes them."""
-    if seconds is None:
-        return None
-    moment = datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
-    return moment.isoformat().replace("+00:00", "Z")
-
-
-def seconds_of(time: str) -> float:
-    """The inverse of `rfc3339`."""
-    return datetime.datetime.fromisoformat(time).timestamp()
+__all__ = ["progress_document", "rfc3339", "seconds_of", "status_document", "without_none"]
 
 
 def status_document(status: Status) -> dict[str, Any]:
@@ -34,15 +27,19 @@ def status_document(status: Status) -> dict[str, Any]:
             "attempt": status.attempt,
             "restarts": status.restarts,
             "restartsTowardsMax": status.restarts_towards_max,
-            "startTime": rfc3339(status.start_time),
-            "runningTime": rfc3339(status.running_time),
-            "lastRestartTime": rfc3339(status.last_restart_time),
-            "completionTime": rfc3339(status.completion_time),
+            **_times(status),
             "replicaStatuses": replicas,
             "progress": None if status.progress is None else progress_document(status.progress),
             "slowRanks": [_slow_rank(one) for one in status.slow_ranks],
+            "slowNode": status.slow_node,
             "hungRanks": list(status.hung_ranks),
             "failures": [_failure(one) for one in status.failures],
+            "initialized": status.initialized,
+            "initRestarts": status.init_restarts,
+            "released": status.released,
+            "excludedNodes": [_excluded(one) for one in status.excluded_nodes],
+            "succeededWorkers": ranges(status.succeeded),
+            "endedWorkers": [_ended(one) for one in status.ended],
         }
     )
 
@@ -58,6 +55,30 @@ def without_none(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value is not None}
 
 
+def ranges(numbers: Iterable[int]) -> str | None:
+    """Rising numbers as in "0-3,7" (the form of a Job's completedIndexes); None: there are none."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        parts.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ",".join(parts) or None
+
+
+def _times(status: Status) -> dict[str, Any]:
+    return {
+        "startTime": rfc3339_micro(status.start_time),
+        "attemptTime": rfc3339_micro(status.attempt_time),
+        "holdingTime": rfc3339_micro(status.holding_time),
+        "scheduledTime": rfc3339_micro(status.scheduled_time),
+        "runningTime": rfc3339_micro(status.running_time),
+        "progressTime": rfc3339_micro(status.progress_time),
+        "lastRestartTime": rfc3339_micro(status.last_restart_time),
+        "releasedTime": rfc3339_micro(status.released_time),
+        "initFailedTime": rfc3339_micro(status.init_failed_time),
+        "completionTime": rfc3339_micro(status.completion_time),
+    }
+
+
 def _condition(one: Condition) -> dict[str, Any]:
     return {
         "type": one.type.value,
@@ -70,19 +91,44 @@ def _condition(one: Condition) -> dict[str, Any]:
 
 
 def _failure(one: Failure) -> dict[str, Any]:
-    fields = dataclasses.asdict(one) | {"time": rfc3339(one.time), "action": one.action.value}
+    fields = dataclasses.asdict(one) | {"time": rfc3339_micro(one.time), "action": one.action.value}
     return without_none({_camel(name): value for name, value in fields.items()})
 
 
+def _excluded(one: ExcludedNode) -> dict[str, Any]:
+    return {"node": one.node, "reason": one.reason, "until": rfc3339_micro(one.until)}
+
+
+def _ended(one: Worker) -> dict[str, Any]:
+    """How a worker failed; its attempt is the status's."""
+    outcome, deletion = one.outcome, one.deletion
+    end = {} if outcome is None else {"exitCode": outcome.code, "reason": outcome.reason, "message": outcome.message}
+    return without_none(
+        {
+            "index": one.index,
+            **end,
+            "rank": None if outcome is None else outcome.rank,
+            "signal": None if outcome is None else outcome.signal,
+            "node": one.node,
+            "disrupted": one.disrupted,
+            "startedAt": rfc3339_micro(one.started_at),
+            "finishedAt": rfc3339_micro(one.finished_at),
+            "deletedAt": None if deletion is None else rfc3339_micro(deletion.since),
+            "graceSeconds": None if deletion is None else deletion.grace_s,
+        }
+    )
+
+
 def _slow_rank(one: SlowRank) -> dict[str, Any]:
-    effect = without_none({"secondsPerStep": one.seconds_per_step, "slowdown": one.slowdown})
+    subject = {"type": one.subject, "ranks": list(one.ranks), "worker": one.worker, "node": one.node}
+    since = {"attempt": one.since_attempt, "step": one.since_step, "time": one.since_time}
     return {
         "id": one.id,
-        "subject": {"type": one.subject, "ranks": list(one.ranks)},
+        "subject": without_none(subject),
         "cause": one.cause,
         "state": one.state,
-        "effect": effect,
-        "since": without_none({"step": one.since_step}),
+        "effect": without_none({"secondsPerStep": one.seconds_per_step, "slowdown": one.slowdown}),
+        "since": without_none(since),
         "sentence": one.sentence,
     }
 

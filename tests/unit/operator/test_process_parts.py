@@ -32,6 +32,7 @@ from megatronapp_operator.backends.process.worker import WorkerProcess, not_star
 from megatronapp_operator.cli.follower import LogTail
 from megatronapp_operator.document import progress_document
 from megatronapp_operator.errors import BackendError, JobConflictError
+from megatronapp_operator.job_spec import process_spec
 from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, RecordEvent
 from megatronapp_operator.plan.outcome import describe
 
@@ -178,7 +179,7 @@ def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path:
 def make_backend(made: settings.Settings, told: list[Action]) -> Backend:
     made.paths.root.mkdir(exist_ok=True)
     files.write_text(made.paths.secret, tokens.new_secret())
-    spec = build.build_spec(load_job(MANIFEST), uid=made.uid, retain_hub=True)
+    spec = process_spec(load_job(MANIFEST), uid=made.uid, retain_hub=True)
     return Backend(made, spec, facts={}, listener=lambda _status, actions: told.extend(actions))
 
 
@@ -393,12 +394,12 @@ def test_the_commands_are_those_of_the_contract(tmp_path: pathlib.Path, monkeypa
 
 
 def test_the_run_policy_reaches_the_plan() -> None:
-    spec = build.build_spec(load_job(MANIFEST), uid="u", retain_hub=True)
+    spec = process_spec(load_job(MANIFEST), uid="u", retain_hub=True)
     assert (spec.workers, spec.hub, spec.hub_retain_s) == (2, False, 300)
     assert spec.policy.max_restarts == 7
     assert spec.policy.progress_deadline_s == 60
     assert spec.policy.grace_s == 20
-    assert build.build_spec(load_job(MANIFEST), uid="u", retain_hub=False).hub_retain_s == 0
+    assert process_spec(load_job(MANIFEST), uid="u", retain_hub=False).hub_retain_s == 0
 
 
 def test_the_progress_that_is_furthest_on_wins() -> None:

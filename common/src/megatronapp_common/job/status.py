@@ -6,7 +6,7 @@ from pydantic import Field
 
 from megatronapp_common.job.base import StatusModel
 
-Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
+Phase = Literal["Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 TERMINAL_PHASES: frozenset[Phase] = frozenset({"Succeeded", "Failed"})
 MAX_FAILURES = 10
 """So many of the newest failures are kept."""
@@ -17,7 +17,8 @@ class Condition(StatusModel):
     """One condition, in the API conventions' shape (metav1.Condition)."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Created, Running, Restarting, Suspended, Stalled, SlowNodeDetected, FailureTarget, Complete or Failed."""
+    """Created, Initialized, PodsScheduled, Running, Restarting, Suspended, Stalled, SlowNodeDetected, FailureTarget,
+    Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=1024)]
@@ -131,6 +132,46 @@ class Failure(StatusModel):
     """What the backend did about it."""
 
 
+class ExcludedNode(StatusModel):
+    """A machine that gets no worker of this job for a while."""
+
+    node: str
+    """Its name."""
+    reason: str = ""
+    """One CamelCase word for programs."""
+    until: str
+    """When it may be used again, RFC 3339."""
+
+
+class EndedWorker(StatusModel):
+    """A worker of the current attempt that was seen to fail; its pod may be gone."""
+
+    index: Int32
+    """Worker."""
+    exit_code: int | None = None
+    """Exit code; left out where no record was found."""
+    reason: str = ""
+    """One CamelCase word for programs."""
+    message: str = ""
+    """Its last words."""
+    rank: int | None = None
+    """Global rank that failed first in it."""
+    signal: int | None = None
+    """Signal that ended it."""
+    node: str | None = None
+    """Machine that it ran on."""
+    disrupted: str | None = None
+    """Why the cluster took it away."""
+    started_at: str | None = None
+    """When it started, RFC 3339."""
+    finished_at: str | None = None
+    """When it ended, RFC 3339."""
+    deleted_at: str | None = None
+    """When it was asked to go, RFC 3339."""
+    grace_seconds: float | None = None
+    """How long it had to go."""
+
+
 class Status(StatusModel):
     """State of the job."""
 
@@ -160,12 +201,38 @@ class Status(StatusModel):
     """Where the ranks are."""
     slow_ranks: tuple[dict[str, Any], ...] = ()
     """Verdicts of the hub that stand now."""
+    slow_node: str | None = None
+    """What is slow now, in a word: a machine, or "rank 3"."""
+    excluded_nodes: tuple[ExcludedNode, ...] = ()
+    """Machines that the next workers avoid, oldest first."""
     hung_ranks: tuple[int, ...] = ()
     """Ranks without progress."""
     failures: tuple[Failure, ...] = ()
     """The 10 newest failures, oldest first."""
+    initialized: bool = False
+    """The initializers are done; they run once per job."""
+    init_restarts: Int32 = 0
+    """How often the initializers were started again."""
+    released: Int32 = 0
+    """How often a gang that did not start whole was released since one last ran or failed."""
+    succeeded_workers: str | None = None
+    """Workers of the current attempt that have succeeded, such as 0-3,7."""
+    ended_workers: tuple[EndedWorker, ...] = ()
+    """The first workers of the current attempt that have failed, most likely culprit first."""
     start_time: str | None = None
     """When the first attempt was created, RFC 3339."""
+    attempt_time: str | None = None
+    """When the current attempt was created, RFC 3339."""
+    holding_time: str | None = None
+    """When the first worker of the current attempt had a machine, RFC 3339."""
+    scheduled_time: str | None = None
+    """When all workers of the current attempt had machines, RFC 3339."""
+    progress_time: str | None = None
+    """When the training was last seen to go on, RFC 3339."""
+    released_time: str | None = None
+    """When a gang that did not start whole was released last, RFC 3339."""
+    init_failed_time: str | None = None
+    """When the initializers failed last, RFC 3339."""
     running_time: str | None = None
     """When all workers of the current attempt ran first, RFC 3339."""
     last_restart_time: str | None = None

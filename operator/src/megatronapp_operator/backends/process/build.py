@@ -1,47 +1,16 @@
-"""From a MegatronJob to what the plan and the process backend need of it."""
+"""From a MegatronJob to what the process backend needs of it."""
 
 import os
 import pathlib
 import sys
 from typing import Any
 
-from megatronapp_common.job import MegatronJob, RunPolicy, megatron_arguments
-from megatronapp_operator import plan
+from megatronapp_common.job import MegatronJob, megatron_arguments
 from megatronapp_operator.backends.process.paths import JobPaths, shm_dir
 from megatronapp_operator.backends.process.settings import Commands, Settings
 
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
 CHECKOUT = pathlib.Path(__file__).parents[5]
-
-
-def build_policy(given: RunPolicy) -> plan.RunPolicy:
-    """The run policy of a manifest."""
-    return plan.RunPolicy(
-        max_restarts=given.max_restarts,
-        backoff=plan.Backoff(
-            initial_s=given.backoff.initial_seconds,
-            max_s=given.backoff.max_seconds,
-            factor=given.backoff.factor,
-        ),
-        reset_after_s=given.reset_after_seconds,
-        active_deadline_s=given.active_deadline_seconds,
-        start_deadline_s=given.start_deadline_seconds,
-        progress_deadline_s=given.progress_deadline_seconds,
-        grace_s=given.termination_grace_period_seconds,
-    )
-
-
-def build_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpec:
-    """What the plan reads of a job."""
-    analyzer = job.spec.analyzer
-    return plan.JobSpec(
-        name=job.metadata.name,
-        uid=uid,
-        workers=job.world.nodes,
-        hub=analyzer.enabled,
-        hub_retain_s=analyzer.retain_seconds if retain_hub else 0,
-        policy=build_policy(job.spec.run_policy),
-    )
 
 
 def build_commands(job: MegatronJob) -> Commands:

@@ -13,6 +13,7 @@ from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.settings import Commands
 from megatronapp_operator.backends.process.stopping import stop_backend
 from megatronapp_operator.errors import BackendError, JobConflictError, JobNotFoundError, OperatorError
+from megatronapp_operator.job_spec import process_spec
 from megatronapp_operator.plan import Action, Status
 
 ACCEPTED = b"accepted"
@@ -26,7 +27,7 @@ def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener:
     with _sole_backend(paths):
         registry.accept(paths, job, uid=uid)
         settings = build.build_settings(job, uid=uid, paths=paths, commands=commands)
-        spec = build.build_spec(job, uid=uid, retain_hub=retain_hub)
+        spec = process_spec(job, uid=uid, retain_hub=retain_hub)
         backend = Backend(settings, spec, facts=build.build_facts(job), listener=listener)
         with _failure_told(paths):
             status = backend.run()

@@ -1,0 +1,97 @@
+"""From a MegatronJob to what the plan reads of it, for both backends."""
+
+import dataclasses
+
+from megatronapp_common.job import FailureRule, MegatronJob, RunPolicy
+from megatronapp_operator import plan
+
+FAILED_GRACE_S = 30.0
+"""Time of a worker on a cluster to end after a peer has failed: it writes no checkpoint, but logs and traces."""
+
+
+def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSpec:
+    """What the plan reads of a job on a cluster."""
+    spec = job.spec
+    return plan.JobSpec(
+        name=job.metadata.name,
+        uid=uid,
+        workers=job.world.nodes,
+        generation=generation,
+        hub=spec.analyzer.enabled,
+        hub_retain_s=spec.analyzer.retain_seconds,
+        suspend=spec.suspend,
+        initializers=any(one.scope == "Job" for one in spec.initializers),
+        gang=spec.scheduling.gang != "None",
+        success=plan.SuccessPolicy(spec.success_policy),
+        slow_node=_slow_node_policy(job),
+        policy=_cluster_policy(spec.run_policy),
+    )
+
+
+def process_spec(job: MegatronJob, *, uid: str, retain_hub: bool) -> plan.JobSpec:
+    """The same where the workers are processes of one machine: no other machine, queue or object to speak of."""
+    spec = job.spec
+    return plan.JobSpec(
+        name=job.metadata.name,
+        uid=uid,
+        workers=job.world.nodes,
+        hub=spec.analyzer.enabled,
+        hub_retain_s=spec.analyzer.retain_seconds if retain_hub else 0,
+        success=plan.SuccessPolicy(spec.success_policy),
+        policy=dataclasses.replace(run_policy(spec.run_policy), exclusion=plan.NodeExclusion(enabled=False)),
+    )
+
+
+def run_policy(given: RunPolicy) -> plan.RunPolicy:
+    """The part of a run policy that holds everywhere."""
+    return plan.RunPolicy(
+        max_restarts=given.max_restarts,
+        backoff=plan.Backoff(
+            initial_s=given.backoff.initial_seconds,
+            max_s=given.backoff.max_seconds,
+            factor=given.backoff.factor,
+        ),
+        reset_after_s=given.reset_after_seconds,
+        active_deadline_s=given.active_deadline_seconds,
+        start_deadline_s=given.start_deadline_seconds,
+        progress_deadline_s=given.progress_deadline_seconds,
+        grace_s=given.termination_grace_period_seconds,
+        rules=tuple(_rule(one) for one in given.rules),
+    )
+
+
+def _cluster_policy(given: RunPolicy) -> plan.RunPolicy:
+    exclusion = given.node_exclusion
+    return dataclasses.replace(
+        run_policy(given),
+        failed_grace_s=min(FAILED_GRACE_S, given.termination_grace_period_seconds),
+        lost_worker_s=given.lost_node_timeout_seconds,
+        clean=plan.CleanPodPolicy(given.clean_pod_policy),
+        ttl_s=given.ttl_seconds_after_finished,
+        exclusion=plan.NodeExclusion(
+            enabled=exclusion.enabled, max_nodes=exclusion.max_nodes, ttl_s=exclusion.ttl_seconds
+        ),
+    )
+
+
+def _slow_node_policy(job: MegatronJob) -> plan.SlowNodePolicy:
+    given = job.spec.analyzer.slow_node
+    return plan.SlowNodePolicy(
+        action=plan.SlowNodeAction(given.action), min_slowdown=given.min_slowdown, min_s=given.min_seconds
+    )
+
+
+def _rule(given: FailureRule) -> plan.Rule:
+    match = given.match
+    return plan.Rule(
+        match=plan.Match(
+            exit_codes=(match.exit_codes and match.exit_codes.in_) or (),
+            not_exit_codes=(match.exit_codes and match.exit_codes.not_in) or (),
+            signals=match.signals or (),
+            reasons=match.reasons or (),
+            message_regex=match.message_regex,
+            condition_types=match.condition_types or (),
+            workers=match.workers or (),
+        ),
+        action=plan.FailureAction(given.action),
+    )

@@ -1,0 +1,27 @@
+"""Expressions of users in the rules of a job: what they find, and that none of them can hold the operator up."""
+
+import pytest
+
+from megatronapp_common.patterns import matches
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "found"),
+    [
+        ("CUDA error", "rank 3: CUDA error: an illegal memory access", True),
+        ("^CUDA error", "rank 3: CUDA error", False),
+        ("(?i)xid [0-9]+", "NVRM: Xid 79", True),
+        ("NCCL.*timeout", "NCCL watchdog\ntimeout", False),
+        ("(?s)NCCL.*timeout", "NCCL watchdog\ntimeout", True),
+        ("", "", True),
+        ("a(", "a(", False),
+        (r"(a)\1", "aa", False),
+        ("é", "café", True),
+    ],
+)
+def test_a_pattern_is_looked_for_anywhere_in_the_text(pattern: str, text: str, found: bool) -> None:
+    assert matches(pattern, text) is found
+
+
+def test_a_pattern_that_backtracks_elsewhere_ends_at_once() -> None:
+    assert matches("(a+)+$", "a" * 50_000 + "b") is False

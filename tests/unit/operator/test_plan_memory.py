@@ -1,0 +1,163 @@
+"""The plan's memory: a status that is written, and read again by an operator that was started in between."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.job import Status as StatusDocument
+from megatronapp_operator.document import ranges, status_document
+from megatronapp_operator.plan import (
+    Condition,
+    ConditionType,
+    Deletion,
+    ExcludedNode,
+    Failure,
+    FailureAction,
+    Outcome,
+    Phase,
+    Progress,
+    Replicas,
+    SlowRank,
+    Status,
+    Worker,
+    WorkerPhase,
+)
+from megatronapp_operator.status_fields import numbers_of
+from megatronapp_operator.status_reader import read_status
+
+COUNTS = st.integers(0, 2**31 - 1)
+TIMES = st.floats(0, 4e9).map(lambda seconds: round(seconds, 6))
+SECONDS = st.integers(0, 4_000_000_000).map(float)
+WORDS = st.text("abcXYZ 09\n\u00e9\u4e00", min_size=1, max_size=12)
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+MAYBE_COUNT, MAYBE_TIME = st.none() | COUNTS, st.none() | TIMES
+MAYBE_WORD, MAYBE_REAL = st.none() | WORDS, st.none() | REALS
+STATES = st.sampled_from(["starting", "training", "done"])
+OUTCOMES = st.builds(
+    Outcome, code=st.integers(0, 255), reason=WORDS, message=WORDS, rank=MAYBE_COUNT, signal=MAYBE_COUNT
+)
+DELETIONS = st.builds(Deletion, since=TIMES, grace_s=st.floats(0, 1e6))
+SLOW = st.builds(
+    SlowRank, id=WORDS, subject=WORDS, ranks=st.lists(COUNTS, max_size=3).map(tuple), cause=WORDS, state=WORDS,
+    sentence=WORDS, since_step=MAYBE_COUNT, slowdown=MAYBE_REAL, seconds_per_step=MAYBE_REAL, worker=MAYBE_COUNT,
+    node=MAYBE_WORD, since_attempt=MAYBE_COUNT, since_time=MAYBE_REAL,
+)  # fmt: skip
+FAILURES = st.builds(
+    Failure, time=TIMES, attempt=COUNTS, reason=WORDS, message=WORDS, action=st.sampled_from(FailureAction),
+    worker=MAYBE_COUNT, node=MAYBE_WORD, rank=MAYBE_COUNT, exit_code=MAYBE_COUNT, signal=MAYBE_COUNT,
+)  # fmt: skip
+PAGES = st.builds(
+    Progress, attempt=COUNTS, iteration=COUNTS, total_iterations=MAYBE_COUNT, state=STATES, loss=MAYBE_REAL,
+    learning_rate=MAYBE_REAL, grad_norm=MAYBE_REAL, tokens_per_second=MAYBE_REAL, tflops_per_gpu=MAYBE_REAL,
+    seconds_left=MAYBE_REAL, consumed_samples=MAYBE_COUNT, validation_loss=MAYBE_REAL,
+    updated_at=st.none() | SECONDS,
+)  # fmt: skip
+ENDS = (ConditionType.COMPLETE, ConditionType.FAILED, ConditionType.SUSPENDED)
+
+
+def conditions() -> st.SearchStrategy[tuple[Condition, ...]]:
+    """One of each type at most, and none that decides over the phase."""
+    kinds = st.lists(st.sampled_from([kind for kind in ConditionType if kind not in ENDS]), unique=True)
+    one = {"status": st.booleans(), "reason": WORDS, "message": WORDS, "since": SECONDS, "generation": COUNTS}
+    return kinds.flatmap(lambda found: st.tuples(*(st.builds(Condition, type=st.just(kind), **one) for kind in found)))
+
+
+@st.composite
+def statuses(draw: st.DrawFn) -> Status:
+    attempt = draw(COUNTS)
+    ended = st.builds(
+        Worker, index=COUNTS, attempt=st.just(attempt), phase=st.just(WorkerPhase.FAILED), node=MAYBE_WORD,
+        disrupted=MAYBE_WORD, started_at=MAYBE_TIME, finished_at=MAYBE_TIME, outcome=st.none() | OUTCOMES,
+        deletion=st.none() | DELETIONS,
+    )  # fmt: skip
+    made = st.builds(
+        Status, phase=st.sampled_from([one for one in Phase if one not in {Phase.SUCCEEDED, Phase.FAILED}]),
+        conditions=conditions(), generation=COUNTS, attempt=st.just(attempt), restarts=COUNTS,
+        restarts_towards_max=COUNTS, start_time=MAYBE_TIME, attempt_time=MAYBE_TIME, holding_time=MAYBE_TIME,
+        scheduled_time=MAYBE_TIME, running_time=MAYBE_TIME, last_restart_time=MAYBE_TIME, completion_time=MAYBE_TIME,
+        released=COUNTS, released_time=MAYBE_TIME, initialized=st.booleans(), init_restarts=COUNTS,
+        init_failed_time=MAYBE_TIME, progress=st.none() | PAGES, progress_time=MAYBE_TIME, slow_node=MAYBE_WORD,
+        excluded_nodes=st.lists(st.builds(ExcludedNode, node=WORDS, reason=WORDS, until=TIMES), max_size=2).map(tuple),
+        succeeded=st.sets(st.integers(0, 5000), max_size=8).map(lambda found: tuple(sorted(found))),
+        ended=st.lists(ended, max_size=2).map(tuple), slow_ranks=st.lists(SLOW, max_size=2).map(tuple),
+        hung_ranks=st.lists(COUNTS, max_size=3).map(tuple),
+        replicas=st.builds(Replicas, desired=COUNTS, pending=COUNTS, running=COUNTS, succeeded=COUNTS, failed=COUNTS),
+        failures=st.lists(FAILURES, max_size=2).map(tuple),
+    )  # fmt: skip
+    return draw(made)
+
+
+@given(statuses())
+def test_a_status_is_read_as_it_was_written_and_the_types_keep_all_of_it(status: Status) -> None:
+    text = json.dumps(status_document(status), allow_nan=False)
+    assert read_status(json.loads(text)) == status
+    assert read_status(StatusDocument.model_validate_json(text).to_dict()) == status
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = sorted(status_document(Status()) | {"progress": 0, "startTime": 0, "slowNode": 0, "succeededWorkers": 0})
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), ANYTHING))
+def test_a_status_of_any_shape_is_read(document: dict[str, Any]) -> None:
+    json.dumps(status_document(read_status(document)), allow_nan=False)
+
+
+def test_a_status_of_nothing_is_that_of_a_new_job() -> None:
+    assert read_status(None) == read_status({}) == Status()
+
+
+OLDER = {
+    "phase": "Running",
+    "observedGeneration": 1,
+    "conditions": [
+        {
+            "type": "Running",
+            "status": "True",
+            "reason": "TrainingBegan",
+            "message": "",
+            "lastTransitionTime": "2026-11-20T10:00:00Z",
+        },
+        {"type": "InventedLater", "status": "True"},
+    ],
+    "attempt": 1,
+    "restarts": 1,
+    "restartsTowardsMax": 1,
+    "runningTime": "2026-11-20T10:00:00Z",
+    "replicaStatuses": {"desired": 2, "running": 2, "ready": 2},
+    "slowRanks": [{"id": "v", "subject": {"type": "rank", "ranks": [1]}, "cause": "compute", "state": "confirmed"}],
+    "hubUrl": "http://127.0.0.1:1",
+}
+
+
+def test_a_status_of_the_release_before_is_read() -> None:
+    status = read_status(OLDER)
+    assert (status.phase, status.attempt, status.restarts_towards_max) == (Phase.RUNNING, 1, 1)
+    assert status.is_true(ConditionType.RUNNING)
+    assert [one.type for one in status.conditions] == [ConditionType.RUNNING]
+    assert (status.running_time, status.attempt_time, status.released) == (1795168800.0, None, 0)
+    assert status.slow_ranks[0].node is None
+
+
+@pytest.mark.parametrize("phase", ["Running", "Gone", None])
+def test_a_job_with_the_condition_of_its_end_has_ended_whatever_its_phase_says(phase: str | None) -> None:
+    end = {"type": "Failed", "status": "True", "lastTransitionTime": "2026-11-20T10:00:00Z"}
+    status = read_status({"phase": phase, "conditions": [end]})
+    assert (status.phase, status.completion_time) == (Phase.FAILED, 1795168800.0)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_workers_are_told_in_ranges(numbers: set[int]) -> None:
+    assert numbers_of(ranges(sorted(numbers)) or "") == tuple(sorted(numbers))
+
+
+def test_what_ranges_look_like() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert numbers_of("3-1,x,-,2-,99-,1-9999999999")[:2] == (1, 2)
