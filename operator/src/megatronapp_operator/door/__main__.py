@@ -1,0 +1,93 @@
+"""`python -m megatronapp_operator.door`: the one entrance to the pages of all jobs of a cluster."""
+
+import argparse
+import asyncio
+import logging
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from megatronapp_common.names import DOOR_PORT, HUB_PORT, ExitCode
+from megatronapp_common.tokens import read_secret
+from megatronapp_operator.backends.kubernetes.api import connect
+from megatronapp_operator.door.app import DoorSettings, create_app
+from megatronapp_operator.errors import BackendError, OperatorError
+
+MAX_MESSAGE_BYTES = 4 << 10
+"""Of a page's messages on the live socket, which says nothing."""
+SHUTDOWN_S = 3
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of the door."""
+    parser = argparse.ArgumentParser(prog="python -m megatronapp_operator.door", description=__doc__)
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=DOOR_PORT, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--key-file", type=pathlib.Path, required=True, help="file with the installation's key")
+    parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
+    parser.add_argument(
+        "--no-reviews", action="store_true", help="ask the cluster nothing about callers: only tokens of jobs work"
+    )
+    parser.add_argument("--frontend", type=pathlib.Path, help="folder of the built page; none is served if absent")
+    parser.add_argument("--hub-port", type=int, default=HUB_PORT, help="port of hubs (default: %(default)s)")
+    parser.add_argument("--kubeconfig", help="how to reach the cluster from outside of it")
+    return parser
+
+
+def read_key(path: pathlib.Path) -> str:
+    """The installation's key. Raises BackendError if it cannot be read, or is none."""
+    try:
+        key = read_secret(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise BackendError(f"--key-file {path}: {error}; mount the key `key` of the chart's Secret there") from error
+    if not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise BackendError(f"--key-file {path}: the key must be 64 hex digits; make one with `openssl rand -hex 32`")
+    return key
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
+    settings = DoorSettings(
+        key=read_key(arguments.key_file),
+        namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
+        reviews=not arguments.no_reviews,
+        frontend=arguments.frontend,
+        hub_port=arguments.hub_port,
+    )
+    async with connect(kubeconfig=arguments.kubeconfig) as api:
+        config = uvicorn.Config(
+            create_app(api, settings),
+            host=arguments.host,
+            port=arguments.port,
+            ws="websockets-sansio",
+            ws_max_size=MAX_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        await uvicorn.Server(config).serve()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s door %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.access").disabled = True  # addresses may hold tokens
+    try:
+        asyncio.run(serve(arguments))
+    except KeyboardInterrupt:
+        return int(ExitCode.OK)
+    except OperatorError as error:
+        print(f"door: {error}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The jobs as the door sees them, and the viewer's token of each, which follows from the installation's key."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.api import JOBS, Api, Object
+from megatronapp_operator.door.cache import Cache
+
+FRESH_S = 2.0
+"""So old may a list be. Pages ask for it again and again, each for itself."""
+TOKEN_LENGTH = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One MegatronJob."""
+
+    namespace: str
+    name: str
+    uid: str
+    document: dict[str, Any] = dataclasses.field(compare=False, repr=False, default_factory=dict)
+
+    @classmethod
+    def of(cls, document: Object) -> "Job":
+        """The job of an object as the API server gives it."""
+        metadata = document["metadata"]
+        return cls(metadata["namespace"], metadata["name"], metadata["uid"], document)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Its status."""
+        status: dict[str, Any] = self.document.get("status") or {}
+        return status
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Listed:
+    jobs: tuple[Job, ...]
+    by_token: dict[str, Job]
+
+
+class Catalog:
+    """Jobs of the watched namespaces (none named: of all). Methods raise ApiError if the cluster does not answer."""
+
+    def __init__(self, api: Api, *, key: str, namespaces: Sequence[str] = ()) -> None:
+        self._api = api
+        self._key = key
+        self._namespaces = tuple(namespaces)
+        self._all: Cache[None, _Listed] = Cache(self._list, ttl_s=FRESH_S)
+        self._one = Cache(self._get, ttl_s=FRESH_S)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        """All of them, by namespace and name."""
+        return (await self._all.get(None)).jobs
+
+    async def find(self, namespace: str, name: str) -> Job | None:
+        """One of them, if it is there and its namespace is watched."""
+        if self._namespaces and namespace not in self._namespaces:
+            return None
+        return await self._one.get((namespace, name))
+
+    async def job_of(self, token: str) -> Job | None:
+        """The job whose viewer's token this is."""
+        if len(token) != TOKEN_LENGTH:
+            return None
+        return (await self._all.get(None)).by_token.get(_fingerprint(token))
+
+    def viewer_token(self, job: Job) -> str:
+        """What the job's hub wants to see."""
+        return derive(job_secret(self._key, job.uid), Role.VIEWER)
+
+    async def _list(self, _: None) -> _Listed:
+        documents: list[Object] = []
+        for namespace in self._namespaces or (None,):
+            documents += (await self._api.list_objects(JOBS, namespace)).items
+        jobs = sorted((Job.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
+        return _Listed(tuple(jobs), {_fingerprint(self.viewer_token(job)): job for job in jobs})
+
+    async def _get(self, key: tuple[str, str]) -> Job | None:
+        document = await self._api.get(JOBS, *key)
+        return None if document is None else Job.of(document)
+
+
+def _fingerprint(token: str) -> str:
+    """Tokens are looked up by their digests, so that the time it takes tells nothing about them."""
+    return hashlib.sha256(token.encode()).hexdigest()

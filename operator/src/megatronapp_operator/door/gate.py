@@ -1,0 +1,90 @@
+"""Who may do what at the door."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from megatronapp_operator.door.catalog import Catalog, Job
+from megatronapp_operator.door.problems import Refusal
+from megatronapp_operator.door.reviews import Reviews, Right, User, Verb
+
+LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
+AT_ONCE = 16
+"""Questions about rights that one list asks at the same time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who has proved something: to be a user of the cluster, to hold tokens of jobs, or both."""
+
+    user: User | None
+    jobs: frozenset[str]
+    """Uids."""
+
+
+class Gate:
+    """Decides. Without `reviews` only tokens of jobs count. Methods raise ApiError if the cluster does not answer."""
+
+    def __init__(self, catalog: Catalog, reviews: Reviews | None) -> None:
+        self._catalog = catalog
+        self._reviews = reviews
+
+    async def identify(self, tokens: Sequence[str]) -> Caller:
+        """Who shows these tokens. Raises Refusal (401) if none of them is good."""
+        jobs: set[str] = set()
+        user = None
+        for token in tokens:
+            job = await self._catalog.job_of(token)
+            if job is not None:
+                jobs.add(job.uid)
+            elif self._reviews is not None and user is None:
+                user = await self._reviews.user_of(token)
+        if user is None and not jobs:
+            raise Refusal(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
+        return Caller(user, frozenset(jobs))
+
+    async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> Job:
+        """The job, where the caller may. Raises Refusal: 403 without the right, 404 if there is no such job."""
+        job = await self._catalog.find(namespace, name)
+        if job is not None and job.uid in caller.jobs:
+            return job
+        right = Right(verb, namespace, name)
+        if caller.user is None or self._reviews is None:
+            hint = "Open it with `megatronapp ui`, or ask for the right to read its Secret."
+            raise Refusal(
+                403, "other-job", f"this is not the token of {namespace}/{name}, or there is no such job", hint
+            )
+        if not await self._reviews.allows(caller.user, right):
+            hint = f"Ask for a Role that allows to {right.verb} megatronjobs in namespace {namespace!r}."
+            raise Refusal(403, "no-right", f"{caller.user.name} may not {right}", hint)
+        if job is None:
+            raise Refusal(404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs.")
+        return job
+
+    async def visible(self, caller: Caller) -> list[Job]:
+        """The jobs that the caller may list, and those whose tokens they hold."""
+        jobs = await self._catalog.jobs()
+        namespaces = await self._listable(caller, {job.namespace for job in jobs})
+        return [job for job in jobs if job.uid in caller.jobs or job.namespace in namespaces]
+
+    async def _listable(self, caller: Caller, namespaces: set[str]) -> set[str]:
+        user, reviews = caller.user, self._reviews
+        if user is None or reviews is None:
+            return set()
+        if await reviews.allows(user, Right(Verb.LIST, "")):
+            return namespaces
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(namespace: str) -> bool:
+            async with limit:
+                return await reviews.allows(user, Right(Verb.LIST, namespace))
+
+        ordered = sorted(namespaces)
+        allowed = await asyncio.gather(*map(ask, ordered))
+        return {namespace for namespace, yes in zip(ordered, allowed, strict=True) if yes}
+
+    def _unknown(self, *, some: bool) -> str:
+        if not some:
+            return "the door needs to know who you are"
+        whose = "is no job's token" if self._reviews is None else "is not known to the cluster, nor a job's"
+        return f"the token {whose}, or its time is over"

@@ -1,0 +1,100 @@
+"""Passes a hub's live frames on to a page. The page only listens; of the hub only binary frames are taken."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import websockets.asyncio.client
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_operator.door.problems import Refusal
+
+LOG = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 64 << 20
+"""As in the frames' own format (docs/contracts.md)."""
+OPEN_S = 10.0
+RECHECK_S = 30.0
+CLOSE_POLICY, CLOSE_FAULT, CLOSE_AGAIN = 1008, 1011, 1012
+"""WebSocket close codes (RFC 6455 and its registry): policy violation, internal error, service restart."""
+Check = Callable[[], Awaitable[None]]
+
+
+class _Direct(websockets.asyncio.client.connect):
+    """A connection that no answer sends elsewhere."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        """Refuse to follow."""
+        return exc
+
+
+@contextlib.asynccontextmanager
+async def listening(hub: str, token: str) -> AsyncIterator[websockets.asyncio.client.ClientConnection]:
+    """The hub's live socket. Raises Refusal (502) if it cannot be opened."""
+    try:
+        connection = await _Direct(
+            f"ws://{hub}/api/v1/live",
+            additional_headers={"Authorization": f"Bearer {token}"},
+            proxy=None,
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            max_queue=4,
+            open_timeout=OPEN_S,
+        )
+    except (WebSocketException, OSError, TimeoutError) as error:
+        text = f"the job's hub does not open its live socket: {type(error).__name__}"
+        raise Refusal(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
+    async with connection:
+        yield connection
+
+
+async def relay(page: WebSocket, hub: websockets.asyncio.client.ClientConnection, check: Check) -> None:
+    """Pass frames on until one side ends, or `check`, which is asked every half minute, raises Refusal."""
+    tasks = [asyncio.create_task(work) for work in (_pump(hub, page), _listen(page), _guard(check))]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        code, reason = done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it has gone already
+        await page.close(code, reason)
+
+
+async def _pump(hub: websockets.asyncio.client.ClientConnection, page: WebSocket) -> tuple[int, str]:
+    try:
+        async for message in hub:
+            if isinstance(message, str):
+                return CLOSE_FAULT, "the hub sent text"
+            await page.send_bytes(message)
+    except ConnectionClosed as error:
+        LOG.info("a hub's live socket broke off: %s", error)
+    except (RuntimeError, WebSocketDisconnect):
+        return CLOSE_AGAIN, ""
+    return CLOSE_AGAIN, "the hub has ended the connection"
+
+
+async def _listen(page: WebSocket) -> tuple[int, str]:
+    while (await page.receive())["type"] != "websocket.disconnect":
+        pass
+    return CLOSE_AGAIN, ""
+
+
+async def _guard(check: Check) -> tuple[int, str]:
+    while True:
+        await asyncio.sleep(RECHECK_S)
+        try:
+            await check()
+        except Refusal as refusal:
+            return CLOSE_POLICY, str(refusal)[:100]
+
+
+async def say(page: WebSocket, refusal: Refusal) -> None:
+    """Tell the page why there are no frames, in its own language, and close."""
+    header = {"code": refusal.code, "message": str(refusal), "hint": refusal.hint}
+    await page.send_bytes(frames.encode(Frame(FrameType.ERROR, header)))
+    await page.close(CLOSE_AGAIN, refusal.code)

@@ -1,0 +1,78 @@
+"""Serves the built page, tells it that this is a door, and logs browsers in."""
+
+import pathlib
+import urllib.parse
+
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+
+from megatronapp_operator.door.access import Credentials, same_origin
+from megatronapp_operator.door.problems import WHERE, Refusal
+
+PAGE_POLICY = (
+    "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": PAGE_POLICY, "X-Frame-Options": "DENY"}
+ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
+MARK = '<meta name="megatronapp-server" content="door" />'
+MAX_FORM_BYTES = 16 << 10
+"""Tokens of a cluster are a few KiB."""
+NO_PAGE = "This door serves no page; start it with --frontend.\n"
+
+
+def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
+    """The file under `root` that a URL path names, or None. Never leaves `root`, not even by links."""
+    candidate = (root / path).resolve()
+    return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
+
+
+def build_router(root: pathlib.Path | None, credentials: Credentials) -> APIRouter:
+    """Routes of the page and of logging in."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.post("/login")
+    async def log_in(request: Request) -> Response:
+        if not same_origin(request.headers):
+            raise Refusal(403, "other-origin", "this form is not the door's", "Open the door's own page.")
+        fields = urllib.parse.parse_qs((await read_body(request, MAX_FORM_BYTES)).decode(errors="replace"))
+        response = RedirectResponse("./", 303)
+        return credentials.log_in(request, fields.get("token", [""])[0].strip(), response)
+
+    @router.get("/{path:path}")
+    async def page(request: Request, path: str) -> Response:
+        token = request.query_params.get("token") if path == "" else None
+        if token is not None:
+            return credentials.log_in(request, token, RedirectResponse(_without_token(request), 303))
+        if path.startswith("api/"):
+            raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
+        return _file(root, path)
+
+    return router
+
+
+def _without_token(request: Request) -> str:
+    rest = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+    return f"/?{urllib.parse.urlencode(rest)}" if rest else "/"
+
+
+def _file(root: pathlib.Path | None, path: str) -> Response:
+    """A file of the page; any path without a file and without a dot is the page's own route."""
+    found = resolve(root, path) if root is not None and path else None
+    if found is not None and found.suffix != ".html":
+        return FileResponse(found, headers=ASSET_HEADERS if path.startswith("assets/") else PAGE_HEADERS)
+    index = None if root is None else resolve(root, "index.html")
+    if index is None or (found is None and "." in pathlib.PurePosixPath(path).name):
+        raise Refusal(404, "not-found", f"there is no /{path}", NO_PAGE.strip() if index is None else WHERE)
+    text = index.read_text(encoding="utf-8").replace("<head>", f"<head>{MARK}", 1)
+    return HTMLResponse(text, headers=PAGE_HEADERS)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body of a request. Raises Refusal (413) where it is longer than `limit`."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise Refusal(413, "too-long", f"the body has more than {limit} bytes", "Send less.")
+    return body

@@ -1,0 +1,187 @@
+"""The door's interface: the list of jobs, and what is below each job, which its hub answers."""
+
+from typing import Annotated, Any
+
+import aiohttp
+from fastapi import APIRouter, Depends, Path, Request, Security, WebSocket
+from fastapi.security import HTTPBearer
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+
+from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_operator.backends.kubernetes.errors import ApiError
+from megatronapp_operator.door import live, relay
+from megatronapp_operator.door.access import Credentials
+from megatronapp_operator.door.catalog import Catalog, Job
+from megatronapp_operator.door.gate import Caller, Gate
+from megatronapp_operator.door.hubs import Hubs
+from megatronapp_operator.door.pages import read_body
+from megatronapp_operator.door.problems import Refusal, of_api
+from megatronapp_operator.door.reviews import Verb
+from megatronapp_operator.door.schemas import DoorJob, Health, Problem, Ticket
+
+MAX_BODY_BYTES = 64 << 10
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
+Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
+Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
+HubPath = Annotated[str, Path(max_length=200, pattern=f"^{_WORD}(/{_WORD})*$")]
+FaultId = Annotated[str, Path(max_length=100, pattern=f"^{_WORD}$")]
+STATUSES = (400, 401, 403, 404, 413, 422, 503)
+FROM_HUB = (409, 429, 500, 502, 504)
+PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in STATUSES}
+HUB_PROBLEMS = PROBLEMS | {status: {"model": Problem} for status in FROM_HUB}
+FAULT_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+}
+_BEARER = HTTPBearer(auto_error=False, description="A token of the cluster, or a job's viewer token.")
+
+
+class Door:
+    """What the routes work with."""
+
+    def __init__(
+        self, *, catalog: Catalog, gate: Gate, hubs: Hubs, credentials: Credentials, session: aiohttp.ClientSession
+    ) -> None:
+        self.catalog = catalog
+        self.gate = gate
+        self.hubs = hubs
+        self.credentials = credentials
+        self.session = session
+
+    async def caller(self, connection: HTTPConnection) -> Caller:
+        """Who asks. Raises Refusal (401, 403)."""
+        return await self.gate.identify(self.credentials.tokens(connection))
+
+    async def ask_hub(
+        self, job: Job, path: str, query: str = "", *, method: str = "GET", body: bytes | None = None
+    ) -> Response:
+        """What the job's hub says. Raises Refusal."""
+        url = relay.address_of(await self.hubs.address(job), path, query)
+        return await relay.ask(self.session, url, token=self.catalog.viewer_token(job), method=method, body=body)
+
+
+def door_of(connection: HTTPConnection) -> Door:
+    """The door that serves this connection."""
+    door: Door = connection.app.state.door
+    return door
+
+
+async def _caller_of(connection: HTTPConnection) -> Caller:
+    return await door_of(connection).caller(connection)
+
+
+DoorOf = Annotated[Door, Depends(door_of)]
+CallerOf = Annotated[Caller, Depends(_caller_of)]
+probes = APIRouter(tags=["probes"])
+router = APIRouter(prefix="/api/v1", dependencies=[Security(_BEARER)], responses=PROBLEMS)
+sockets = APIRouter(prefix="/api/v1")
+
+
+@probes.get("/healthz")
+async def healthz() -> Health:
+    """The process answers."""
+    return Health(status="ok")
+
+
+@probes.get("/readyz", responses={503: {"model": Problem}})
+async def readyz(door: DoorOf) -> Health:
+    """The cluster answers the door, too."""
+    await door.catalog.jobs()
+    return Health(status="ok")
+
+
+@router.get("/jobs")
+async def jobs(door: DoorOf, caller: CallerOf) -> list[DoorJob]:
+    """The jobs that the caller may see, by namespace and name."""
+    return [entry(job) for job in await door.gate.visible(caller)]
+
+
+@router.post("/tickets", status_code=201)
+async def new_ticket(request: Request, door: DoorOf, caller: CallerOf) -> Ticket:
+    """A word that logs a browser in with the caller's rights, so that no token stands in an address."""
+    return Ticket(ticket=door.credentials.ticket(door.credentials.tokens(request)))
+
+
+@router.delete("/session", status_code=204)
+async def log_out(request: Request, door: DoorOf, caller: CallerOf) -> Response:
+    """Forget this browser."""
+    return door.credentials.log_out(request, Response(status_code=204))
+
+
+@router.get("/jobs/{namespace}/{name}")
+async def one_job(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> DoorJob:
+    """One job."""
+    return entry(await door.gate.admit(caller, Verb.GET, namespace, name))
+
+
+@router.post("/jobs/{namespace}/{name}/faults", status_code=201, openapi_extra=FAULT_BODY, responses=HUB_PROBLEMS)
+async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """Make a rank slow; the hub's own interface says how."""
+    job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
+    body = await read_body(request, MAX_BODY_BYTES)
+    return await door.ask_hub(job, "faults", method="POST", body=body)
+
+
+@router.delete(
+    "/jobs/{namespace}/{name}/faults/{fault}", response_model=None, responses={200: {}, 204: {}, **HUB_PROBLEMS}
+)
+async def end_fault(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
+    """End a fault."""
+    job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
+    return await door.ask_hub(job, f"faults/{fault}", method="DELETE")
+
+
+@router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
+async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, name: Name, path: HubPath) -> Response:
+    """What the job's hub tells at `/api/v1/{path}`: JSON, with the same query."""
+    door = door_of(request)
+    job = await door.gate.admit(caller, Verb.GET, namespace, name)
+    return await door.ask_hub(job, path, request.url.query)
+
+
+@sockets.websocket("/jobs/{namespace}/{name}/live")
+async def follow(socket: WebSocket, namespace: str, name: str) -> None:
+    """The hub's live frames."""
+    door = door_of(socket)
+
+    async def admit() -> Job:
+        try:
+            return await door.gate.admit(await door.caller(socket), Verb.GET, namespace, name)
+        except ApiError as error:
+            raise of_api(error) from error
+
+    async def check() -> None:
+        await admit()
+
+    try:
+        job = await admit()
+    except Refusal as refusal:
+        await socket.close(live.CLOSE_POLICY, str(refusal)[:100])
+        return
+    await socket.accept()
+    try:
+        address = await door.hubs.address(job)
+        async with live.listening(address, door.catalog.viewer_token(job)) as hub:
+            await live.relay(socket, hub, check)
+    except Refusal as refusal:
+        await live.say(socket, refusal)
+    except ApiError as error:
+        await live.say(socket, of_api(error))
+
+
+def entry(job: Job) -> DoorJob:
+    """The job in a list."""
+    status = job.status
+    progress = status.get("progress") or {}
+    return DoorJob(
+        namespace=job.namespace,
+        name=job.name,
+        uid=job.uid,
+        phase=status.get("phase", "Pending"),
+        iteration=progress.get("iteration"),
+        total_iterations=progress.get("totalIterations"),
+        restarts=status.get("restarts", 0),
+        findings=[str(verdict.get("sentence", "")) for verdict in status.get("slowRanks", ())],
+        hung_ranks=list(status.get("hungRanks", ())),
+        created_at=job.document["metadata"]["creationTimestamp"],
+    )

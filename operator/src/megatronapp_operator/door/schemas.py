@@ -1,0 +1,47 @@
+"""What the door's own interface gives. What hubs tell has the hub's interface (its OpenAPI document)."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+
+class ApiModel(BaseModel):
+    """Names are camelCase outside and snake_case inside."""
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="forbid", serialize_by_alias=True)
+
+
+class Problem(ApiModel):
+    """Body of every answer that is not a success."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class DoorJob(ApiModel):
+    """One line of the list of jobs; what is below it stands at `/api/v1/jobs/{namespace}/{name}/`."""
+
+    namespace: str
+    name: str
+    uid: str
+    phase: str
+    iteration: Annotated[int | None, Field(description="Finished steps; null before the first report.")]
+    total_iterations: int | None
+    restarts: int
+    findings: Annotated[list[str], Field(description="Sentences of the verdicts that stand.")]
+    hung_ranks: list[int]
+    created_at: Annotated[str, Field(description="RFC 3339.")]
+
+
+class Ticket(ApiModel):
+    """Opens the pages once, within five minutes, at `/?token=TICKET`, with the rights of who asked for it."""
+
+    ticket: str
+
+
+class Health(ApiModel):
+    """Answer of the probes."""
+
+    status: Literal["ok"]

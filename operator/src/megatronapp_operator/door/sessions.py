@@ -1,0 +1,89 @@
+"""Logins of browsers. A cookie holds a random word; the tokens that it stands for never leave the door's memory.
+
+Who restarts the door logs in again; two replicas need session affinity in front of them.
+"""
+
+import dataclasses
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+LIFE_S = 12 * 3600.0
+TICKET_LIFE_S = 300.0
+MAX_SESSIONS = 10_000
+MAX_TOKENS = 16
+"""Tokens of one browser: one of the cluster, or several of single jobs."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    tokens: tuple[str, ...]
+    until: float
+
+
+class Book:
+    """Random words and the tokens behind them; the oldest go first where there are too many."""
+
+    def __init__(self, *, life_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._life_s = life_s
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+
+    def add(self, tokens: tuple[str, ...]) -> str:
+        """A fresh word for these tokens."""
+        word = secrets.token_urlsafe(32)
+        self._kept[word] = _Kept(tokens[:MAX_TOKENS], self._clock() + self._life_s)
+        while len(self._kept) > MAX_SESSIONS:
+            self._kept.popitem(last=False)
+        return word
+
+    def look_up(self, word: str) -> tuple[str, ...]:
+        """The tokens of a word; none if it is not known any more."""
+        found = self._kept.get(word)
+        if found is None:
+            return ()
+        if self._clock() >= found.until:
+            self.drop(word)
+            return ()
+        return found.tokens
+
+    def drop(self, word: str) -> None:
+        """Forget a word."""
+        self._kept.pop(word, None)
+
+    def take(self, word: str) -> tuple[str, ...]:
+        """The tokens of a word that is good for once."""
+        tokens = self.look_up(word)
+        self.drop(word)
+        return tokens
+
+
+class Sessions:
+    """The browsers that are logged in, and tickets with which a program logs one in."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._open = Book(life_s=LIFE_S, clock=clock)
+        self._tickets = Book(life_s=TICKET_LIFE_S, clock=clock)
+
+    def tokens(self, word: str) -> tuple[str, ...]:
+        """What a browser with this cookie has shown."""
+        return self._open.look_up(word)
+
+    def log_in(self, tokens: tuple[str, ...], *, before: str = "") -> str:
+        """The word for a browser that showed these tokens; those that it showed before, for other jobs, stay good."""
+        older = tuple(token for token in self._open.look_up(before) if token not in tokens)
+        self._open.drop(before)
+        return self._open.add((*tokens, *older))
+
+    def log_out(self, word: str) -> None:
+        """Forget a browser."""
+        self._open.drop(word)
+
+    def ticket(self, tokens: tuple[str, ...]) -> str:
+        """A word for an address that somebody opens soon: good for one login."""
+        return self._tickets.add(tokens)
+
+    def redeem(self, word: str) -> tuple[str, ...]:
+        """The tokens behind a ticket, once."""
+        return self._tickets.take(word)

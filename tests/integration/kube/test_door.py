@@ -1,0 +1,225 @@
+"""The door as a real process on a real API server: who may see what, and what comes through from a real hub."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import door
+import httpx
+import kube
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from megatronapp_common import frames
+from megatronapp_common.frames import FrameType
+
+VIEWER = door.on_jobs("get", "list")
+FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 3}
+
+
+@pytest.fixture(scope="module")
+def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
+    """A door that asks the cluster about its callers."""
+    with door.door(plane, tmp_path_factory.mktemp("reviewing")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
+    """A door without the right to ask."""
+    with door.door(plane, tmp_path_factory.mktemp("tokens"), reviews=False, page=False) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def live(at: door.Door, job: door.Job, **headers: str) -> Iterator[ClientConnection]:
+    url = f"{at.url.replace('http', 'ws', 1)}{job.path}/live"
+    with connect(url, additional_headers=headers, proxy=None, compression=None, max_size=None) as connection:
+        yield connection
+
+
+def test_a_user_sees_the_namespaces_that_rbac_gives_them(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    other = f"{namespace}-other"
+    door.create(plane, "/api/v1/namespaces", {"metadata": {"name": other}})
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    mine, theirs = door.make_job(plane, namespace, "mine"), door.make_job(plane, other, "theirs")
+    door.set_status(
+        plane,
+        mine,
+        phase="Running",
+        restarts=2,
+        progress={"iteration": 5, "totalIterations": 9},
+        slowRanks=[{"sentence": "Rank 1 is slow."}],
+    )
+    with reviewing.client(token) as client:
+        door.wait_for(lambda: client.get("/api/v1/jobs").json())  # the list is two seconds old at most
+        listed = client.get("/api/v1/jobs")
+        one = client.get(mine.path)
+        refused = client.get(theirs.path)
+        hidden = client.get(f"/api/v1/jobs/{other}/none")
+        missing = client.get(f"/api/v1/jobs/{namespace}/none")
+    assert listed.status_code == 200, listed.text
+    assert [(job["namespace"], job["name"]) for job in listed.json()] == [(namespace, "mine")]
+    assert one.json() == listed.json()[0]
+    assert one.json()["findings"] == ["Rank 1 is slow."]
+    assert (one.json()["iteration"], one.json()["totalIterations"], one.json()["restarts"]) == (5, 9, 2)
+    assert refused.status_code == 403
+    alice = f"system:serviceaccount:{namespace}:alice"
+    right = f"get megatronjobs.megatronapp.io 'theirs' in namespace '{other}'"
+    assert refused.json()["message"] == f"{alice} may not {right}"
+    assert hidden.json() == {**refused.json(), "message": refused.json()["message"].replace("theirs", "none")}
+    assert missing.status_code == 404
+
+
+def test_who_is_not_known_gets_nothing(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:
+    job = door.make_job(plane, namespace, "demo")
+    for token in (None, "wrong", "ab" * 32, plane.tokens[kube.ADMIN] + "x"):
+        with reviewing.client(token) as client:
+            for method, path in (
+                ("GET", "/api/v1/jobs"),
+                ("GET", f"{job.path}/job"),
+                ("POST", f"{job.path}/faults"),
+                ("POST", "/api/v1/tickets"),
+            ):
+                answer = client.request(method, path)
+                assert answer.status_code == 401, (method, path, token)
+                assert answer.json()["code"] == "log-in"
+                assert "megatronapp ui" in answer.json()["hint"]
+
+
+def test_a_viewer_reads_the_hub_and_only_who_may_update_makes_ranks_slow(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path
+) -> None:
+    job = door.make_job(plane, namespace, "demo")
+    viewer = door.account(plane, namespace, "viewer", grants=[VIEWER])
+    runner = door.account(plane, namespace, "runner", grants=[door.on_jobs("update")])
+    with door.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
+        with reviewing.client(viewer) as client:
+            state = client.get(f"{job.path}/job")
+            heat = client.get(f"{job.path}/heatmap", params={"metric": "step", "from": 2, "to": 4, "token": "x"})
+            wrong = client.get(f"{job.path}/heatmap", params={"metric": "nonsense"})
+            assert client.post(f"{job.path}/faults", json=FAULT).status_code == 403
+            assert client.delete(f"{job.path}/faults/manifest-0").status_code == 403
+            agent = client.get(f"{job.path}/agent")
+        with reviewing.client(runner) as client:
+            given = client.post(f"{job.path}/faults", json=FAULT)
+            ended = client.delete(f"{job.path}/faults/{given.json()['id']}")
+            assert client.get(f"{job.path}/job").status_code == 403
+        with live(reviewing, job, Authorization=f"Bearer {viewer}") as connection:
+            message = connection.recv(door.DEADLINE_S)
+            assert isinstance(message, bytes)
+            snapshot = frames.decode(message)
+    assert state.status_code == 200, state.text
+    assert (state.json()["name"], state.json()["uid"], state.json()["worldSize"]) == ("demo", job.uid, 2)
+    assert heat.json()["steps"] == [2, 3, 4]
+    assert wrong.status_code == 422
+    assert wrong.json()["code"] == "invalid-request"
+    assert agent.status_code == 404
+    assert given.status_code in {200, 201}, given.text
+    assert ended.is_success
+    assert snapshot.type == FrameType.SNAPSHOT
+    assert snapshot.header["uid"] == job.uid
+
+
+def test_the_live_socket_needs_the_right_and_our_own_page(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    viewer = door.account(plane, namespace, "viewer", grants=[VIEWER])
+    stranger = door.account(plane, namespace, "stranger")
+    with reviewing.client() as client:
+        client.get("/", params={"token": viewer})
+        cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
+    for headers in (
+        {},
+        {"Authorization": f"Bearer {stranger}"},
+        {"Cookie": cookie, "Origin": "http://127.0.0.1:1"},
+    ):
+        with pytest.raises(InvalidStatus) as refused, live(reviewing, job, **headers):
+            pass
+        assert refused.value.response.status_code == 403
+    with live(reviewing, job, Cookie=cookie, Origin=reviewing.url) as connection:
+        message = connection.recv(door.DEADLINE_S)
+    assert isinstance(message, bytes)
+    told = frames.decode(message)
+    assert (told.type, told.header["code"]) == (FrameType.ERROR, "no-hub")
+
+
+def test_a_browser_logs_in_once_and_its_token_is_nowhere(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    door.make_job(plane, namespace, "demo")
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    with reviewing.client(token) as program:
+        ticket = program.post("/api/v1/tickets").json()["ticket"]
+    with reviewing.client() as first, reviewing.client() as second, reviewing.client() as third:
+        by_ticket = first.get("/", params={"token": ticket, "job": f"{namespace}/demo"})
+        again = second.get("/", params={"token": ticket}, follow_redirects=True)
+        by_form = third.post("/login", data={"token": token}, headers={"Origin": reviewing.url})
+        assert first.get("/api/v1/jobs").status_code == 200
+        assert second.get("/api/v1/jobs").status_code == 401
+        assert third.get("/api/v1/jobs").status_code == 200
+        elsewhere = {"Origin": "http://127.0.0.1:1"}
+        assert third.delete("/api/v1/session", headers=elsewhere).status_code == 403
+        assert third.post("/login", data={"token": token}, headers=elsewhere).status_code == 403
+        assert third.delete("/api/v1/session", headers={"Origin": reviewing.url}).status_code == 204
+        assert third.get("/api/v1/jobs").status_code == 401
+    assert (by_ticket.status_code, by_ticket.headers["location"]) == (303, f"/?job={namespace}%2Fdemo")
+    assert again.status_code == 200
+    assert by_form.status_code == 303
+    cookie = by_form.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert token not in cookie
+    assert token not in reviewing.log.read_text(encoding="utf-8")
+
+
+def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(
+    plane: kube.ControlPlane, namespace: str, by_tokens: door.Door, tmp_path: pathlib.Path
+) -> None:
+    one, two = door.make_job(plane, namespace, "one"), door.make_job(plane, namespace, "two", hub=False)
+    alice = door.account(plane, namespace, "alice", grants=[VIEWER])
+    with by_tokens.client(alice) as client:
+        assert client.get("/api/v1/jobs").status_code == 401
+    with (
+        door.hub(one, tmp_path / "hub", port=by_tokens.hub_port, key=by_tokens.key),
+        by_tokens.client(by_tokens.job_token(one.uid)) as client,
+    ):
+        door.wait_for(lambda: client.get("/api/v1/jobs").is_success)
+        assert [job["name"] for job in client.get("/api/v1/jobs").json()] == ["one"]
+        assert client.get(f"{one.path}/job").json()["uid"] == one.uid
+        assert client.post(f"{one.path}/faults", json=FAULT).is_success
+        refused, absent = client.get(f"{two.path}/job"), client.get(f"/api/v1/jobs/{namespace}/absent/job")
+    assert refused.status_code == absent.status_code == 403
+    assert refused.json()["message"].replace("two", "absent") == absent.json()["message"]
+    with by_tokens.client() as browser:
+        for job in (one, two):
+            browser.get("/", params={"token": by_tokens.job_token(job.uid)})
+        assert [job["name"] for job in browser.get("/api/v1/jobs").json()] == ["one", "two"]
+        assert browser.get("/").status_code == 404
+
+
+def test_the_page_comes_from_the_door_itself(reviewing: door.Door) -> None:
+    with reviewing.client() as client:
+        for path in ("/", "/index.html", "/jobs"):
+            page = client.get(path)
+            assert '<meta name="megatronapp-server" content="door" />' in page.text
+            assert "default-src 'self'" in page.headers["content-security-policy"]
+            assert page.headers["x-content-type-options"] == "nosniff"
+        assert "immutable" in client.get("/assets/app-1.js").headers["cache-control"]
+        for path in ("/../door.log", "/%2e%2e/door.log", "/api/v1/none", "/assets/none.js"):
+            answer = client.get(path)
+            assert answer.status_code == 404
+            assert set(answer.json()) == {"code", "message", "hint"}
+
+
+def test_a_hub_is_that_of_this_life_of_the_job(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    door.make_pod(plane, job, "demo-hub", address=job.address, owner="00000000-0000-0000-0000-000000000000")
+    with httpx.Client(base_url=reviewing.url, headers={"Authorization": f"Bearer {token}"}) as client:
+        answer = client.get(f"{job.path}/job")
+    assert (answer.status_code, answer.json()["code"]) == (503, "no-hub")
