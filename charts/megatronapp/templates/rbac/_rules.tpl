@@ -6,7 +6,7 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [get, list, watch, delete] # delete: runPolicy.ttlSecondsAfterFinished
 - apiGroups: [megatronapp.io]
   resources: [megatronjobs/status]
-  verbs: [get, update, patch]
+  verbs: [update]
 - apiGroups: [megatronapp.io]
   resources: [megatronjobs/finalizers] # owner references that block deletion
   verbs: [update]
@@ -14,11 +14,11 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [pods]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
-  resources: [services, configmaps]
-  verbs: [get, create, patch, delete]
+  resources: [services, configmaps] # applied, which creates or patches
+  verbs: [create, patch]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [get, create, patch, delete]
+  verbs: [create, patch]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
@@ -27,22 +27,22 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [get]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- range $name, $group := dict "volcano" "scheduling.volcano.sh" "coscheduling" "scheduling.x-k8s.io" "kai" "scheduling.run.ai" }}
 {{- if get $.Values.rbac $name }}
 - apiGroups: [{{ $group }}]
   resources: [podgroups]
-  verbs: [get, create, patch, delete]
+  verbs: [create, patch]
 {{- end }}
 {{- end }}
 {{- end -}}
 
-{{/* The door finds jobs and the Services of their hubs; it changes nothing. */}}
+{{/* The door finds jobs and the pods of their hubs; it changes nothing. */}}
 {{- define "megatronapp.doorRules" -}}
 - apiGroups: [megatronapp.io]
   resources: [megatronjobs]
-  verbs: [get, list, watch]
+  verbs: [get, list]
 - apiGroups: [""]
-  resources: [services]
+  resources: [pods]
   verbs: [get]
 {{- end -}}
