@@ -14,8 +14,9 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.launch import address, member, messages
 from megatronapp_trainer.launch.coordinator import Coordinator
+from megatronapp_trainer.launch.gang import gone
 from megatronapp_trainer.launch.member import Member, join_gang
-from megatronapp_trainer.launch.messages import Expected, Join, Notice
+from megatronapp_trainer.launch.messages import Expected, Join, News, Notice
 from megatronapp_trainer.launch.settings import Endpoint
 from megatronapp_trainer.launch.wire import Wire
 
@@ -78,18 +79,18 @@ async def gang(endpoint: Endpoint) -> AsyncIterator[tuple[Coordinator, Member, M
             await second.close()
 
 
-async def next_notice(one: Coordinator | Member) -> Notice:
+async def next_notice(one: Coordinator | Member) -> News:
     async with asyncio.timeout(DEADLINE_S):
-        return await one.notices.get()
+        return await one.news.get()
 
 
 @pytest.mark.asyncio
 async def test_all_get_the_same_table_in_worker_order(endpoint: Endpoint) -> None:
     async with gang(endpoint) as (coordinator, first, second):
-        assert coordinator.table == first.table == second.table
-        assert [worker.ranks for worker in first.table.workers] == [(0, 1), (2,), (3, 4, 5)]
-        assert [worker.node for worker in first.table.workers] == ["node-0", "node-1", "node-2"]
-        assert (first.table.master_address, first.table.master_port) == ("127.0.0.2", 29500)
+        assert coordinator.briefing.table == first.briefing.table == second.briefing.table
+        assert [worker.ranks for worker in first.briefing.table.workers] == [(0, 1), (2,), (3, 4, 5)]
+        assert [worker.node for worker in first.briefing.table.workers] == ["node-0", "node-1", "node-2"]
+        assert (first.briefing.table.master_address, first.briefing.table.master_port) == ("127.0.0.2", 29500)
 
 
 @pytest.mark.asyncio
@@ -100,7 +101,7 @@ async def test_members_may_come_before_the_coordinator(endpoint: Endpoint) -> No
         coordinator = await task
         for one in early:
             found = await one
-            assert found.table == coordinator.table
+            assert found.briefing.table == coordinator.briefing.table
             await found.close()
 
 
@@ -145,7 +146,7 @@ async def test_a_refused_worker_does_not_hinder_the_others(endpoint: Endpoint) -
         with pytest.raises(RendezvousError):
             await enter(endpoint, join(1, attempt=0))
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
-        assert (await task).table == first.table
+        assert (await task).briefing.table == first.briefing.table
         await first.close()
         await second.close()
 
@@ -176,7 +177,7 @@ async def test_a_duplicate_is_refused_and_a_worker_that_leaves_before_the_table_
             await enter(endpoint, join(1), timeout_s=1.0)
         await leaver.close()
         first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
-        assert (await task).table == first.table
+        assert (await task).briefing.table == first.briefing.table
         await first.close()
         await second.close()
 
@@ -206,7 +207,7 @@ async def test_a_worker_whose_old_connection_is_not_seen_to_end_tries_again(
         await said(caplog, "worker 1 is already here")
         await old.close()
         first, second = await asyncio.gather(again, enter(endpoint, join(2)))
-        assert (await task).table == first.table
+        assert (await task).briefing.table == first.briefing.table
         await first.close()
         await second.close()
 
@@ -303,8 +304,7 @@ async def test_parting_without_a_word_is_a_loss(endpoint: Endpoint) -> None:
         await first.close()
         for one in (coordinator, second):
             notice = await next_notice(one)
-            assert (notice.worker, notice.orderly) == (1, False)
-            assert "launcher of worker 1" in notice.message
+            assert notice == gone(1)
 
 
 @pytest.mark.asyncio
@@ -312,8 +312,8 @@ async def test_the_coordinators_parting_is_a_loss_too(endpoint: Endpoint) -> Non
     async with gang(endpoint) as (coordinator, first, _second):
         await coordinator.close()
         notice = await next_notice(first)
-        assert (notice.worker, notice.orderly) == (0, False)
-        assert coordinator.notices.empty()
+        assert notice == gone(0)
+        assert coordinator.news.empty()
 
 
 @pytest.mark.asyncio
@@ -329,7 +329,7 @@ async def test_parting_in_order_is_none(endpoint: Endpoint) -> None:
         assert await next_notice(second) == last
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await second.notices.get()
+                await second.news.get()
 
 
 @pytest.mark.asyncio

@@ -17,12 +17,14 @@ from megatronapp_trainer.errors import MessageError, RefusedError, UsageError
 from megatronapp_trainer.launch import address, messages, outcome
 from megatronapp_trainer.launch.environment import rank_environment
 from megatronapp_trainer.launch.evidence import Event, RankEnd, Standing, judge
+from megatronapp_trainer.launch.interface import Place
 from megatronapp_trainer.launch.messages import Expected, Join, Notice
 from megatronapp_trainer.launch.outcome import Outcome
 from megatronapp_trainer.launch.settings import Settings
 from megatronapp_trainer.launch.table import RankTable, build_table
 
 TOKEN = "ab" * 32
+PLACE = Place(address="10.0.0.2", door="10.0.0.2")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
@@ -135,7 +137,7 @@ def test_table_survives_json_and_names_a_changed_one() -> None:
 def test_rank_environment() -> None:
     table = build_table([join(0, num_ranks=2), join(1, num_ranks=3)])
     base = {"HOME": "/root", Env.JOB: "demo", Env.NODE_NAME: "", "RANK": "77", "GLOO_SOCKET_IFNAME": "lo"}
-    made = rank_environment(base, table, worker=1, local_rank=2, address="10.0.0.2")
+    made = rank_environment(base, table, worker=1, local_rank=2, place=PLACE)
     assert made["RANK"] == "4"
     assert made["LOCAL_RANK"] == "2"
     assert made["WORLD_SIZE"] == "5"
@@ -147,7 +149,7 @@ def test_rank_environment() -> None:
     assert made[Env.JOB] == "demo"
     assert made[Env.NODE_NAME] == "node-1"
     assert (
-        rank_environment({"OMP_NUM_THREADS": "4"}, table, worker=0, local_rank=0, address="a")["OMP_NUM_THREADS"] == "4"
+        rank_environment({"OMP_NUM_THREADS": "4"}, table, worker=0, local_rank=0, place=PLACE)["OMP_NUM_THREADS"] == "4"
     )
 
 
@@ -220,7 +222,7 @@ json_values = st.recursive(
 
 @given(document=st.dictionaries(st.sampled_from([*messages.join_to_json(join()), "code", "message"]), json_values))
 def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) -> None:
-    for parse in (messages.join_from_json, messages.notice_from_json):
+    for parse in (messages.join_from_json, messages.news_from_json):
         try:
             parse(document)
         except MessageError:
@@ -237,7 +239,7 @@ def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) ->
     )
 )
 def test_messages_survive_json(notice: Notice) -> None:
-    assert messages.notice_from_json(json.loads(json.dumps(messages.notice_to_json(notice)))) == notice
+    assert messages.news_from_json(json.loads(json.dumps(messages.news_to_json(notice)))) == notice
     assert messages.join_from_json(json.loads(json.dumps(messages.join_to_json(join())))) == join()
 
 

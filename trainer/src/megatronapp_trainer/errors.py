@@ -10,6 +10,7 @@ TrainerError               1  anything of ours that went wrong
 ├── RendezvousError       68  the gang did not gather
 │   ├── RefusedError      68  worker 0 does not let this worker in
 │   └── MessageError      68  bytes that are not a message between launchers of this gang
+├── StoppedError          75  a worker of the gang was asked to stop before its ranks began
 ├── PeerLostError         69  this process stopped because a peer was lost
 └── SupersededError       70  a newer attempt, or another job, owns the checkpoint directory
 """
@@ -82,6 +83,12 @@ class RefusedError(RendezvousError):
 
 class MessageError(RendezvousError):
     """Bytes that are not a message between launchers of this gang."""
+
+
+class StoppedError(TrainerError):
+    """A worker of the gang was asked to stop before its ranks began."""
+
+    exit_code = ExitCode.PREEMPTED
 
 
 class PeerLostError(TrainerError):

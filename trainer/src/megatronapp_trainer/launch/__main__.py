@@ -1,8 +1,11 @@
 """``python -m megatronapp_trainer.launch -- <Megatron arguments>``."""
 
+import signal
 import sys
 
-from megatronapp_trainer.launch.main import main
-
 if __name__ == "__main__":
+    # Kept until there are handlers: the first process of a container does not get what it has no handler for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    from megatronapp_trainer.launch.main import main
+
     sys.exit(main())

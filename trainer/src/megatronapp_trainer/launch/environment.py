@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from megatronapp_common.names import Env
+from megatronapp_trainer.launch.interface import Place
 from megatronapp_trainer.launch.table import RankTable
 
 DEFAULTS = {
@@ -14,20 +15,34 @@ DEFAULTS = {
 
 
 def rank_environment(
-    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, address: str
+    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: Place
 ) -> dict[str, str]:
     """`base` with what torch and Megatron expect of rank `local_rank` of `worker`."""
-    entry = table.workers[worker]
+    entry = table.worker(worker)
+    node_rank = str(table.node_rank(worker))
     return {
         **DEFAULTS,
+        **_interface(place),
         **base,
-        Env.ADDRESS: address,
+        Env.ADDRESS: place.address,
         Env.NODE_NAME: entry.node,
         "RANK": str(entry.ranks[local_rank]),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(table.world_size),
         "LOCAL_WORLD_SIZE": str(len(entry.ranks)),
-        "GROUP_RANK": str(worker),
+        "NPROC_PER_NODE": str(len(entry.ranks)),
+        "GROUP_RANK": node_rank,
+        "NODE_RANK": node_rank,
+        "NNODES": str(len(table.workers)),
+        "NODE_IPS": ",".join(one.address for one in table.workers),
+        "MEGATRON_NODE_IPS": ",".join(one.address for one in table.workers for _ in one.ranks),
         "MASTER_ADDR": table.master_address,
         "MASTER_PORT": str(table.master_port),
     }
+
+
+def _interface(place: Place) -> dict[str, str]:
+    """gloo and NCCL look for an interface by themselves, and would not find the one that the gang meets at."""
+    if place.interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}

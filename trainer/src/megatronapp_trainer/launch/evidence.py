@@ -20,6 +20,11 @@ class RankEnd:
     killed_by_us: bool = False
     """The launcher killed it because of something that had happened before."""
 
+    @property
+    def early(self) -> bool:
+        """Whether it was stopped, and not by us, before it could answer."""
+        return self.signal is not None and not self.killed_by_us
+
     def orderly(self, *, asked_to_stop: bool) -> bool:
         """Whether this end needs no explanation. A rank that was asked to stop may not have had a handler yet."""
         if self.signal is not None:
@@ -35,7 +40,7 @@ class Standing(enum.Enum):
 
     FINE = enum.auto()
     ENDING = enum.auto()
-    """A rank was stopped, as asked, before it could answer: the others would wait for it in vain."""
+    """Ranks, here or elsewhere, were stopped, as asked, before they could answer: the others wait for them in vain."""
     SUSPICIOUS = enum.auto()
     """Somebody lost a peer; who that was is not known yet."""
     CERTAIN = enum.auto()
@@ -51,15 +56,18 @@ class Judgement:
 
 
 def judge(events: Sequence[Event], *, asked_to_stop: bool) -> Judgement:
-    """The first event that is a failure in itself counts; a lost peer only says that there is one elsewhere."""
+    """The first event that is a failure in itself counts; a lost peer only says that there is one elsewhere.
+
+    Where ranks were stopped before they could answer, they are the peers that were lost.
+    """
     troubles = [event for event in events if _is_trouble(event, asked_to_stop=asked_to_stop)]
     for event in troubles:
         if event.code != ExitCode.PEER_LOST:
             return Judgement(standing=Standing.CERTAIN, reason=event)
+    if asked_to_stop and any(event.early for event in events):
+        return Judgement(standing=Standing.ENDING)
     if troubles:
         return Judgement(standing=Standing.SUSPICIOUS, reason=troubles[0])
-    if any(isinstance(event, RankEnd) and event.signal is not None for event in events):
-        return Judgement(standing=Standing.ENDING)
     return Judgement(standing=Standing.FINE)
 
 
@@ -71,4 +79,9 @@ def _is_trouble(event: Event, *, asked_to_stop: bool) -> bool:
 
 def preempted(ends: Sequence[RankEnd]) -> bool:
     """Whether orderly ends mean that the job was asked to stop and not that it is complete."""
-    return any(end.code == ExitCode.PREEMPTED or end.signal is not None for end in ends)
+    return any(end.code == ExitCode.PREEMPTED for end in ends) or cut_short(ends)
+
+
+def cut_short(ends: Sequence[RankEnd]) -> bool:
+    """Whether a rank of those did not get to a step border."""
+    return any(end.code == ExitCode.PEER_LOST or end.signal is not None for end in ends)

@@ -1,22 +1,27 @@
 """The gang after it has gathered: what the others tell, and how to tell them."""
 
 import asyncio
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.launch.messages import Notice
-from megatronapp_trainer.launch.table import RankTable
+from megatronapp_trainer.launch.board import Board
+from megatronapp_trainer.launch.briefing import Briefing
+from megatronapp_trainer.launch.messages import News, Notice
 
 
 class Gang(Protocol):
     """A worker's ties to the others."""
 
-    table: RankTable
-    notices: "asyncio.Queue[Notice]"
+    briefing: Briefing
+    news: "asyncio.Queue[News]"
     """What happened to other workers, in order of arrival."""
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, news: News) -> None:
         """Tell all others."""
+
+    def report(self, page: Mapping[str, Any]) -> None:
+        """Give worker 0 this worker's progress page."""
 
     async def close(self) -> None:
         """Send what was told, and part. The others take a parting without an orderly notice for a loss."""
@@ -25,12 +30,18 @@ class Gang(Protocol):
 class Alone:
     """A gang of one worker."""
 
-    def __init__(self, table: RankTable) -> None:
-        self.table = table
-        self.notices: asyncio.Queue[Notice] = asyncio.Queue()
+    def __init__(self, briefing: Briefing, board: Board | None = None) -> None:
+        self.briefing = briefing
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self._board = board
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, news: News) -> None:
         """Nobody listens."""
+
+    def report(self, page: Mapping[str, Any]) -> None:
+        """This is worker 0."""
+        if self._board is not None:
+            self._board.progress = page
 
     async def close(self) -> None:
         """Nothing to part from."""

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError
 from megatronapp_trainer.launch import messages
 from megatronapp_trainer.launch.address import resolve_ipv4
+from megatronapp_trainer.launch.briefing import Briefing
 from megatronapp_trainer.launch.gang import gone
-from megatronapp_trainer.launch.messages import COORDINATOR, Join, Notice
+from megatronapp_trainer.launch.messages import COORDINATOR, Join, News, Notice, Stop
 from megatronapp_trainer.launch.settings import Endpoint
-from megatronapp_trainer.launch.table import RankTable
 from megatronapp_trainer.launch.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -23,16 +25,21 @@ LONGEST_PAUSE_S = 2.0
 class Member:
     """A worker that has its table. Fulfils `Gang`."""
 
-    def __init__(self, wire: Wire, table: RankTable) -> None:
-        self.table = table
-        self.notices: asyncio.Queue[Notice] = asyncio.Queue()
+    def __init__(self, wire: Wire, briefing: Briefing) -> None:
+        self.briefing = briefing
+        self.news: asyncio.Queue[News] = asyncio.Queue()
         self._wire = wire
         self._coordinator_ended = False
         self._task = asyncio.create_task(self._listen())
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, news: News) -> None:
         """Tell worker 0, which passes it on."""
-        self._wire.send(messages.notice_to_json(notice))
+        self._wire.send(messages.news_to_json(news))
+
+    def report(self, page: Mapping[str, Any]) -> None:
+        """Send the page, if worker 0 wants it."""
+        if self.briefing.report:
+            self._wire.send(messages.progress_to_json(page))
 
     async def close(self) -> None:
         """Send what was told, and part."""
@@ -43,23 +50,28 @@ class Member:
     async def _listen(self) -> None:
         try:
             while True:
-                notice = messages.notice_from_json(await self._wire.receive())
-                self._coordinator_ended |= notice.worker == COORDINATOR
-                self.notices.put_nowait(notice)
+                news = messages.news_from_json(await self._wire.receive())
+                self._coordinator_ended |= isinstance(news, Notice) and news.worker == COORDINATOR
+                self.news.put_nowait(news)
         except (OSError, EOFError, MessageError, RefusedError):
             if not self._coordinator_ended:
-                self.notices.put_nowait(gone(COORDINATOR))
+                self.news.put_nowait(gone(COORDINATOR))
 
 
 async def join_gang(endpoint: Endpoint, *, token: str, own: Join, timeout_s: float) -> Member:
-    """Try until worker 0 has sent the table. Raises RendezvousError with the last reason after `timeout_s`."""
+    """Try until worker 0 has sent the table; cancelled before that, tells worker 0 that the gang is to stop.
+
+    Raises:
+        RendezvousError: worker 0 refused this worker for good, or `timeout_s` are over; with the last reason.
+        StoppedError: another worker was asked to stop.
+    """
     deadline = time.monotonic() + timeout_s
     pause_s = FIRST_PAUSE_S
     reason = ""
     while True:
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                return await _try_once(endpoint, token=token, own=own)
+                return await _try_once(endpoint, token=token, own=own, deadline=deadline)
         except RefusedError as error:
             if error.final:
                 raise RendezvousError(f"worker 0 refused this worker: {error.reason}") from error
@@ -76,7 +88,7 @@ async def join_gang(endpoint: Endpoint, *, token: str, own: Join, timeout_s: flo
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def _try_once(endpoint: Endpoint, *, token: str, own: Join) -> Member:
+async def _try_once(endpoint: Endpoint, *, token: str, own: Join, deadline: float) -> Member:
     address = await asyncio.to_thread(resolve_ipv4, endpoint.host)
     async with asyncio.timeout(CONNECT_S):
         reader, writer = await asyncio.open_connection(address, endpoint.port, limit=messages.MAX_LINE_BYTES)
@@ -84,18 +96,10 @@ async def _try_once(endpoint: Endpoint, *, token: str, own: Join) -> Member:
     try:
         wire = await Wire.greet(reader, writer, token=token, side="worker")
         wire.send(messages.join_to_json(own))
-        table = _table(await wire.receive())
-    except BaseException:
+        briefing = Briefing.from_json(await wire.receive(), own)
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and wire.greeted and time.monotonic() < deadline:
+            wire.send(messages.news_to_json(Stop(worker=own.index)))
         await wire.close()
         raise
-    return Member(wire, table)
-
-
-def _table(document: dict[str, object]) -> RankTable:
-    table = document.get("table")
-    if document.get("type") != "table" or not isinstance(table, dict):
-        raise MessageError(f"a message of type {document.get('type')!r} in place of the rank table")
-    try:
-        return RankTable.from_json(table)
-    except (KeyError, TypeError, ValueError) as error:
-        raise MessageError(f"a rank table that cannot be used: {error}") from error
+    return Member(wire, briefing)

@@ -3,8 +3,8 @@
 A connection begins with a greeting of both sides, `{"protocol", "nonce"}`. From then on every line is a JSON object
 `{"body": text, "mac": hex}`: the body is JSON, the code is HMAC-SHA256 over direction, running number and body, keyed
 by HMAC-SHA256(gather token, both nonces). So the secret never travels, a wrong one is noticed by the first message,
-and lines cannot be replayed, reordered or turned around. Only a refusal comes bare: whoever is refused may not be able
-to check it, and believing it costs no more than the connection.
+and lines cannot be replayed, reordered or turned around. A refusal may come bare, because whoever is refused may not
+be able to check it; a bare one costs no more than the connection, and only a sealed one can be final.
 """
 
 import dataclasses
@@ -43,7 +43,11 @@ class Join:
     node: str
     num_ranks: int
     port: int
-    """A port kept free, for torch's store if this is worker 0."""
+    """A port kept free, for torch's store if rank 0 runs here."""
+    topology: str = ""
+    """Values of its topology labels, comma separated."""
+    probe_port: int = 0
+    """Where the others try whether they reach it; 0: nowhere."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +58,24 @@ class Notice:
     code: int
     rank: int | None = None
     message: str = ""
+    early: bool = False
+    """It was asked to stop, and its ranks did not get to a step border: the others would wait for them in vain."""
 
     @property
     def orderly(self) -> bool:
         """Whether the others may go on."""
         return self.code in (ExitCode.OK, ExitCode.PREEMPTED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A worker was asked to stop; the ranks of all workers stop together, at a step border."""
+
+    worker: int
+
+
+News = Notice | Stop
+"""What launchers tell each other once they are a gang."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +126,7 @@ def encode(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any]:
+def decode(line: bytes, *, sealed: bool = False) -> dict[str, Any]:
     """The object of one line. Raises RefusedError if it is a refusal, MessageError if it is no object."""
     try:
         document = json.loads(line)
@@ -118,7 +135,7 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise MessageError("a line that is not an object")
     if "refused" in document:
-        raise RefusedError(str(document["refused"]), final=document.get("final") is True)
+        raise RefusedError(str(document["refused"]), final=sealed and document.get("final") is True)
     return document
 
 
@@ -136,9 +153,9 @@ def parse_greeting(line: bytes) -> str:
     return nonce
 
 
-def refusal(error: RefusedError) -> bytes:
-    """The line that a refused worker gets."""
-    return encode({"refused": error.reason, "final": error.final})
+def refusal_to_json(error: RefusedError) -> dict[str, Any]:
+    """What a refused worker gets."""
+    return {"refused": error.reason, "final": error.final}
 
 
 class Session:
@@ -151,6 +168,11 @@ class Session:
         self._other: Side = "worker" if side == "coordinator" else "coordinator"
         self._sent = 0
         self._received = 0
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the other side has proved that it knows the token."""
+        return self._received > 0
 
     def seal(self, document: Mapping[str, Any]) -> bytes:
         """The next line to send."""
@@ -168,7 +190,7 @@ class Session:
         if not hmac.compare_digest(mac.encode(), self._code(self._other, self._received, body).encode()):
             raise MessageError("wrong secret")
         self._received += 1
-        return decode(body.encode())
+        return decode(body.encode(), sealed=True)
 
     def _code(self, sender: Side, number: int, body: str) -> str:
         return hmac.new(self._key, f"{sender}:{number}:{body}".encode(), hashlib.sha256).hexdigest()
@@ -191,24 +213,41 @@ def join_from_json(document: Mapping[str, Any]) -> Join:
         node=_field(document, "node", str),
         num_ranks=_field(document, "num_ranks", int),
         port=_field(document, "port", int),
+        topology=_field(document, "topology", str),
+        probe_port=_field(document, "probe_port", int),
     )
 
 
-def notice_to_json(notice: Notice) -> dict[str, Any]:
-    """Body of a line that tells how a worker ended."""
-    return {"type": "notice", **dataclasses.asdict(notice)}
+def news_to_json(news: News) -> dict[str, Any]:
+    """Body of a line that tells how a worker ended, or that it was asked to stop."""
+    return {"type": "stop" if isinstance(news, Stop) else "notice", **dataclasses.asdict(news)}
 
 
-def notice_from_json(document: Mapping[str, Any]) -> Notice:
+def news_from_json(document: Mapping[str, Any]) -> News:
     """Raises MessageError if a field is missing or of another type."""
-    if document.get("type") != "notice":
-        raise MessageError(f"unexpected message of type {document.get('type')!r}")
+    kind = document.get("type")
+    if kind == "stop":
+        return Stop(worker=_field(document, "worker", int))
+    if kind != "notice":
+        raise MessageError(f"unexpected message of type {kind!r}")
     return Notice(
         worker=_field(document, "worker", int),
         code=_field(document, "code", int),
         rank=None if document.get("rank") is None else _field(document, "rank", int),
         message=_field(document, "message", str),
+        early=document.get("early") is True,
     )
+
+
+def progress_to_json(page: Mapping[str, Any]) -> dict[str, Any]:
+    """Body of a line with a worker's progress page, for worker 0."""
+    return {"type": "progress", "page": dict(page)}
+
+
+def progress_of(document: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The page, if the line has one."""
+    page = document.get("page")
+    return dict(page) if document.get("type") == "progress" and isinstance(page, dict) else None
 
 
 def _field(document: Mapping[str, Any], name: str, kind: type[T]) -> T:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.launch.evidence import Event, RankEnd, preempted
+from megatronapp_trainer.launch.evidence import Event, RankEnd, cut_short, preempted
 from megatronapp_trainer.launch.messages import Notice
 
 MAX_BYTES = 2048
@@ -26,14 +26,19 @@ class Outcome:
     rank: int | None = None
     local_rank: int | None = None
     signal: int | None = None
+    early: bool = False
+    """Asked to stop, before its ranks came to a step border."""
+
+
+STOPPED = Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message="stopped before its ranks began", early=True)
 
 
 def complete(ends: Sequence[RankEnd]) -> Outcome:
     """All ranks have ended in order."""
     if preempted(ends):
-        early = any(end.signal is not None for end in ends)
+        early = cut_short(ends)
         message = "stopped by SIGTERM before a rank could answer it" if early else "checkpointed and stopped, as asked"
-        return Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message=message)
+        return Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message=message, early=early)
     return Outcome(code=ExitCode.OK, reason="Completed")
 
 
@@ -69,7 +74,7 @@ def notice_of(outcome: Outcome, worker: int) -> Notice:
     how = f"signal {outcome.signal}" if outcome.signal is not None else f"exit code {int(outcome.code)}"
     where = f"worker {worker}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker}"
     message = f"{where} ended with {how}" + (f": {last}" if last else "")
-    return Notice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500])
+    return Notice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500], early=outcome.early)
 
 
 def _of_peer(notice: Notice) -> str:

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
 
@@ -90,6 +90,11 @@ def kill_descendants(limit_s: float = KILL_S) -> None:
         for _ in reap():
             pass
         psutil.wait_procs([one for one in orphans if one.is_running()], timeout=0.05)
+
+
+def let_through(numbers: Iterable[signal.Signals]) -> None:
+    """Receive these signals, those included that came while `__main__` held them back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def adopt_orphans() -> None:

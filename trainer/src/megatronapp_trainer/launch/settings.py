@@ -5,8 +5,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
-from megatronapp_common.names import Env
+from megatronapp_common.names import Env, RankOrder, ShmFile
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.launch.wanted import Preflight
 
 DEFAULT_SHM_DIR = "/dev/shm"
 
@@ -21,7 +22,10 @@ class Endpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers."""
+    """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers.
+
+    Its address is found later, see `interface`: that may take a look at the machine.
+    """
 
     job: str
     uid: str
@@ -30,7 +34,11 @@ class Settings:
     proc_per_node: tuple[int, ...]
     coordinator: Endpoint | None
     secret_file: pathlib.Path | None
-    address: str | None
+    rank_order: RankOrder
+    topology: str
+    status_port: int | None
+    log_to_stdout: bool
+    preflight: Preflight | None
     node: str
     shm_dir: pathlib.Path
     shm_prefix: str
@@ -48,6 +56,11 @@ class Settings:
         """Ranks of this worker."""
         return self.proc_per_node[self.index]
 
+    @property
+    def progress_page(self) -> pathlib.Path:
+        """The page of progress, if a rank of this worker writes it."""
+        return self.shm_dir / f"{self.shm_prefix}.{ShmFile.PROGRESS}"
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
         """Read the variables. Raises UsageError that names the variable that is missing or wrong."""
@@ -56,8 +69,10 @@ class Settings:
         if index >= len(proc_per_node):
             raise UsageError(f"{Env.WORKER_INDEX} is {index}, but the gang has {len(proc_per_node)} workers, from 0 on")
         alone = len(proc_per_node) == 1
+        status_port = _port(environment, Env.STATUS_PORT)
         if not alone:
             _required(environment, Env.COORDINATOR)
+        if not alone or status_port is not None:
             _required(environment, Env.SECRET_FILE)
         return cls(
             job=_required(environment, Env.JOB),
@@ -66,8 +81,12 @@ class Settings:
             index=index,
             proc_per_node=proc_per_node,
             coordinator=None if alone else parse_endpoint(environment[Env.COORDINATOR]),
-            secret_file=None if alone else pathlib.Path(environment[Env.SECRET_FILE]),
-            address=environment.get(Env.ADDRESS) or None,
+            secret_file=_optional_path(environment, Env.SECRET_FILE),
+            rank_order=_rank_order(environment),
+            topology=environment.get(Env.TOPOLOGY, ""),
+            status_port=status_port,
+            log_to_stdout=environment.get(Env.LOG_TO_STDOUT) == "1",
+            preflight=Preflight.parse(environment.get(Env.PREFLIGHT, "")),
             node=environment.get(Env.NODE_NAME) or host_name,
             shm_dir=pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR),
             shm_prefix=_required(environment, Env.SHM_PREFIX),
@@ -110,6 +129,23 @@ def _proc_per_node(environment: Mapping[str, str]) -> tuple[int, ...]:
     if num_workers != len(counts):
         raise UsageError(f"{Env.NUM_WORKERS} is {num_workers}, but {Env.PROC_PER_NODE} ({text}) names {len(counts)}")
     return tuple(map(int, counts))
+
+
+def _port(environment: Mapping[str, str], name: Env) -> int | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise UsageError(f"{name} is {text!r}; write a port from 1 to 65535")
+    return int(text)
+
+
+def _rank_order(environment: Mapping[str, str]) -> RankOrder:
+    text = environment.get(Env.RANK_ORDER) or RankOrder.INDEX
+    try:
+        return RankOrder(text)
+    except ValueError:
+        raise UsageError(f"{Env.RANK_ORDER} is {text!r}; write one of {', '.join(RankOrder)}") from None
 
 
 def _optional_path(environment: Mapping[str, str], name: Env) -> pathlib.Path | None:

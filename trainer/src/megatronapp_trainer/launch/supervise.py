@@ -6,13 +6,13 @@ import logging
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatronapp_trainer.launch import outcome as outcomes
 from megatronapp_trainer.launch import process
 from megatronapp_trainer.launch.evidence import Event, RankEnd, Standing, judge
 from megatronapp_trainer.launch.gang import Gang
-from megatronapp_trainer.launch.messages import Notice
+from megatronapp_trainer.launch.messages import Notice, Stop
 from megatronapp_trainer.launch.outcome import Outcome
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,11 @@ class Supervisor:
     still runs then is killed. The reason may be learned within that time, too.
     """
 
-    def __init__(self, *, worker: int, gang: Gang, grace_s: float) -> None:
+    def __init__(self, *, worker: int, gang: Gang, grace_s: float, on_stop: Callable[[], None] = lambda: None) -> None:
         self._worker = worker
         self._gang = gang
         self._grace_s = grace_s
+        self._on_stop = on_stop
         self._running: dict[int, RankProcess] = {}
         self._logs: dict[int, pathlib.Path] = {}
         self._events: list[Event] = []
@@ -48,17 +49,25 @@ class Supervisor:
         self._killed = False
         self._told: Notice | None = None
 
-    def start(self, start_rank: Callable[[int], RankProcess], local_ranks: Sequence[int]) -> None:
+    def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
         """Start the ranks."""
-        for local_rank in local_ranks:
+        for local_rank in range(num_ranks):
             rank = start_rank(local_rank)
             self._running[rank.pid] = rank
             self._logs[rank.rank] = rank.log
             log.info("rank %d runs as process %d, output in %s", rank.rank, rank.pid, rank.log)
+        return list(self._running.values())
 
     def stop(self) -> None:
-        """Ask all ranks to stop; they answer at their next step border."""
+        """Ask all ranks of the gang to stop; they answer together, at a step border."""
+        if not self._asked_to_stop:
+            self._gang.tell(Stop(worker=self._worker))
+            self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        """Once only: a rank that is about to leave would die of a second signal."""
         self._asked_to_stop = True
+        self._on_stop()
         for rank in self._running.values():
             process.send(rank.pid, signal.SIGTERM)
 
@@ -113,9 +122,13 @@ class Supervisor:
 
     async def _listen(self) -> None:
         while True:
-            notice = await self._gang.notices.get()
-            log.info("worker %d: %s", notice.worker, notice.message or f"ended with exit code {notice.code}")
-            self._events.append(notice)
+            news = await self._gang.news.get()
+            if isinstance(news, Notice):
+                log.info("worker %d: %s", news.worker, news.message or f"ended with exit code {news.code}")
+                self._events.append(news)
+            elif not self._asked_to_stop:
+                log.info("worker %d was asked to stop, so all stop", news.worker)
+                self._stop_ranks()
             self._changed.set()
 
     def _act(self) -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import hashlib
+import ipaddress
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from megatronapp_common.names import RankOrder
 from megatronapp_trainer.launch.messages import Join
 
 
@@ -22,12 +24,23 @@ class TableWorker:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankTable:
-    """All workers in order. The master is worker 0, where rank 0 runs."""
+    """All workers in the order of their ranks. The master is the worker where rank 0 runs."""
 
     attempt: int
     master_address: str
     master_port: int
     workers: tuple[TableWorker, ...]
+
+    def worker(self, index: int) -> TableWorker:
+        """The line of a worker. Raises KeyError if it is not there."""
+        for one in self.workers:
+            if one.index == index:
+                return one
+        raise KeyError(index)
+
+    def node_rank(self, index: int) -> int:
+        """Place of a worker in the order of ranks."""
+        return self.workers.index(self.worker(index))
 
     @property
     def world_size(self) -> int:
@@ -73,9 +86,17 @@ class RankTable:
         return table
 
 
-def build_table(joins: Sequence[Join]) -> RankTable:
-    """Number the ranks in worker order. `joins` holds every worker once, in any order."""
-    ordered = sorted(joins, key=lambda join: join.index)
+_KEYS: Mapping[RankOrder, Callable[[Join], tuple[Any, ...]]] = {
+    RankOrder.INDEX: lambda join: (join.index,),
+    RankOrder.IP: lambda join: (ipaddress.IPv4Address(join.address), join.index),
+    RankOrder.TOPOLOGY: lambda join: (join.topology.split(","), join.index),
+}
+"""By what workers are sorted; the index makes every order a total one."""
+
+
+def build_table(joins: Sequence[Join], order: RankOrder = RankOrder.INDEX) -> RankTable:
+    """Number the ranks worker by worker, in this order. `joins` holds every worker once, in any order."""
+    ordered = sorted(joins, key=_KEYS[order])
     ends = list(itertools.accumulate(join.num_ranks for join in ordered))
     workers = tuple(
         TableWorker(

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any, Self
 
-from megatronapp_trainer.errors import MessageError
+from megatronapp_trainer.errors import MessageError, RefusedError
 from megatronapp_trainer.launch import address, messages
 
 GREETING_S = 10.0
@@ -35,6 +35,11 @@ class Wire:
         session = messages.Session(token, side=side, coordinator_nonce=coordinator, worker_nonce=worker)
         return cls(reader, writer, session)
 
+    @property
+    def greeted(self) -> bool:
+        """Whether lines can be sealed."""
+        return self._session is not None
+
     async def receive(self) -> dict[str, Any]:
         """The next message. Raises EOFError at the end, MessageError or RefusedError instead of one."""
         assert self._session is not None
@@ -45,9 +50,13 @@ class Wire:
         assert self._session is not None
         self._writer.write(self._session.seal(document))
 
-    def send_bare(self, line: bytes) -> None:
-        """Queue a line that needs no key."""
-        self._writer.write(line)
+    def refuse(self, error: RefusedError) -> None:
+        """Queue a refusal, sealed if the other side has proved itself."""
+        document = messages.refusal_to_json(error)
+        if self._session is not None and self._session.trusted:
+            self.send(document)
+        else:
+            self._writer.write(messages.encode(document))
 
     async def close(self) -> None:
         """Send what is queued, if the other side takes it within a second, and close."""

@@ -1,0 +1,274 @@
+"""One worker from gathering to clean-up."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
+from megatronapp_trainer.launch import address, preflight, process, reach, shared_memory
+from megatronapp_trainer.launch.board import Board, Phase
+from megatronapp_trainer.launch.briefing import Briefing
+from megatronapp_trainer.launch.coordinator import Coordinator
+from megatronapp_trainer.launch.echo import Echo
+from megatronapp_trainer.launch.environment import rank_environment
+from megatronapp_trainer.launch.gang import Alone, Gang
+from megatronapp_trainer.launch.interface import Place, find_place
+from megatronapp_trainer.launch.member import join_gang
+from megatronapp_trainer.launch.messages import COORDINATOR, Expected, Join, Stop
+from megatronapp_trainer.launch.outcome import STOPPED, Outcome, notice_of
+from megatronapp_trainer.launch.progress import reported
+from megatronapp_trainer.launch.server import serving
+from megatronapp_trainer.launch.settings import Settings
+from megatronapp_trainer.launch.supervise import RankProcess, Supervisor
+from megatronapp_trainer.launch.table import RankTable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DRAIN_S = 2.0
+"""Time of the agent to read the rings after the ranks have ended."""
+TABLE_FILE = "rank-table.json"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STDOUT = 1
+CODE_REASONS = {
+    ExitCode.USAGE: "BadSettings",
+    ExitCode.RENDEZVOUS: "NotGathered",
+    ExitCode.PREEMPTED: "Preempted",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The launcher's own flags."""
+
+    gather_timeout_s: float
+    grace_s: float
+    program: tuple[str, ...]
+    """What each rank runs: arguments of the Python interpreter."""
+
+
+def refused(error: TrainerError) -> Outcome:
+    """What an error of ours amounts to."""
+    reason = CODE_REASONS.get(error.exit_code, "LauncherFailed")
+    return Outcome(code=error.exit_code, reason=reason, message=str(error))
+
+
+class Launcher:
+    """Runs once."""
+
+    def __init__(self, settings: Settings, options: Options, arguments: Sequence[str]) -> None:
+        self._settings = settings
+        self._options = options
+        self._arguments = arguments
+        self._board = Board(settings.attempt)
+        self._supervisor: Supervisor | None = None
+        self._preparing: asyncio.Future[Any] | None = None
+        self._asked_to_stop = False
+
+    async def run(self) -> Outcome:
+        """Everything; errors become outcomes."""
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._stop)
+        process.let_through(STOP_SIGNALS)
+        shared_memory.remove_leftovers(self._settings.shm_dir, self._settings.shm_prefix)
+        try:
+            return await self._run()
+        except TrainerError as error:
+            log.error("%s", error)
+            return refused(error)
+        except OSError as error:
+            log.exception("the launcher itself failed")
+            return Outcome(code=ExitCode.OWN_FAILURE, reason="LauncherFailed", message=str(error))
+        finally:
+            shared_memory.remove_all(self._settings.shm_dir, self._settings.shm_prefix)
+
+    def _stop(self) -> None:
+        log.info("asked to stop")
+        self._asked_to_stop = True
+        self._note_stop()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        elif self._preparing is not None:
+            self._preparing.cancel()
+
+    def _note_stop(self) -> None:
+        self._board.phase = Phase.STOPPING
+
+    async def _run(self) -> Outcome:
+        settings = self._settings
+        place = find_place(os.environ, socket.gethostname())
+        async with contextlib.AsyncExitStack() as stack:
+            port = stack.enter_context(address.held_port(place.address))
+            if settings.index == COORDINATOR and settings.status_port is not None:
+                token = _token(settings.secret_file, Role.VIEWER)
+                stack.enter_context(serving(self._board, token=token, address=place.door, port=settings.status_port))
+            probe_port = 0
+            if settings.preflight is not None:
+                line = reach.answer(settings.uid, settings.attempt, settings.index)
+                probe_port = await stack.enter_async_context(reach.answering(place.address, line))
+            return await self._run_at(place, self._join(place, port, probe_port))
+
+    async def _run_at(self, place: Place, join: Join) -> Outcome:
+        gang = await self._unless_stopped(self._gather(place, join))
+        try:
+            result = await self._unless_stopped(self._check(gang, place))
+            if result is None:
+                return await self._supervise(gang, place)
+            log.error("%s", result.message)
+            gang.tell(notice_of(result, self._settings.index))
+            return result
+        except StoppedError:
+            gang.tell(Stop(worker=self._settings.index))
+            gang.tell(notice_of(STOPPED, self._settings.index))
+            return STOPPED
+        finally:
+            await gang.close()
+
+    async def _unless_stopped(self, preparing: Coroutine[Any, Any, T]) -> T:
+        """Its result. Raises StoppedError if this worker is asked to stop before it is there."""
+        task = asyncio.ensure_future(preparing)
+        if self._asked_to_stop:
+            task.cancel()
+        self._preparing = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise StoppedError(STOPPED.message) from None
+        finally:
+            self._preparing = None
+
+    def _join(self, place: Place, port: int, probe_port: int) -> Join:
+        settings = self._settings
+        return Join(
+            uid=settings.uid,
+            attempt=settings.attempt,
+            index=settings.index,
+            address=place.address,
+            node=settings.node,
+            num_ranks=settings.num_ranks,
+            port=port,
+            topology=settings.topology,
+            probe_port=probe_port,
+        )
+
+    async def _gather(self, place: Place, join: Join) -> Gang:
+        gang = await self._enter(place, join)
+        self._board.table = gang.briefing.table
+        _write_table(self._settings.run_dir, gang.briefing.table)
+        return gang
+
+    async def _enter(self, place: Place, join: Join) -> Gang:
+        settings, timeout_s = self._settings, self._options.gather_timeout_s
+        board = self._board if settings.status_port is not None else None
+        if settings.coordinator is None:
+            return Alone(Briefing.of([join], settings.rank_order, report=board is not None), board)
+        token = _token(settings.secret_file, Role.GATHER)
+        if settings.index != COORDINATOR:
+            return await join_gang(settings.coordinator, token=token, own=join, timeout_s=timeout_s)
+        expected = Expected(uid=settings.uid, attempt=settings.attempt, proc_per_node=settings.proc_per_node)
+        coordinator = Coordinator(token=token, expected=expected, own=join, order=settings.rank_order, board=board)
+        try:
+            await coordinator.gather(address.listening_socket(settings.coordinator, place.door), timeout_s)
+        except BaseException:
+            await coordinator.close()
+            raise
+        return coordinator
+
+    async def _check(self, gang: Gang, place: Place) -> Outcome | None:
+        """Why the ranks must not start, or None."""
+        settings = self._settings
+        if settings.preflight is None:
+            return None
+        self._board.phase = Phase.PREFLIGHT
+        check = preflight.look(
+            settings.preflight,
+            gang.briefing,
+            uid=settings.uid,
+            index=settings.index,
+            place=place,
+            shm=settings.shm_dir,
+        )
+        return await preflight.unless_told(gang, asyncio.create_task(check))
+
+    async def _supervise(self, gang: Gang, place: Place) -> Outcome:
+        settings, table = self._settings, gang.briefing.table
+        if self._asked_to_stop:
+            raise StoppedError(STOPPED.message)
+        log.info("world of %d ranks, table %s", table.world_size, table.digest[:12])
+        self._board.phase = Phase.RUNNING
+        supervisor = Supervisor(
+            worker=settings.index, gang=gang, grace_s=self._options.grace_s, on_stop=self._note_stop
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, supervisor.reap)
+        started = supervisor.start(lambda local_rank: self._start_rank(table, local_rank, place), settings.num_ranks)
+        self._supervisor = supervisor
+        async with contextlib.AsyncExitStack() as stack:
+            if settings.log_to_stdout:
+                stack.enter_context(Echo(STDOUT, {rank.rank: rank.log for rank in started}))
+            if gang.briefing.report:
+                stack.enter_context(reported(settings.progress_page, gang.report))
+            stack.enter_context(_counters(settings, place.address, supervisor))
+            result = await supervisor.run()
+            process.kill_descendants()
+        if settings.hub_url:
+            await asyncio.sleep(DRAIN_S)
+        return result
+
+    def _start_rank(self, table: RankTable, local_rank: int, place: Place) -> RankProcess:
+        rank = table.worker(self._settings.index).ranks[local_rank]
+        path = self._settings.run_dir / f"rank-{rank}.log"
+        environment = rank_environment(
+            os.environ, table, worker=self._settings.index, local_rank=local_rank, place=place
+        )
+        command = [sys.executable, *self._options.program, *self._arguments]
+        pid = process.spawn(command, environment=environment, log=path)
+        return RankProcess(rank=rank, local_rank=local_rank, pid=pid, log=path)
+
+
+def _token(secret_file: pathlib.Path | None, role: Role) -> str:
+    assert secret_file is not None  # Settings has asked for it
+    try:
+        return derive(read_secret(secret_file), role)
+    except (OSError, ValueError) as error:
+        raise RendezvousError(f"the job's secret in {secret_file} cannot be read: {error}") from error
+
+
+def _write_table(run_dir: pathlib.Path, table: RankTable) -> None:
+    """Beside and renamed: who sees the file sees all of it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    draft = run_dir / f"{TABLE_FILE}.new"
+    draft.write_text(json.dumps(table.to_json(), indent=1) + "\n", encoding="utf-8")
+    draft.rename(run_dir / TABLE_FILE)
+
+
+def _counters(settings: Settings, own: str, supervisor: Supervisor) -> contextlib.AbstractContextManager[object]:
+    """Counters are sampled only where an agent may read them."""
+    if not settings.hub_url:
+        return contextlib.nullcontext()
+    from megatronapp_trainer.launch.counters import CounterThread, Sampler
+    from megatronapp_trainer.launch.devices import DeviceReader
+
+    devices = DeviceReader()
+    metadata = {
+        "worker": settings.index,
+        "node": settings.node,
+        "address": own,
+        "pid": os.getpid(),
+        "localRanks": settings.num_ranks,
+        "devices": devices.count,
+    }
+    path = shared_memory.worker_ring(settings.shm_dir, settings.shm_prefix)
+    sampler = Sampler(lambda: supervisor.pids, devices)
+    return CounterThread(path, attempt=settings.attempt, metadata=metadata, sampler=sampler)
