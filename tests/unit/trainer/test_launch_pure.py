@@ -12,16 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.names import Env, ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RefusedError, UsageError
 from megatronapp_trainer.launch import address, messages, outcome
+from megatronapp_trainer.launch.briefing import Briefing
 from megatronapp_trainer.launch.environment import rank_environment
 from megatronapp_trainer.launch.evidence import Event, RankEnd, Standing, judge
 from megatronapp_trainer.launch.interface import Place
-from megatronapp_trainer.launch.messages import Expected, Join, Notice
+from megatronapp_trainer.launch.messages import Expected, Join, Notice, Stop
 from megatronapp_trainer.launch.outcome import Outcome
 from megatronapp_trainer.launch.settings import Settings
 from megatronapp_trainer.launch.table import RankTable, build_table
+from megatronapp_trainer.launch.wanted import Preflight
 
 TOKEN = "ab" * 32
 PLACE = Place(address="10.0.0.2", door="10.0.0.2")
@@ -78,6 +80,25 @@ def test_settings_are_read_from_the_environment() -> None:
 def test_a_lone_worker_needs_no_coordinator() -> None:
     alone = environment(NUM_WORKERS="1", PROC_PER_NODE="4", WORKER_INDEX="0", COORDINATOR=None, SECRET_FILE=None)
     assert Settings.from_environment(alone, host_name="box").coordinator is None
+    with pytest.raises(UsageError, match="MEGATRONAPP_SECRET_FILE is not set"):
+        Settings.from_environment({**alone, Env.STATUS_PORT: "19401"}, host_name="box")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (None, None),
+        ('{"enabled": false, "gpus": 8}', None),
+        ('{"enabled": true, "timeoutSeconds": 7}', Preflight(timeout_s=7)),
+        (
+            '{"gpus": 0, "shmBytes": 5, "rdma": true, "hca": "mlx5"}',
+            Preflight(gpus=0, shm_bytes=5, rdma=True, hca="mlx5"),
+        ),
+        ('{"rdma": {"enabled": false}, "hca": null}', Preflight()),
+    ],
+)
+def test_what_the_preflight_is_to_look_at(text: str | None, wanted: Preflight | None) -> None:
+    assert Settings.from_environment(environment(PREFLIGHT=text), host_name="box").preflight == wanted
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,11 @@ def test_a_lone_worker_needs_no_coordinator() -> None:
         ({"COORDINATOR": "worker-0"}, "write it as host:port"),
         ({"COORDINATOR": "worker-0:99999"}, "write it as host:port"),
         ({"COORDINATOR": "[::1]:29400"}, "IPv6 is not supported"),
+        ({"RANK_ORDER": "rack"}, "MEGATRONAPP_RANK_ORDER is 'rack'; write one of index, ip, topology"),
+        ({"STATUS_PORT": "0"}, "MEGATRONAPP_STATUS_PORT is '0'; write a port"),
+        ({"PREFLIGHT": "{"}, "MEGATRONAPP_PREFLIGHT is not JSON"),
+        ({"PREFLIGHT": "[]"}, "MEGATRONAPP_PREFLIGHT is not an object"),
+        ({"PREFLIGHT": '{"gpus": "8"}'}, "gpus is '8'; it must be an integer"),
     ],
 )
 def test_wrong_settings_name_the_variable(changes: dict[str, str | None], words: str) -> None:
@@ -132,6 +158,60 @@ def test_table_survives_json_and_names_a_changed_one() -> None:
     document["masterPort"] += 1
     with pytest.raises(ValueError, match="digest"):
         RankTable.from_json(document)
+
+
+@given(
+    places=st.lists(
+        st.tuples(st.ip_addresses(v=4), st.sampled_from(["", "a", "a,1", "a,2", "b,1", "a-b,1"]), st.integers(1, 4)),
+        min_size=1,
+        max_size=12,
+    ),
+    order=st.sampled_from(RankOrder),
+    seed=st.randoms(),
+)
+def test_ranks_follow_the_order_that_is_asked_for(places: list[Any], order: RankOrder, seed: Any) -> None:
+    joins = [
+        join(index, address=str(found), topology=labels, num_ranks=count)
+        for index, (found, labels, count) in enumerate(places)
+    ]
+    keys = {
+        RankOrder.INDEX: lambda one: (one.index,),
+        RankOrder.IP: lambda one: ([int(part) for part in one.address.split(".")], one.index),
+        RankOrder.TOPOLOGY: lambda one: (one.topology.split(","), one.index),
+    }
+    expected = sorted(joins, key=keys[order])
+    seed.shuffle(joins)
+    table = build_table(joins, order)
+    assert [worker.index for worker in table.workers] == [one.index for one in expected]
+    assert [rank for worker in table.workers for rank in worker.ranks] == list(range(table.world_size))
+    assert (table.master_address, table.master_port) == (expected[0].address, expected[0].port)
+    for place, one in enumerate(expected):
+        assert len(table.worker(one.index).ranks) == one.num_ranks
+        assert table.node_rank(one.index) == place
+
+
+def test_a_rank_knows_its_place_in_another_order() -> None:
+    joins = [join(0, num_ranks=2, topology="rack-b"), join(1, num_ranks=1, topology="rack-a")]
+    table = build_table(joins, RankOrder.TOPOLOGY)
+    place = Place(address="10.0.0.1", interface="ib0", door="")
+    made = rank_environment({"GLOO_SOCKET_IFNAME": "lo"}, table, worker=0, local_rank=1, place=place)
+    assert (made["RANK"], made["WORLD_SIZE"], made["NPROC_PER_NODE"]) == ("2", "3", "2")
+    assert (made["NODE_RANK"], made["GROUP_RANK"], made["NNODES"]) == ("1", "1", "2")
+    assert made["NODE_IPS"] == "10.0.0.2,10.0.0.1"
+    assert made["MEGATRON_NODE_IPS"] == "10.0.0.2,10.0.0.1,10.0.0.1"
+    assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("10.0.0.2", "29501")
+    assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=ib0")
+
+
+def test_a_table_without_us_or_of_another_attempt_is_not_believed() -> None:
+    own, other = join(1), join(0)
+    briefing = Briefing.of([own, other], RankOrder.INDEX, report=True)
+    assert Briefing.from_json(json.loads(json.dumps(briefing.to_json())), own) == briefing
+    for changed in (join(1, attempt=3), join(2), join(1, address="10.9.9.9"), join(1, num_ranks=3)):
+        with pytest.raises(MessageError, match="a rank table that cannot be used"):
+            Briefing.from_json(briefing.to_json(), changed)
+    with pytest.raises(MessageError, match="in place of the rank table"):
+        Briefing.from_json({"type": "progress"}, own)
 
 
 def test_rank_environment() -> None:
@@ -182,6 +262,15 @@ def sessions(worker_token: str = TOKEN) -> tuple[messages.Session, messages.Sess
     nonces = {"coordinator_nonce": messages.new_nonce(), "worker_nonce": messages.new_nonce()}
     coordinator = messages.Session(TOKEN, side="coordinator", **nonces)
     return coordinator, messages.Session(worker_token, side="worker", **nonces)
+
+
+def test_only_a_sealed_refusal_is_final() -> None:
+    coordinator, worker = sessions()
+    document = messages.refusal_to_json(RefusedError("no", final=True))
+    for line, final in ((messages.encode(document), False), (coordinator.seal(document), True)):
+        with pytest.raises(RefusedError, match="no") as caught:
+            worker.open(line)
+        assert caught.value.final is final
 
 
 def test_sealed_lines_pass_both_ways_and_never_show_the_secret() -> None:
@@ -236,10 +325,12 @@ def test_any_object_is_a_message_or_a_message_error(document: dict[str, Any]) ->
         code=st.integers(0, 255),
         rank=st.none() | st.integers(0, 999),
         message=st.text(max_size=30),
+        early=st.booleans(),
     )
 )
 def test_messages_survive_json(notice: Notice) -> None:
-    assert messages.news_from_json(json.loads(json.dumps(messages.news_to_json(notice)))) == notice
+    for news in (notice, Stop(worker=notice.worker)):
+        assert messages.news_from_json(json.loads(json.dumps(messages.news_to_json(news)))) == news
     assert messages.join_from_json(json.loads(json.dumps(messages.join_to_json(join())))) == join()
 
 
@@ -260,6 +351,7 @@ def end(rank: int, code: int = 0, **changes: Any) -> RankEnd:
 
 LOST = end(1, ExitCode.PEER_LOST)
 NAMED = Notice(worker=1, code=1, rank=3, message="rank 3 on worker 1 ended with signal 9")
+EARLY = Notice(worker=1, code=75, early=True)
 ELSEWHERE_LOST = Notice(worker=2, code=ExitCode.PEER_LOST)
 
 
@@ -280,6 +372,12 @@ ELSEWHERE_LOST = Notice(worker=2, code=ExitCode.PEER_LOST)
         pytest.param([end(0, signal=15)], True, Standing.ENDING, None, id="stopped early, as asked"),
         pytest.param([end(0, signal=15)], False, Standing.CERTAIN, end(0, signal=15), id="SIGTERM from a stranger"),
         pytest.param([end(0, signal=11)], True, Standing.CERTAIN, end(0, signal=11), id="crash while stopping"),
+        pytest.param([LOST, end(0, signal=15)], True, Standing.ENDING, None, id="lost one that was stopped early here"),
+        pytest.param([LOST, EARLY], True, Standing.ENDING, None, id="lost one that was stopped early elsewhere"),
+        pytest.param([EARLY, end(1, 67)], True, Standing.CERTAIN, end(1, 67), id="own failure beside an early stop"),
+        pytest.param(
+            [LOST, end(0, signal=9, killed_by_us=True)], True, Standing.SUSPICIOUS, LOST, id="loss while stopping"
+        ),
     ],
 )
 def test_judgement(events: list[Event], asked: bool, standing: Standing, reason: Event | None) -> None:
@@ -298,6 +396,9 @@ def test_outcome_of_orderly_ends() -> None:
     early = outcome.complete([end(0, signal=15), end(1, signal=9, killed_by_us=True)])
     assert early.code is ExitCode.PREEMPTED
     assert "before a rank could answer" in early.message
+    victims = outcome.complete([end(0, ExitCode.PEER_LOST), end(1, signal=9, killed_by_us=True)])
+    assert (victims.code, victims.early) == (ExitCode.PREEMPTED, True)
+    assert outcome.notice_of(victims, 0).early
 
 
 @pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.DATA, ExitCode.NOT_FINITE, ExitCode.STORAGE])

@@ -104,6 +104,19 @@ def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
     assert "Megatron-LM" in message
 
 
+@pytest.mark.parametrize(
+    ("flag", "runtime"),
+    [
+        ("--use-dpp", "MegaDPP"),
+        ("--node-ips=10.0.0.1", "MegaDPP"),
+        ("--forward-backward-disaggregating", "MegaFBD"),
+        ("--ignore-forward-tensor-parallel", "MegaFBD"),
+    ],
+)
+def test_runtimes_to_come_are_refused_as_such(flag: str, runtime: str) -> None:
+    assert f"comes with a later release: this trainer has no {runtime} yet" in refusal(flag)
+
+
 def test_no_flag_is_both_ours_and_refused() -> None:
     ours = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert not ours & megatron_flags()

@@ -42,6 +42,13 @@ OTHER_SPELLINGS = {
     "--output-dir": "--save",
 }
 """What other trainers call our flags: too far from ours for the nearest spelling to find them."""
+LATER_FLAGS = {
+    "--use-dpp": "MegaDPP",
+    "--node-ips": "MegaDPP",
+    "--forward-backward-disaggregating": "MegaFBD",
+    "--ignore-forward-tensor-parallel": "MegaFBD",
+}
+"""Flags of runtimes that this trainer does not have yet."""
 _NEAR = 0.75
 ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 """Share of letters in common from which on a name is taken for a typing error."""
@@ -83,6 +90,8 @@ def _refusal(argument: str, known: list[str]) -> str:
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}: every value needs a flag before it"
+    if flag in LATER_FLAGS:
+        return f"{flag} comes with a later release: this trainer has no {LATER_FLAGS[flag]} yet; leave it out"
     if flag in megatron_flags() and flag not in OTHER_SPELLINGS:
         return f"{flag} is a flag of Megatron-LM that this trainer does not support yet; leave it out"
     meant = _meant(flag.replace("_", "-"), known)

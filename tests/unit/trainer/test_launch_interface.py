@@ -1,0 +1,108 @@
+"""Which address a worker gives to the gang."""
+
+import json
+import socket
+from typing import Any
+
+import psutil
+import pytest
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_trainer.launch import interface
+from megatronapp_trainer.launch.interface import Place, attachment, find_place, pick_interface
+
+FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.168.1.5",), "ib0": (), "v6": ()}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "picked"),
+    [
+        ("eth0", ("eth0", "10.0.0.5")),
+        ("ib.*", ("ib1", "192.168.1.5")),
+        ("ib1|eth.*", ("eth0", "10.0.0.5")),
+        ("eth", None),
+        ("ib0", None),
+        ("net1", None),
+    ],
+)
+def test_an_interface_is_picked_by_name_or_by_an_expression_for_the_whole_name(
+    wanted: str, picked: tuple[str, str] | None
+) -> None:
+    if picked is not None:
+        assert pick_interface(wanted, FOUND) == picked
+        return
+    with pytest.raises(RendezvousError, match=wanted):
+        pick_interface(wanted, FOUND)
+
+
+def test_who_finds_no_interface_is_told_what_there_is() -> None:
+    with pytest.raises(
+        RendezvousError, match=r"no interface is called net1 .* ib1 192.168.1.5, lo 127.0.0.1, v6 without"
+    ):
+        pick_interface("net1", FOUND)
+    with pytest.raises(
+        RendezvousError, match=r"v6 \(MEGATRONAPP_INTERFACE\) has no IPv4 address; IPv6 is not supported"
+    ):
+        pick_interface("v6", FOUND)
+    with pytest.raises(UsageError, match="no regular expression"):
+        pick_interface("ib(", FOUND)
+
+
+def test_the_interfaces_of_this_machine() -> None:
+    name = next(one for one, addresses in interface.own_interfaces().items() if "127.0.0.1" in addresses)
+    assert name in psutil.net_if_stats()
+    place = find_place({Env.INTERFACE: name, Env.ADDRESS: "127.0.0.7", Env.NETWORK_STATUS: "broken"}, "no-such-host")
+    assert place == Place(address="127.0.0.1", interface=name, door="127.0.0.7")
+    assert find_place({Env.INTERFACE: name}, "no-such-host").door == ""
+
+
+POD = {"name": "cbr0", "interface": "eth0", "ips": ["10.244.0.9"], "default": True, "dns": {}}
+RAIL = {"name": "default/rail-0", "interface": "net1", "ips": ["fd00::9", "192.168.3.9"], "mac": "0a:58", "dns": {}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        ([], None),
+        ([POD], None),
+        ([POD, RAIL], ("192.168.3.9", "net1")),
+        ([RAIL, POD], ("192.168.3.9", "net1")),
+        ([POD, {"name": "no-address"}, RAIL], ("192.168.3.9", "net1")),
+        ([{"name": "device", "ips": ["10.1.1.1"]}], ("10.1.1.1", None)),
+    ],
+)
+def test_the_first_attachment_that_is_not_the_default_gives_the_address(
+    entries: list[dict[str, Any]], found: tuple[str, str | None] | None
+) -> None:
+    assert attachment(json.dumps(entries)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not a list of attachments"),
+        ("[1]", "is not a list of attachments"),
+        (json.dumps([{"name": "rail", "ips": ["fd00::9"]}]), "rail has the address fd00::9: IPv6 is not supported"),
+        (json.dumps([{"name": "rail", "ips": ["ten"]}]), "no IPv4 address"),
+    ],
+)
+def test_attachments_that_cannot_be_used_are_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        attachment(text)
+
+
+def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND)
+    status = json.dumps([POD, RAIL])
+    told = {Env.ADDRESS: "10.0.0.5"}
+    assert find_place({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
+    assert find_place({**told, Env.NETWORK_STATUS: status}, "x") == Place(
+        address="192.168.3.9", interface="net1", door="10.0.0.5"
+    )
+    assert find_place({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == Place(
+        address="10.0.0.5", door="10.0.0.5"
+    )
+    assert find_place({}, "localhost").address == socket.gethostbyname("localhost")
+    with pytest.raises(UsageError, match="IPv6"):
+        find_place({Env.ADDRESS: "fe80::2", Env.INTERFACE: "ib1"}, "x")
