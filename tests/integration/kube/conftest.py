@@ -4,6 +4,7 @@ import itertools
 import pathlib
 from collections.abc import Iterator
 
+import door
 import kube
 import pytest
 
@@ -19,6 +20,13 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlan
         done = plane.kubectl("wait", established, "crd/megatronjobs.megatronapp.io", "--timeout=60s")
         assert done.returncode == 0, done.stderr
         yield plane
+
+
+@pytest.fixture(scope="session")
+def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
+    """A door that asks the cluster about its callers."""
+    with door.door(plane, tmp_path_factory.mktemp("reviewing")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -19,13 +19,6 @@ FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 
 
 
 @pytest.fixture(scope="module")
-def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
-    """A door that asks the cluster about its callers."""
-    with door.door(plane, tmp_path_factory.mktemp("reviewing")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
     """A door without the right to ask."""
     with door.door(plane, tmp_path_factory.mktemp("tokens"), reviews=False, page=False) as running:

@@ -1,0 +1,168 @@
+"""A hub that somebody else has written gets nothing of the caller through the door, and gives nothing but JSON."""
+
+import pathlib
+from collections.abc import Iterator
+
+import door
+import hostile_hub
+import httpx
+import kube
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from megatronapp_common import frames
+
+PASSED = {"content-type", "transfer-encoding", "date", "content-length"}
+OURS = {
+    "content-security-policy",
+    "x-content-type-options",
+    "referrer-policy",
+    "cross-origin-opener-policy",
+    "cross-origin-resource-policy",
+    "cache-control",
+}
+
+
+@pytest.fixture
+def job(plane: kube.ControlPlane, namespace: str) -> door.Job:
+    return door.make_job(plane, namespace, "bad")
+
+
+@pytest.fixture
+def hub(job: door.Job, reviewing: door.Door, victim: hostile_hub.HostileHub) -> Iterator[hostile_hub.HostileHub]:
+    """The bad job's hub, whose redirects lead to the victim."""
+    with hostile_hub.hostile_hub(job.address, reviewing.hub_port, victim=victim) as running:
+        yield running
+
+
+@pytest.fixture
+def victim(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> Iterator[hostile_hub.HostileHub]:
+    """Something else within reach of the door, which must not be asked."""
+    good = door.make_job(plane, namespace, "good")
+    with hostile_hub.hostile_hub(good.address, reviewing.hub_port) as running:
+        yield running
+
+
+@pytest.fixture
+def token(plane: kube.ControlPlane, namespace: str) -> str:
+    return door.account(plane, namespace, "alice", grants=[door.on_jobs("get", "list", "update")])
+
+
+@pytest.mark.parametrize(
+    "what", ["html", "script", "nothing", "redirect", "json-redirect", "login", "packed", "endless"]
+)
+def test_what_is_not_json_of_a_sane_size_stays_outside(
+    job: door.Job,
+    hub: hostile_hub.HostileHub,
+    reviewing: door.Door,
+    token: str,
+    what: str,
+) -> None:
+    with reviewing.client(token) as client:
+        answer = client.get(f"{job.path}/job", params={"do": what})
+    assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub")
+    assert "script" not in answer.text
+    assert set(answer.headers) <= PASSED | OURS
+    assert len(hub.asked) == 1
+    assert not hub.led_somebody_away
+
+
+@pytest.mark.parametrize("what", ["lie", "fine"])
+def test_json_comes_through_bare(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str, what: str
+) -> None:
+    """HTML that calls itself JSON is shown as text: its type is the door's, and no browser may guess another."""
+    with reviewing.client(token) as client:
+        answer = client.get(f"{job.path}/job", params={"do": what})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'; sandbox"
+    assert set(answer.headers) <= PASSED | OURS
+    assert len(hub.asked) == 1
+
+
+def test_an_answer_that_breaks_off_is_no_whole_answer(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    with reviewing.client(token) as client, pytest.raises(httpx.RemoteProtocolError):
+        client.get(f"{job.path}/job", params={"do": "cut"})
+    assert len(hub.asked) == 1
+
+
+def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    more = {"X-Forwarded-For": "10.1.2.3", "X-Secret": "s", "Origin": reviewing.url, "Referer": reviewing.url}
+    with reviewing.client() as browser:
+        browser.get("/", params={"token": token})
+        cookie = next(iter(browser.cookies.values()))
+        browser.get(f"{job.path}/job", params={"token": token, "a": "1"}, headers=more)
+        browser.post(f"{job.path}/faults", json={"rank": 0}, headers=more)
+        browser.delete(f"{job.path}/faults/one", headers=more)
+    assert [one.path for one in hub.asked] == ["/api/v1/job?a=1", "/api/v1/faults", "/api/v1/faults/one"]
+    for one in hub.asked:
+        said = {name.lower(): value for name, value in one.headers.items()}
+        assert said.pop("authorization") == f"Bearer {reviewing.job_token(job.uid)}"
+        assert set(said) <= {"host", "accept", "accept-encoding", "user-agent", "content-type", "content-length"}
+        assert not any(token in value or cookie in value for value in said.values())
+
+
+def test_paths_cannot_leave_the_hub_or_reach_another(
+    job: door.Job,
+    hub: hostile_hub.HostileHub,
+    reviewing: door.Door,
+    token: str,
+) -> None:
+    with reviewing.client(token) as client:
+        for path in (
+            "..%2f..%2fmetrics",
+            "%2e%2e/%2e%2e/metrics",
+            "a%2f..%2f..%2fb",
+            "/@127.0.0.1:1/",
+            "job%0d%0aX-Evil:%201",
+            "job%3Fa=1%23b",
+            "%00",
+        ):
+            answer = client.get(f"{job.path}/{path}")
+            assert answer.status_code in {404, 422}, (path, answer.text)
+    assert hub.asked == []
+    assert not hub.led_somebody_away
+
+
+@pytest.mark.parametrize("how", ["redirect", "html", "text", "frames"])
+def test_of_the_live_socket_only_binary_frames_come_through(
+    job: door.Job,
+    hub: hostile_hub.HostileHub,
+    reviewing: door.Door,
+    token: str,
+    how: str,
+) -> None:
+    hub.live = how
+    url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live"
+    headers = {"Authorization": f"Bearer {token}", "Cookie": "a=b"}
+    with connect(url, additional_headers=headers, proxy=None, compression=None) as page:
+        page.send("a page has nothing to say")
+        if how == "frames":
+            assert page.recv(door.DEADLINE_S) == b"frame"
+        elif how == "text":
+            with pytest.raises(ConnectionClosed, match="the hub sent text"):
+                page.recv(door.DEADLINE_S)
+        else:
+            message = page.recv(door.DEADLINE_S)
+            assert isinstance(message, bytes)
+            assert frames.decode(message).header["code"] == "hub-not-there"
+    [asked] = hub.asked
+    assert asked.headers["Authorization"] == f"Bearer {reviewing.job_token(job.uid)}"
+    assert not any(token in value or "a=b" in value for value in asked.headers.values())
+    assert not hub.led_somebody_away
+
+
+def test_no_token_is_ever_written_down(reviewing: door.Door, job: door.Job, token: str) -> None:
+    with reviewing.client(token) as client:
+        client.get(f"{job.path}/job", params={"token": token})
+    log = pathlib.Path(reviewing.log).read_text(encoding="utf-8")
+    assert token not in log
+    assert reviewing.job_token(job.uid) not in log
+    assert reviewing.key not in log
