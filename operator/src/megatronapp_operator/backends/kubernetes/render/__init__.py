@@ -1,0 +1,26 @@
+"""From a MegatronJob to the objects that run it. Pure: the same job, attempt and settings give the same objects."""
+
+from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
+from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, secret
+from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_objects, hub_pod
+from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
+from megatronapp_operator.backends.kubernetes.render.objects import Names
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.worker import template_hash, worker_pod
+
+__all__ = [
+    "ANNOTATION_STARTS",
+    "ANNOTATION_TOPOLOGY",
+    "Attempt",
+    "Names",
+    "Owner",
+    "RenderSettings",
+    "Rendered",
+    "gang_objects",
+    "hub_objects",
+    "hub_pod",
+    "init_pod",
+    "secret",
+    "template_hash",
+    "worker_pod",
+]

@@ -1,0 +1,53 @@
+"""What all pods of a job follow from, worked out once for its thousand workers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from megatronapp_common.job import MegatronJob, World, megatron_arguments
+
+T = TypeVar("T")
+R = TypeVar("R")
+REMEMBERED = 64
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Numbers and words of a job."""
+
+    world: World
+    arguments: tuple[str, ...]
+    """Flags of its ranks."""
+    proc_per_node: str
+    """Ranks of each worker, comma separated."""
+
+
+class Same(Generic[T]):
+    """A key by identity for a value that never changes but has no hash. It keeps the value, and so its identity."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def once(function: Callable[[T], R]) -> Callable[[T], R]:
+    """The function, remembering its results for the newest values."""
+    remembered = functools.lru_cache(maxsize=REMEMBERED)(lambda same: function(same.value))
+    return functools.wraps(function)(lambda value: remembered(Same(value)))
+
+
+@once
+def facts_of(job: MegatronJob) -> Facts:
+    """The facts of a job. Raises JobError if its numbers do not agree."""
+    world = job.world
+    return Facts(
+        world=world,
+        arguments=tuple(megatron_arguments(job)),
+        proc_per_node=",".join(map(str, world.proc_per_node)),
+    )

@@ -1,0 +1,79 @@
+"""What must be there before a gang's pods: policy, Service, the manifest, the secret, the pod group."""
+
+import base64
+import dataclasses
+
+import yaml
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import COORDINATOR_PORT, STATUS_PORT, ReplicaType
+from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, SECRETS, SERVICES, Object
+from megatronapp_operator.backends.kubernetes.render import storage
+from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
+from megatronapp_operator.backends.kubernetes.render.policies import workers_policy
+from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, min_available, pod_group
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.worker import render_worker
+from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
+
+
+def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: RenderSettings) -> tuple[Rendered, ...]:
+    """Everything but the Secret, in the order in which it must exist."""
+    made = (
+        workers_policy(job, owner, settings),
+        _service(owner),
+        _document(job, owner),
+        _group(Draft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
+    )
+    return tuple(one for one in made if one is not None)
+
+
+def secret(job: MegatronJob, owner: Owner, secret_hex: str) -> Rendered:
+    """The job's secret, which never changes."""
+    meta = metadata(owner, Names(owner.name).secret, labels(owner, "tokens"))
+    data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
+    return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
+
+
+def _service(owner: Owner) -> Rendered:
+    """The workers' names in the DNS, before they are ready: they find each other to become so."""
+    meta = metadata(owner, Names(owner.name).workers, labels(owner, "worker"))
+    ports = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector(owner, ReplicaType.WORKER)["matchLabels"],
+        "ports": [{"name": name, "port": port, "protocol": "TCP"} for name, port in ports],
+    }
+    return SERVICES, make(SERVICES.api_version, "Service", meta, spec=spec)
+
+
+def _document(job: MegatronJob, owner: Owner) -> Rendered:
+    """The manifest as the hub reads it, without its status."""
+    given = job.to_dict()
+    identity = {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid}
+    document = {
+        "apiVersion": given["apiVersion"],
+        "kind": given["kind"],
+        "metadata": identity,
+        "spec": given["spec"],
+    }
+    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    meta = metadata(owner, Names(owner.name).document, labels(owner, "manifest"))
+    return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={storage.JOB_KEY: text})
+
+
+def _group(draft: Draft) -> Rendered | None:
+    """The pod group, where the scheduler wants one. The gang needs at least what its first workers need."""
+    resource = GROUPS.get(draft.spec.scheduling.gang)
+    if resource is None:
+        return None
+    needed = min_available(draft)
+    counts = [(group.first, min(group.nodes, needed - group.first)) for group in draft.world.worker_groups]
+    pods = [(_pod_spec(draft, index), count) for index, count in counts if count > 0]
+    return pod_group(draft, resource, pods)
+
+
+def _pod_spec(draft: Draft, index: int) -> Object:
+    spec: Object = render_worker(dataclasses.replace(draft, index=index))["spec"]
+    return spec

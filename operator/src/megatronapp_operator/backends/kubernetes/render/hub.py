@@ -1,0 +1,121 @@
+"""The hub: a pod and a Service of its own, outside of the gang."""
+
+from typing import Any
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import GROUP, HUB_PORT, Env, ReplicaType
+from megatronapp_operator.backends.kubernetes.api import SERVICES, Object
+from megatronapp_operator.backends.kubernetes.render import storage
+from megatronapp_operator.backends.kubernetes.render.agent import analyzer_image
+from megatronapp_operator.backends.kubernetes.render.environment import variables
+from megatronapp_operator.backends.kubernetes.render.initializers import identity
+from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, pod_labels, selector
+from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
+from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
+from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
+
+HUB = "hub"
+STATE = "/var/lib/megatronapp"
+ANNOTATION_STARTS = f"{GROUP}/starts"
+"""On the hub's pod: how often a hub of this job was started, this one included."""
+REQUESTS = {"cpu": "100m", "memory": "256Mi"}
+LIMITS = {"cpu": "2", "memory": "2Gi"}
+GRACE_S = 10
+"""The hub writes what it holds and ends within three seconds."""
+
+
+def hub_objects(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tuple[Rendered, ...]:
+    """What must be there before the hub's pod: its policy, unless the job wants none, and its Service."""
+    name = Names(owner.name).hub
+    service = make(
+        SERVICES.api_version,
+        "Service",
+        metadata(owner, name, labels(owner, HUB)),
+        spec={
+            "type": "ClusterIP",
+            "selector": selector(owner, ReplicaType.HUB)["matchLabels"],
+            "ports": [{"name": "http", "port": HUB_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    )
+    policy = hub_policy(job, owner, settings)
+    return (*([policy] if policy is not None else []), (SERVICES, service))
+
+
+def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts: int) -> Object:
+    """The hub's pod. The kubelet starts its container again; only a pod that is gone is made anew."""
+    state: dict[str, Any] = {"name": "state", **_state_volume(job)}
+    spec: Object = {
+        "restartPolicy": "Always",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": pod_security(),
+        "containers": [_container(job, owner, settings)],
+        "volumes": [
+            storage.secret_volume(Names(owner.name).secret),
+            {"name": "job", "configMap": {"name": Names(owner.name).document}},
+            state,
+            {"name": "tmp", "emptyDir": {}},
+        ],
+        **identity(job),
+    }
+    meta = metadata(owner, Names(owner.name).hub, pod_labels(owner, ReplicaType.HUB), {ANNOTATION_STARTS: str(starts)})
+    return make("v1", "Pod", meta, spec=spec)
+
+
+def _state_volume(job: MegatronJob) -> Object:
+    volume = job.spec.analyzer.volume
+    if volume.claim is None:
+        return {"emptyDir": {"sizeLimit": volume.size_limit}}
+    return {"persistentVolumeClaim": {"claimName": volume.claim}}
+
+
+def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
+    given = job.spec.analyzer.resources
+    told = {
+        Env.JOB: owner.name,
+        Env.JOB_UID: owner.uid,
+        Env.SECRET_FILE: storage.SECRET_FILE,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {
+        "name": HUB,
+        **analyzer_image(job, settings),
+        "command": _command(),
+        "env": variables(told),
+        "ports": [{"name": "http", "containerPort": HUB_PORT, "protocol": "TCP"}],
+        "resources": given.to_dict() if given.requests or given.limits else {"requests": REQUESTS, "limits": LIMITS},
+        "securityContext": container_security(read_only=True),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "readinessProbe": _probe("/readyz", period_s=2, failures=3),
+        "livenessProbe": _probe("/healthz", period_s=10, failures=6),
+        "volumeMounts": _mounts(job, owner),
+    }
+
+
+def _command() -> list[str]:
+    """All that reach it have a token; the pages are the door's, which serves them itself."""
+    place = ["--host", "0.0.0.0", "--allow-remote", "--port", str(HUB_PORT)]
+    files = ["--job-file", f"{storage.JOB}/{storage.JOB_KEY}", "--state-dir", STATE]
+    return ["python3", "-m", "megatronapp_analyzer.hub", *place, *files, "--no-die-with-parent"]
+
+
+def _probe(path: str, *, period_s: int, failures: int) -> Object:
+    return {
+        "httpGet": {"path": path, "port": "http"},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 2,
+        "failureThreshold": failures,
+    }
+
+
+def _mounts(job: MegatronJob, owner: Owner) -> list[Object]:
+    """A claim may be shared by the hubs of many jobs: each has a folder by its uid."""
+    state: Object = {"name": "state", "mountPath": STATE}
+    state |= {"subPath": f"megatronapp-hubs/{owner.uid}"} if job.spec.analyzer.volume.claim is not None else {}
+    return [
+        {"name": "secret", "mountPath": storage.SECRET, "readOnly": True},
+        {"name": "job", "mountPath": storage.JOB, "readOnly": True},
+        state,
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]

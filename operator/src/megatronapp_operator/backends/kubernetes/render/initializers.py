@@ -1,0 +1,72 @@
+"""Containers that bring data or weights before the ranks start."""
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.cluster import Initializer
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.render import storage
+from megatronapp_operator.backends.kubernetes.render.environment import UNPRIVILEGED_HOME, variables
+from megatronapp_operator.backends.kubernetes.render.objects import Names, make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
+from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+
+PREFIX = "init-"
+"""Before the names of initializers, so that none takes the name of a container of ours."""
+
+
+def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
+    """The container of an initializer. Its words may hold $(STORAGE_URI) and $(TARGET), as everywhere in Kubernetes."""
+    told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
+    made: Object = {
+        "name": (PREFIX + one.name)[:63].rstrip("-"),
+        "image": one.image,
+        "imagePullPolicy": job.spec.image_pull_policy,
+        "env": variables({**UNPRIVILEGED_HOME, **{name: value for name, value in told.items() if value is not None}}),
+        "volumeMounts": mounts,
+        "securityContext": container_security(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    made |= {"command": list(one.command)} if one.command else {}
+    made |= {"args": list(one.args)} if one.args else {}
+    made |= {"envFrom": [{"secretRef": {"name": one.secret_ref.name}}]} if one.secret_ref is not None else {}
+    return made
+
+
+def node_containers(job: MegatronJob) -> list[Object]:
+    """Init containers of every worker."""
+    mounts = [*storage.claim_mounts(job, writable=True), *storage.local_mounts(job)]
+    return [initializer(one, job, mounts) for one in storage.node_initializers(job)]
+
+
+def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object | None:
+    """The pod that runs the initializers of the whole job, one after the other; None if there are none.
+
+    The last one is its main container, the others its init containers. It is not started again by itself: whether
+    that makes sense, the plan decides.
+    """
+    wanted = [one for one in job.spec.initializers if one.scope == "Job"]
+    if not wanted:
+        return None
+    containers = [initializer(one, job, storage.claim_mounts(job, writable=True)) for one in wanted]
+    spec: Object = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "volumes": storage.claim_volumes(job),
+        "initContainers": containers[:-1],
+        "containers": containers[-1:],
+        **identity(job),
+    }
+    meta = metadata(owner, Names(owner.name).init, pod_labels(owner, ReplicaType.INIT))
+    return make("v1", "Pod", meta, spec=spec)
+
+
+def identity(job: MegatronJob) -> Object:
+    """What all pods of a job have of its spec: who they are, how images are pulled, which taints they stand."""
+    given: Object = {
+        "imagePullSecrets": [{"name": one.name} for one in job.spec.image_pull_secrets],
+        "tolerations": [one.to_dict() for one in job.spec.tolerations],
+        "serviceAccountName": job.spec.service_account_name,
+    }
+    return {name: value for name, value in given.items() if value}

@@ -1,0 +1,73 @@
+"""InfiniBand, attached networks and the node's own network."""
+
+from megatronapp_common.names import COORDINATOR_PORT, STATUS_PORT
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
+
+ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
+ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
+LABEL_HOST_NETWORK = "megatronapp.io/host-network"
+"""On workers in their node's own network; two of them on one node would take each other's ports."""
+
+
+def rdma_environment(draft: Draft) -> dict[str, str]:
+    """What NCCL and UCX need to find the adapters, unless the user says it."""
+    rdma = draft.spec.network.rdma
+    if not rdma.enabled:
+        return {}
+    made: dict[str, str] = {}
+    if rdma.hca is not None:
+        made["NCCL_IB_HCA"] = rdma.hca
+    if (devices := ucx_devices(rdma.hca or "")) is not None:
+        made["UCX_NET_DEVICES"] = devices
+    if rdma.gid_index is not None:
+        made |= {"NCCL_IB_GID_INDEX": str(rdma.gid_index), "UCX_IB_GID_INDEX": str(rdma.gid_index)}
+    return made
+
+
+def ucx_devices(hca: str) -> str | None:
+    """Adapters in UCX's spelling, which names a port. None if NCCL's text excludes, or means any that begins so."""
+    if not hca or hca.startswith("^"):
+        return None
+    names = [name.strip() for name in hca.removeprefix("=").split(",") if name.strip()]
+    return ",".join(name if ":" in name else f"{name}:1" for name in names) or None
+
+
+def rdma_resources(draft: Draft) -> dict[str, str]:
+    """The devices to ask for."""
+    rdma = draft.spec.network.rdma
+    wanted = rdma.enabled and rdma.resource_name is not None
+    return {rdma.resource_name: str(rdma.count)} if wanted and rdma.resource_name is not None else {}
+
+
+def network_annotations(draft: Draft) -> dict[str, str]:
+    """The networks to join."""
+    attachments = draft.spec.network.attachments
+    return {ANNOTATION_NETWORKS: ",".join(attachments)} if attachments else {}
+
+
+def network_labels(draft: Draft) -> dict[str, str]:
+    """What the anti-affinity goes by."""
+    return {LABEL_HOST_NETWORK: "true"} if draft.host_network else {}
+
+
+def network_spec(draft: Draft) -> Object:
+    """Whose network the pod is in. What is None here stays out of the pod, whatever its template says."""
+    if not draft.host_network:
+        return {"hostNetwork": None, "hostPID": None, "hostIPC": None}
+    return {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet", "hostPID": None, "hostIPC": None}
+
+
+def ports(draft: Draft) -> list[Object]:
+    """Ports of the launcher, the same for all workers, so that their pods have one shape for a queue.
+
+    In the node's network they are the node's, and the scheduler keeps apart who declares the same ones.
+    """
+    named = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
+    made: list[Object] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named]
+    return [one | {"hostPort": one["containerPort"]} for one in made] if draft.host_network else made
+
+
+def waits_for_networks(draft: Draft) -> bool:
+    """Whether the launcher's address is that of an attached network, which is known once that is there."""
+    return bool(draft.spec.network.attachments) and draft.spec.network.rdma.interface is None

@@ -1,0 +1,126 @@
+"""Names, labels and ownership of a job's objects."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.names import (
+    API_VERSION,
+    KIND,
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_REPLICA_INDEX,
+    LABEL_REPLICA_TYPE,
+    ReplicaType,
+)
+from megatronapp_operator.backends.kubernetes.api import FIELD_MANAGER, Object
+from megatronapp_operator.backends.kubernetes.render.settings import Owner
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Names:
+    """Names of a job's objects. Each ends in its own suffix, so that no two jobs meet."""
+
+    job: str
+
+    @property
+    def workers(self) -> str:
+        """Headless Service and NetworkPolicy of the workers."""
+        return f"{self.job}-workers"
+
+    @property
+    def hub(self) -> str:
+        """Pod, Service and NetworkPolicy of the hub."""
+        return f"{self.job}-hub"
+
+    @property
+    def secret(self) -> str:
+        """Secret with the job's secret."""
+        return f"{self.job}-tokens"
+
+    @property
+    def document(self) -> str:
+        """ConfigMap with the manifest."""
+        return f"{self.job}-job"
+
+    @property
+    def ranks(self) -> str:
+        """ConfigMap with a rank table that is too long for the status."""
+        return f"{self.job}-ranks"
+
+    @property
+    def init(self) -> str:
+        """Pod of the initializers that run once."""
+        return f"{self.job}-init"
+
+    def worker(self, index: int) -> str:
+        """Pod and host name of a worker."""
+        return f"{self.job}-worker-{index}"
+
+    def group(self, attempt: int) -> str:
+        """Pod group of an attempt."""
+        return f"{self.job}-a{attempt}"
+
+
+def host_of(service: str, namespace: str, domain: str) -> str:
+    """Full name of a Service, or of a pod behind it, in the cluster's DNS."""
+    return f"{service}.{namespace}.svc.{domain}"
+
+
+def selector(owner: Owner, *kinds: ReplicaType) -> Object:
+    """Label selector of the job's pods of some kinds; of all, if none is given. The uid keeps it to this very job."""
+    chosen: Object = {"matchLabels": {LABEL_JOB_UID: owner.uid}}
+    if len(kinds) == 1:
+        chosen["matchLabels"][LABEL_REPLICA_TYPE] = kinds[0].value
+    elif kinds:
+        values = [kind.value for kind in kinds]
+        chosen["matchExpressions"] = [{"key": LABEL_REPLICA_TYPE, "operator": "In", "values": values}]
+    return chosen
+
+
+def labels(owner: Owner, component: str) -> dict[str, str]:
+    """Labels of every object of a job."""
+    return {
+        LABEL_JOB: owner.name,
+        LABEL_JOB_UID: owner.uid,
+        "app.kubernetes.io/name": "megatronapp",
+        "app.kubernetes.io/instance": owner.name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/part-of": "megatronapp",
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+    }
+
+
+def pod_labels(owner: Owner, kind: ReplicaType, *, index: int = 0, attempt: int = 0) -> dict[str, str]:
+    """Labels of a pod; what selectors and the operator's own reading go by."""
+    return {
+        **labels(owner, kind.value),
+        LABEL_REPLICA_TYPE: kind.value,
+        LABEL_REPLICA_INDEX: str(index),
+        LABEL_ATTEMPT: str(attempt),
+    }
+
+
+def metadata(owner: Owner, name: str, given: Mapping[str, str], annotations: Mapping[str, str] | None = None) -> Object:
+    """Metadata of an object that goes with its job."""
+    reference = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    made: Object = {
+        "name": name,
+        "namespace": owner.namespace,
+        "labels": dict(given),
+        "ownerReferences": [reference],
+    }
+    return made | ({"annotations": dict(annotations)} if annotations else {})
+
+
+def make(api_version: str, kind: str, meta: Object, **body: Any) -> Object:  # noqa: ANN401
+    """An object of some kind."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, **body}

@@ -1,0 +1,78 @@
+"""Who may open connections to a job's pods. Nothing is said about where these may connect to.
+
+A policy holds for the cluster's own network: neither for pods in their node's network nor for attached networks and
+RDMA, which go past it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
+from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, Object
+from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
+from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
+
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""The API server sets it on every namespace."""
+
+
+def workers_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
+    """Workers let each other in, and the operator to the launcher's status; initializers let nobody in."""
+    if job.spec.network.policy == "None":
+        return None
+    rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]
+    rules += _rules(_operator(settings), STATUS_PORT)
+    return _policy(owner, Names(owner.name).workers, "worker", (ReplicaType.WORKER, ReplicaType.INIT), rules)
+
+
+def hub_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
+    """The hub lets agents, operator, door and Prometheus in, at its one port."""
+    if job.spec.network.policy == "None":
+        return None
+    agents: list[Object] = [{"podSelector": selector(owner, ReplicaType.WORKER)}]
+    rules = _rules([*agents, *_operator(settings), *_door(settings), *_prometheus(settings)], HUB_PORT)
+    return _policy(owner, Names(owner.name).hub, "hub", (ReplicaType.HUB,), rules)
+
+
+def _policy(
+    owner: Owner, name: str, component: str, kinds: tuple[ReplicaType, ...], rules: Sequence[Object]
+) -> Rendered:
+    spec = {"podSelector": selector(owner, *kinds), "policyTypes": ["Ingress"], "ingress": list(rules)}
+    meta = metadata(owner, name, labels(owner, component))
+    return NETWORK_POLICIES, make(NETWORK_POLICIES.api_version, "NetworkPolicy", meta, spec=spec)
+
+
+def _rules(peers: Sequence[Object], port: int) -> list[Object]:
+    """No rule without peers: one would let everybody in."""
+    return [_rule(peers) | {"ports": [{"protocol": "TCP", "port": port}]}] if peers else []
+
+
+def _rule(peers: Sequence[Object]) -> Object:
+    return {"from": list(peers)}
+
+
+def _operator(settings: RenderSettings) -> list[Object]:
+    return _pods_of(settings.operator_namespace, settings.operator_labels)
+
+
+def _door(settings: RenderSettings) -> list[Object]:
+    return _pods_of(settings.operator_namespace, settings.door_labels)
+
+
+def _prometheus(settings: RenderSettings) -> list[Object]:
+    if settings.prometheus_namespace is None:
+        return []
+    if not settings.prometheus_labels:
+        return [{"namespaceSelector": _namespace(settings.prometheus_namespace)}]
+    return _pods_of(settings.prometheus_namespace, settings.prometheus_labels)
+
+
+def _pods_of(namespace: str, chosen: Mapping[str, str]) -> list[Object]:
+    """Pods by namespace and labels. Without labels none: a selector that says nothing means all of them."""
+    if not chosen:
+        return []
+    return [{"namespaceSelector": _namespace(namespace), "podSelector": {"matchLabels": dict(chosen)}}]
+
+
+def _namespace(name: str) -> Object:
+    return {"matchLabels": {NAMESPACE_NAME: name}}

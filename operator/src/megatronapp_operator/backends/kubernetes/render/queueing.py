@@ -1,0 +1,94 @@
+"""What the schedulers of gangs want to see of a job: their pod groups, and marks on the pods.
+
+Kueue makes its own object from the pods; the others need a pod group of ours, one for each attempt.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatronapp_common.names import LABEL_REPLICA_INDEX
+from megatronapp_operator.backends.kubernetes.api import (
+    COSCHEDULING_POD_GROUPS,
+    KAI_POD_GROUPS,
+    VOLCANO_POD_GROUPS,
+    Object,
+    Resource,
+)
+from megatronapp_operator.backends.kubernetes.render.objects import labels, make, metadata
+from megatronapp_operator.backends.kubernetes.render.quantities import gang_requests
+from megatronapp_operator.backends.kubernetes.render.settings import Rendered
+from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
+
+SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
+"""Names under which these schedulers are installed, unless the job names another."""
+GROUPS: dict[str, Resource] = {
+    "Volcano": VOLCANO_POD_GROUPS,
+    "Coscheduling": COSCHEDULING_POD_GROUPS,
+    "KAI": KAI_POD_GROUPS,
+}
+
+
+def scheduler_name(draft: Draft) -> str | None:
+    """The job's own choice, else the gang's."""
+    return draft.spec.scheduler_name or SCHEDULERS.get(draft.spec.scheduling.gang)
+
+
+def pod_marks(draft: Draft) -> tuple[dict[str, str], dict[str, str]]:
+    """Labels and annotations by which a scheduler knows the gang of a pod."""
+    group = draft.names.group(draft.attempt.number)
+    queue = draft.spec.scheduling.queue
+    match draft.spec.scheduling.gang:
+        case "Kueue":
+            return _kueue(draft, group, queue or "")
+        case "Volcano":
+            return {}, {"scheduling.k8s.io/group-name": group}
+        case "Coscheduling":
+            return {"scheduling.x-k8s.io/pod-group": group}, {}
+        case "KAI":
+            marks = {"pod-group-name": group, "kai.scheduler/skip-podgrouper": "true"}
+            return ({"kai.scheduler/queue": queue} if queue else {}), marks
+        case _:
+            return {}, {}
+
+
+def _kueue(draft: Draft, group: str, queue: str) -> tuple[dict[str, str], dict[str, str]]:
+    """A group of plain pods. It has the attempt in its name: other excluded nodes make another shape of pods.
+
+    Kueue waits for replacements of failed pods unless told that there will be none.
+    """
+    topology = draft.spec.scheduling.topology
+    annotations = {
+        "kueue.x-k8s.io/pod-group-total-count": str(draft.world.nodes),
+        "kueue.x-k8s.io/retriable-in-group": "false",
+        "kueue.x-k8s.io/pod-group-pod-index-label": LABEL_REPLICA_INDEX,
+    }
+    if topology is not None:
+        kind = "required" if topology.required else "preferred"
+        annotations[f"kueue.x-k8s.io/podset-{kind}-topology"] = topology.level
+    return {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/pod-group-name": group}, annotations
+
+
+def pod_group(draft: Draft, resource: Resource, pods: Sequence[tuple[Object, int]]) -> Rendered:
+    """The gang as an object; `pods` are those that must start together, and how many of each."""
+    wanted = _without_none(
+        {
+            "minMember": min_available(draft),
+            "queue": None if resource is COSCHEDULING_POD_GROUPS else draft.spec.scheduling.queue,
+            "minResources": None if resource is KAI_POD_GROUPS else gang_requests(pods),
+            "priorityClassName": None if resource is COSCHEDULING_POD_GROUPS else draft.spec.priority_class_name,
+            "scheduleTimeoutSeconds": (
+                draft.spec.scheduling.timeout_seconds if resource is COSCHEDULING_POD_GROUPS else None
+            ),
+        }
+    )
+    meta = metadata(draft.owner, draft.names.group(draft.attempt.number), labels(draft.owner, "worker"))
+    return resource, make(resource.api_version, "PodGroup", meta, spec=wanted)
+
+
+def min_available(draft: Draft) -> int:
+    """Workers that must be placeable together."""
+    return min(draft.spec.scheduling.min_available or draft.world.nodes, draft.world.nodes)
+
+
+def _without_none(values: dict[str, Any]) -> Object:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,65 @@
+"""One worker, as the modules of this package look at it."""
+
+import dataclasses
+import functools
+
+from megatronapp_common.job import MegatronJob, Spec, World
+from megatronapp_common.job.world import WorkerGroup
+from megatronapp_operator.backends.kubernetes.render.facts import Facts, facts_of
+from megatronapp_operator.backends.kubernetes.render.objects import Names
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+
+TRAINER = "trainer"
+AGENT = "agent"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A worker of an attempt, and everything that its pod follows from. Raises JobError if the world does not fit."""
+
+    job: MegatronJob
+    owner: Owner
+    attempt: Attempt
+    index: int
+    settings: RenderSettings
+
+    @property
+    def spec(self) -> Spec:
+        """What the user asks for."""
+        return self.job.spec
+
+    @property
+    def names(self) -> Names:
+        """Names of the job's objects."""
+        return Names(self.owner.name)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What all workers of the job have in common."""
+        return facts_of(self.job)
+
+    @property
+    def world(self) -> World:
+        """Ranks and where they go."""
+        return self.facts.world
+
+    @functools.cached_property
+    def group(self) -> WorkerGroup:
+        """The workers that are like this one."""
+        return self.world.group_of(self.index)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of this worker."""
+        return self.group.gpus_per_node
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether its trainer must be root to pin memory."""
+        rdma = self.spec.network.rdma
+        return rdma.enabled and rdma.ipc_lock
+
+    @property
+    def host_network(self) -> bool:
+        """Whether it lives in its node's own network."""
+        return self.spec.network.mode == "HostNetwork"
