@@ -53,11 +53,14 @@ class ControlPlane:
         """What the API server shows, which is its own authority."""
         return self.folder / "certificates" / "apiserver.crt"
 
+    def context(self) -> ssl.SSLContext:
+        """What trusts the API server."""
+        return ssl.create_default_context(cafile=str(self.certificate))
+
     def client(self, user: str = ADMIN) -> httpx.Client:
         """An HTTP client with the user's token."""
-        context = ssl.create_default_context(cafile=str(self.certificate))
         headers = {"Authorization": f"Bearer {self.tokens[user]}"}
-        return httpx.Client(base_url=self.url, headers=headers, verify=context, timeout=60)
+        return httpx.Client(base_url=self.url, headers=headers, verify=self.context(), timeout=60)
 
     def kubeconfig(self, user: str = ADMIN) -> pathlib.Path:
         """A file for kubectl and clients."""

@@ -5,6 +5,7 @@ OperatorError
 ├── JobConflictError  a job of this name is in the way
 ├── JobNotFoundError  no job of this name
 ├── HubError          the job's hub refused, or cannot be reached
+├── SettingsError     a program was started with something that cannot be used
 └── BackendError      the backend cannot do what it was asked
 """
 
@@ -31,3 +32,7 @@ class HubError(OperatorError):
 
 class BackendError(OperatorError):
     """The backend cannot do what it was asked, such as finding a free port."""
+
+
+class SettingsError(OperatorError):
+    """A flag, a file or a variable that a program was started with cannot be used."""

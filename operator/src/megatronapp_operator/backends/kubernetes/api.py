@@ -6,7 +6,7 @@ Nothing is tried again here. Who asks is level-triggered: it looks again and dec
 import dataclasses
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,6 +56,12 @@ SERVICES = Resource("v1", "services")
 SECRETS = Resource("v1", "secrets")
 CONFIG_MAPS = Resource("v1", "configmaps")
 LEASES = Resource("coordination.k8s.io/v1", "leases")
+NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
+PERSISTENT_VOLUME_CLAIMS = Resource("v1", "persistentvolumeclaims")
+VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
+COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
+KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
+EVENTS = Resource("events.k8s.io/v1", "events")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,16 +87,33 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
 class Api:
     """Requests to one API server. Every method raises ApiError (see errors) if the server refuses or is not there."""
 
-    def __init__(self, client: ApiClient, *, request_s: float = REQUEST_S) -> None:
+    def __init__(
+        self,
+        client: ApiClient,
+        *,
+        request_s: float = REQUEST_S,
+        guard: Callable[[], None] = lambda: None,
+        told: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+    ) -> None:
+        """`guard` is asked before every request that may change something, and raises where that must not be now.
+
+        `told` hears of every answer: verb, resource, HTTP status (0: none came).
+        """
         self._client = client
         self._request_s = request_s
+        self._guard = guard
+        self._told = told
+
+    def guarded(self, guard: Callable[[], None], told: Callable[[str, str, int], None]) -> "Api":
+        """The same server, with a guard before what changes something."""
+        return Api(self._client, request_s=self._request_s, guard=guard, told=told)
 
     async def get(
         self, resource: Resource, namespace: str, name: str, *, timeout_s: float | None = None
     ) -> Object | None:
         """One object; None if there is none."""
         try:
-            return await self._send("GET", resource.path(namespace, name), timeout_s=timeout_s)
+            return await self._send("GET", resource, resource.path(namespace, name), timeout_s=timeout_s)
         except NotFoundError:
             return None
 
@@ -100,21 +123,34 @@ class Api:
         """All objects, of a namespace or of all, whose labels match; read in pages."""
         for _ in range(2):
             try:
-                return await self._pages(resource, namespace, labels, page)
+                pages = [one async for one in self.pages(resource, namespace, labels=labels, page=page)]
+                return Listing([item for one in pages for item in one.items], pages[-1].resource_version)
             except GoneError:  # the pages took longer than the server keeps the state of the first
                 page = 0
         raise GoneError(f"list {resource.plural}: the server has forgotten its own list")
 
+    async def pages(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
+    ) -> AsyncIterator[Listing]:
+        """The same page by page, for who need not hold them all. Raises GoneError where that takes too long."""
+        query = {"labelSelector": labels, "limit": str(page)}
+        while True:
+            answer = await self._send("GET", resource, resource.path(namespace), query=query)
+            yield Listing(answer["items"], answer["metadata"]["resourceVersion"])
+            if not (token := answer["metadata"].get("continue")):
+                return
+            query |= {"continue": token}
+
     async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
         """A new object, as the server stored it. Raises AlreadyExistsError."""
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
-        return await self._send("POST", resource.path(_namespace(obj)), query=query, body=obj)
+        return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj)
 
     async def apply(self, resource: Resource, obj: Object) -> Object:
         """Make the object's fields so, whoever set them before; fields that we no longer name go."""
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         path = resource.path(_namespace(obj), _name(obj))
-        return await self._send("PATCH", path, query=query, body=obj, content=APPLY_PATCH)
+        return await self._send("PATCH", resource, path, query=query, body=obj, content=APPLY_PATCH)
 
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None
@@ -122,32 +158,26 @@ class Api:
         """Put the object in the place of the one that was read. Raises ConflictError if that has changed since."""
         assert obj["metadata"].get("resourceVersion"), "without it the server would overwrite what it does not know"
         path = resource.path(_namespace(obj), _name(obj), subresource)
-        return await self._send("PUT", path, query={"fieldManager": FIELD_MANAGER}, body=obj, timeout_s=timeout_s)
+        return await self._send(
+            "PUT", resource, path, query={"fieldManager": FIELD_MANAGER}, body=obj, timeout_s=timeout_s
+        )
 
-    async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> bool:
-        """Delete exactly this object; False if it is gone, or another one has its name."""
+    async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> Object | None:
+        """Delete exactly this object; None if it is gone, or another one has its name.
+
+        What comes back is the server's answer: the object on its way out, or a Status where it went at once.
+        """
         options: Object = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
         options |= {} if grace_s is None else {"gracePeriodSeconds": grace_s}
         try:
-            await self._send("DELETE", resource.path(_namespace(obj), _name(obj)), body=options)
+            return await self._send("DELETE", resource, resource.path(_namespace(obj), _name(obj)), body=options)
         except (NotFoundError, ConflictError):
-            return False
-        return True
-
-    async def _pages(self, resource: Resource, namespace: str | None, labels: str, page: int) -> Listing:
-        items: list[Object] = []
-        query = {"labelSelector": labels, "limit": str(page)}
-        while True:
-            answer = await self._send("GET", resource.path(namespace), query=query)
-            items += answer["items"]
-            version, token = answer["metadata"]["resourceVersion"], answer["metadata"].get("continue")
-            if not token:
-                return Listing(items, version)
-            query |= {"continue": token}
+            return None
 
     async def _send(
         self,
         method: str,
+        resource: Resource,
         path: str,
         *,
         query: Mapping[str, str] | None = None,
@@ -157,6 +187,9 @@ class Api:
     ) -> Object:
         headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
         request = f"{method} {path}"
+        if method != "GET":
+            self._guard()
+        status = 0
         try:
             await self._client.update_params_for_auth(headers, [], ["BearerToken"])
             answer = await self._client.rest_client.request(
@@ -167,11 +200,15 @@ class Api:
                 body=body,
                 _request_timeout=self._request_s if timeout_s is None else timeout_s,
             )
+            status = answer.status
             return _document(answer.data)
         except ApiException as error:
-            raise error_of(error.status or 0, _status(error.body), request) from error
+            status = error.status or 0
+            raise error_of(status, _status(error.body), request) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+        finally:
+            self._told(method, resource.plural, status)
 
 
 def _dry(dry_run: bool) -> dict[str, str]:

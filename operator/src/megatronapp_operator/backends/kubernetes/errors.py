@@ -9,6 +9,8 @@ ApiError (an OperatorError)
 ├── InvalidError         422: the object breaks a rule
 ├── ThrottledError       429: too many requests
 └── UnavailableError     5xx, or no answer at all
+NameTakenError (an OperatorError): something else has the name of one of our objects
+AgainError (an OperatorError): what was seen is out of date; look again at once
 LeaseLostError (an OperatorError): somebody else may lead now
 """
 
@@ -63,6 +65,14 @@ class ThrottledError(ApiError):
 
 class UnavailableError(ApiError):
     """It failed by itself, or cannot be reached. Whether the request was carried out is not known."""
+
+
+class NameTakenError(OperatorError):
+    """Something that is not this job's has the name of one of its objects."""
+
+
+class AgainError(OperatorError):
+    """What a look at a job began with is out of date: look again at once, nothing is wrong."""
 
 
 class LeaseLostError(OperatorError):

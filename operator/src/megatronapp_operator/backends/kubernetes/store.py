@@ -106,9 +106,9 @@ class Store:
         changed |= {self.drop_job(one) for one in gone}
         return {key for key in changed if key is not None}
 
-    def replace_pods(self, pods: Iterable[Object], version: int, *, job_uid: str | None = None) -> set[Key]:
+    def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, job_uid: str | None = None) -> set[Key]:
         """The same for all pods, or for those of one job."""
-        listed = {one.uid: one for one in map(read_pod, pods) if one is not None}
+        listed = {one.uid: one for one in pods if one is not None}
         changed = {self.put_record(one) for one in listed.values()}
         gone = [one for one in self._known(job_uid) if one.uid not in listed and one.version <= version]
         changed |= {self.drop_record(one) for one in gone}

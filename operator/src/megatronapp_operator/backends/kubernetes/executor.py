@@ -1,0 +1,207 @@
+"""Carrying out what the plan asks for. Every step may be done twice: by us after a failure, or by our successor."""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+from megatronapp_common import tokens
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import API_VERSION, KIND, ReplicaType
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import AlreadyExistsError, ApiError, NameTakenError
+from megatronapp_operator.backends.kubernetes.records import PodRecord
+from megatronapp_operator.backends.kubernetes.refusals import refusal_of
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.plan import (
+    Action,
+    CreateInit,
+    CreateWorker,
+    DeleteHub,
+    DeleteInit,
+    DeleteJob,
+    DeleteWorker,
+    EnsureHub,
+    RecordEvent,
+    Refusal,
+)
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 20_000
+"""So many attempts whose objects were applied by this process are remembered."""
+MAX_NOTE = 1024
+"""Longest text of an event (events.k8s.io/v1)."""
+MAX_INSTANCE = 128
+"""Longest name of who tells it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A job, and what its objects are made of."""
+
+    document: Object
+    """The MegatronJob, as it was read."""
+    job: MegatronJob
+    owner: Owner
+    attempt: Attempt
+    settings: RenderSettings
+
+
+class Executor:
+    """One for all jobs. `limit` bounds the requests that are under way for all of them together."""
+
+    def __init__(self, api: Api, store: Store, *, key: str, identity: str, limit: asyncio.Semaphore) -> None:
+        self._api = api
+        self._store = store
+        self._key = key
+        self._identity = identity
+        self._limit = limit
+        self._applied: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    async def run(self, work: Work, actions: Sequence[Action]) -> Refusal | None:
+        """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
+        await self._all([self._tell(work, action) for action in actions if isinstance(action, RecordEvent)])
+        await self._all([self._remove(work, action) for action in actions])
+        starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
+        hub = [action for action in actions if isinstance(action, EnsureHub)]
+        try:
+            if starting or hub:
+                await self._ensure_objects(work)
+            if hub:
+                await self._ensure_hub(work)
+            if starting:
+                await self._start(work, [_pod(work, action) for action in starting])
+        except ApiError as error:
+            refusal = refusal_of(error, work.attempt.number)
+            if refusal is None:
+                raise
+            return refusal
+        return None
+
+    async def _remove(self, work: Work, action: Action) -> None:
+        match action:
+            case DeleteHub():
+                await self._delete_all(self._of_type(work, ReplicaType.HUB))
+            case DeleteInit():
+                await self._delete_all(self._of_type(work, ReplicaType.INIT))
+            case DeleteWorker():
+                found = [one for one in self._of_type(work, ReplicaType.WORKER) if one.index == action.index]
+                await self._delete_all([one for one in found if one.attempt == action.attempt], action.grace_s)
+            case DeleteJob():
+                await self._api.delete(JOBS, work.document)
+
+    async def _all(self, steps: Sequence[Awaitable[None]]) -> None:
+        """Do them beside each other, all of them, and then raise the first error."""
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _ensure_objects(self, work: Work) -> None:
+        """What must be there before any pod, in its order; once for an attempt, as far as this process knows."""
+        mark = work.owner.uid, work.attempt.number
+        if mark in self._applied:
+            return
+        for resource, obj in render.gang_objects(work.job, work.owner, work.attempt, work.settings):
+            await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
+        secret = tokens.job_secret(self._key, work.owner.uid)
+        resource, obj = render.secret(work.job, work.owner, secret)
+        assert resource == SECRETS
+        with contextlib.suppress(AlreadyExistsError):
+            await self._limited(lambda: self._api.create(SECRETS, obj))
+        self._applied[mark] = None
+        if len(self._applied) > REMEMBERED:
+            self._applied.popitem(last=False)
+
+    async def _start(self, work: Work, pods: Sequence[Object]) -> None:
+        """All pods at once, after one of them was tried without effect."""
+        with contextlib.suppress(AlreadyExistsError):
+            await self._limited(lambda: self._api.create(PODS, pods[0], dry_run=True))
+        await self._all([self._create(work, pod) for pod in pods])
+
+    async def _create(self, work: Work, pod: Object) -> None:
+        try:
+            made = await self._limited(lambda: self._api.create(PODS, pod))
+        except AlreadyExistsError:
+            made = await self._present(work, pod)
+        if made is not None:
+            self._store.put_pod(made)
+
+    async def _present(self, work: Work, pod: Object) -> Object | None:
+        """The pod that has the name already: ours, of this attempt or an older one that must go first."""
+        metadata = pod["metadata"]
+        found = await self._api.get(PODS, metadata["namespace"], metadata["name"])
+        if found is None:
+            return None  # it has just gone; the next look creates it
+        if any(one["uid"] == work.owner.uid for one in found["metadata"].get("ownerReferences") or ()):
+            return found
+        raise NameTakenError(
+            f"pod {metadata['namespace']}/{metadata['name']} is in the way and belongs to something else; "
+            "delete it, or give the job another name"
+        )
+
+    async def _ensure_hub(self, work: Work) -> None:
+        """The hub's Service, and its pod in place of one that has ended."""
+        for resource, obj in render.hub_objects(work.job, work.owner, work.settings):
+            await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
+        await self._delete_all(self._of_type(work, ReplicaType.HUB), 0)
+        await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=1))
+
+    async def _delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
+        await self._all([self._delete(record, grace_s) for record in records])
+
+    async def _delete(self, record: PodRecord, grace_s: float | None) -> None:
+        grace = None if grace_s is None else math.ceil(grace_s)
+        answer = await self._limited(lambda: self._api.delete(PODS, record.reference, grace_s=grace))
+        if answer is None:
+            self._store.drop_record(record)
+        elif answer.get("kind") == "Pod":
+            self._store.put_pod(answer)
+
+    def _of_type(self, work: Work, kind: ReplicaType) -> list[PodRecord]:
+        return [one for one in self._store.pods(work.owner.uid) if one.type is kind]
+
+    async def _limited(self, request: Callable[[], Awaitable[Object | None]]) -> Object | None:
+        async with self._limit:
+            return await request()
+
+    async def _tell(self, work: Work, event: RecordEvent) -> None:
+        """Tell people; that nobody could be told is no reason to leave the rest undone."""
+        try:
+            await self._limited(lambda: self._api.create(EVENTS, _event(work, event, self._identity)))
+        except ApiError as error:
+            log.warning("%s/%s: an event could not be written: %s", work.owner.namespace, work.owner.name, error)
+
+
+def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:
+    if isinstance(action, CreateWorker):
+        return render.worker_pod(work.job, work.owner, work.attempt, action.index, work.settings)
+    pod = render.init_pod(work.job, work.owner, work.settings)
+    assert pod is not None, "the plan wants initializers only where there are some"
+    return pod
+
+
+def _event(work: Work, event: RecordEvent, identity: str) -> Object:
+    owner, now = work.owner, datetime.datetime.now(datetime.UTC)
+    name = {"namespace": owner.namespace, "name": owner.name}
+    return {
+        "apiVersion": EVENTS.api_version,
+        "kind": "Event",
+        "metadata": {"namespace": owner.namespace, "name": f"{owner.name}.{secrets.token_hex(8)}"},
+        "eventTime": now.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "reportingController": "megatronapp.io/operator",
+        "reportingInstance": identity[:MAX_INSTANCE],
+        "action": event.reason,
+        "reason": event.reason,
+        "type": event.type.value,
+        "note": event.message[:MAX_NOTE],
+        "regarding": {"apiVersion": API_VERSION, "kind": KIND, "uid": owner.uid} | name,
+    }

@@ -1,0 +1,65 @@
+"""The part of the status that is not the plan's: sizes, where the ranks are, and what an attempt was made of. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.plan import Status
+
+TABLE_ENTRIES = 32
+"""A longer rank table goes to a ConfigMap; the status keeps its digest and where it is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """What the pods of an attempt are made of. An operator of another release goes on with it."""
+
+    attempt: int
+    trainer_image: str
+    analyzer_image: str
+    template_hash: str = ""
+
+
+def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
+    """What a stored status has pinned; None if that is nothing, or of a shape that we do not know."""
+    found = status.get("pinned") or {}
+    try:
+        return Pinned(
+            attempt=int(found["attempt"]),
+            trainer_image=str(found["trainerImage"]),
+            analyzer_image=str(found["analyzerImage"]),
+            template_hash=str(found.get("templateHash", "")),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def facts(
+    job: MegatronJob, status: Status, *, table: Mapping[str, Any] | None, pinned: Pinned | None, hub_url: str | None
+) -> Object:
+    """Fields beside those of `status_document`."""
+    document: Object = {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}
+    if pinned is not None:
+        document["pinned"] = {
+            "attempt": pinned.attempt,
+            "trainerImage": pinned.trainer_image,
+            "analyzerImage": pinned.analyzer_image,
+            "templateHash": pinned.template_hash,
+        }
+    if table is not None and table.get("attempt") == status.attempt:
+        document["rankTable"] = shortened(table, f"{job.metadata.name}-ranks")
+    return document | ({"hubUrl": hub_url} if hub_url else {})
+
+
+def is_long(table: Mapping[str, Any]) -> bool:
+    """Whether the table needs a ConfigMap of its own."""
+    return len(table.get("workers") or ()) > TABLE_ENTRIES
+
+
+def shortened(table: Mapping[str, Any], config_map: str) -> Object:
+    """The table as it stands in the status."""
+    if not is_long(table):
+        return dict(table)
+    return {key: value for key, value in table.items() if key != "workers"} | {"ref": config_map}

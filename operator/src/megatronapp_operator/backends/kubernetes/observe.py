@@ -1,0 +1,90 @@
+"""From pods and what they tell to what the plan is told. Pure."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes.records import PodRecord
+from megatronapp_operator.plan import Deletion, Hub, HubPhase, Init, Observed, Progress, Refusal, Worker, WorkerPhase
+from megatronapp_operator.summary import Summary, newest
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a job's hub and launcher said last."""
+
+    summary: Summary | None = None
+    """The hub's; None: it says nothing."""
+    progress: Progress | None = None
+    """The launcher's."""
+    rank_table: dict[str, Any] | None = None
+
+
+def observe(pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Refusal | None) -> Observed:
+    """Everything of a job, as the plan sees it. The job's secret follows from its uid, so it is always there."""
+    by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
+    for pod in pods:
+        by_type[pod.type].append(pod)
+    summary = told.summary
+    current = summary is not None and summary.attempt == attempt
+    return Observed(
+        secret=True,
+        hub=_hub(by_type[ReplicaType.HUB]),
+        workers=tuple(sorted(map(worker, by_type[ReplicaType.WORKER]), key=lambda one: (one.attempt, one.index))),
+        init=_init(by_type[ReplicaType.INIT]),
+        refusal=refusal,
+        progress=newest([summary.progress if summary else None, told.progress]),
+        slow_ranks=summary.slow_ranks if summary else None,
+        hung_ranks=summary.hung_ranks if summary and current else None,
+    )
+
+
+def worker(pod: PodRecord) -> Worker:
+    """A worker's pod. It has ended when its trainer has, whatever the agent beside it still does."""
+    return Worker(
+        index=pod.index,
+        attempt=pod.attempt,
+        phase=phase_of(pod),
+        started_at=pod.main.started_at,
+        finished_at=pod.main.finished_at,
+        outcome=pod.main.outcome,
+        deletion=None if pod.deleted_at is None else Deletion(since=pod.deleted_at, grace_s=pod.grace_s),
+        node=pod.node,
+        uid=pod.uid,
+        scheduled=pod.scheduled,
+        waiting=pod.main.waiting,
+        disrupted=pod.disrupted,
+    )
+
+
+def phase_of(pod: PodRecord) -> WorkerPhase:
+    """The phase of a pod by its main container."""
+    if pod.main.outcome is not None:
+        return WorkerPhase.SUCCEEDED if pod.main.outcome.code == 0 else WorkerPhase.FAILED
+    return WorkerPhase.RUNNING if pod.main.running else WorkerPhase.PENDING
+
+
+def _hub(pods: list[PodRecord]) -> Hub | None:
+    if not pods:
+        return None
+    pod = pods[0]
+    phase = HubPhase.READY if pod.ready else HubPhase.STARTING
+    if pod.phase in {"Succeeded", "Failed"}:  # its container is started again in place; this pod has lost its node
+        phase = HubPhase.ENDED
+    return Hub(phase=phase, ended_at=pod.main.finished_at, deleting=pod.deleted_at is not None)
+
+
+def _init(pods: list[PodRecord]) -> Init | None:
+    if not pods:
+        return None
+    pod = pods[0]
+    outcome = pod.main.outcome
+    ended = {"Succeeded": WorkerPhase.SUCCEEDED, "Failed": WorkerPhase.FAILED}
+    return Init(
+        phase=ended.get(pod.phase, phase_of(pod)),
+        message=(outcome.message or outcome.reason) if outcome is not None else pod.main.waiting or "",
+        created_at=pod.created_at,
+        finished_at=pod.main.finished_at,
+        deleting=pod.deleted_at is not None,
+    )

@@ -1,0 +1,247 @@
+"""One look at one job: what is there, what to do about it, the status first, then the deeds.
+
+What is remembered between two looks is the job's status. A status that only says how far the training is, is written
+every `PROGRESS_S` seconds at most; every other change is written at once, before anything is done about it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+
+from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
+from megatronapp_operator import plan
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
+from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, read_pinned
+from megatronapp_operator.backends.kubernetes.observe import Told, observe
+from megatronapp_operator.backends.kubernetes.records import read_pod
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.document import status_document
+from megatronapp_operator.job_spec import build_spec
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    ConditionType,
+    CreateInit,
+    CreateWorker,
+    Job,
+    Plan,
+    RecordEvent,
+    Refusal,
+    Status,
+)
+from megatronapp_operator.status_reader import read_status
+
+PROGRESS_S = 15.0
+COUNTS_S = 1.0
+PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
+COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
+LOOK_AGAIN_S = 2.0
+"""So long after a deed, somebody looks whether it was seen to be done."""
+MANAGER = "megatronapp.io/operator"
+"""Our name in spec.managedBy; a job with another one is not ours."""
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """What is known of a job between two looks."""
+
+    uid: str
+    generation: int
+    job: MegatronJob
+    status: Status
+    written: Object
+    """The status as it stands on the API server."""
+    sent: Object = dataclasses.field(default_factory=dict)
+    """The same as we sent it; the server may leave out what it does not know."""
+    written_at: float = float("-inf")
+    pinned: Pinned | None = None
+    told: Told = dataclasses.field(default_factory=Told)
+    refusal: Refusal | None = None
+
+
+class Reconciler:
+    """For one event loop. `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        executor: Executor,
+        settings: RenderSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._executor = executor
+        self._settings = settings
+        self._clock = clock
+        self._memories: dict[Key, Memory] = {}
+
+    def memory(self, key: Key) -> Memory | None:
+        """What is known of a job; None before the first look at it."""
+        return self._memories.get(key)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Look at a job once; returns when to look again at the latest.
+
+        Raises AgainError, ApiError, NameTakenError, and JobError for a spec that this release cannot read.
+        """
+        document = self._store.job(key)
+        if document is None or document["spec"].get("managedBy", MANAGER) != MANAGER:
+            self._memories.pop(key, None)
+            return None
+        memory = self._remember(key, document)
+        made = self._plan(memory, document)
+        if _ends_attempt(memory.status, made.status):
+            await self._see_pods_afresh(key, memory)
+            made = self._plan(memory, document)
+        written, wake_at = await self._write(key, memory, made)
+        if made.actions:
+            wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
+        return wake_at
+
+    def _remember(self, key: Key, document: Object) -> Memory:
+        """Our memory of the job, brought to what the object says. Raises JobError for a spec that we cannot read."""
+        metadata, status = document["metadata"], document.get("status") or {}
+        known = self._memories.get(key)
+        if known is None or known.uid != metadata["uid"]:
+            known = Memory(metadata["uid"], metadata["generation"], load_job(document), read_status(status), status)
+            known.pinned = read_pinned(status)
+            self._memories[key] = known
+        elif known.generation != metadata["generation"]:
+            known.job, known.generation = load_job(document), metadata["generation"]
+        if status != known.written:  # somebody else wrote it
+            known.status, known.written = read_status(status), status
+        return known
+
+    def _plan(self, memory: Memory, document: Object) -> Plan:
+        deleting = document["metadata"].get("deletionTimestamp") is not None
+        spec = build_spec(memory.job, uid=memory.uid)
+        job = Job(
+            spec=dataclasses.replace(spec, generation=memory.generation),
+            status=memory.status,
+            deletion_requested=deleting,
+        )
+        pods = self._store.pods(memory.uid)
+        seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal)
+        return plan.plan(job, seen, self._clock())
+
+    async def _see_pods_afresh(self, key: Key, memory: Memory) -> None:
+        """Nothing is ended for what a watch has lost or has not brought yet."""
+        fresh = await self._api.list_objects(PODS, key[0], labels=f"{LABEL_JOB_UID}={memory.uid}")
+        self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), job_uid=memory.uid)
+
+    async def _write(self, key: Key, memory: Memory, made: Plan) -> tuple[bool, float | None]:
+        """Write the new status, now or when it is due; returns whether it was written, and when to look again."""
+        memory.status = made.status
+        self._pin(memory)
+        document = status_document(made.status) | self._facts(memory)
+        changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
+        if not changed:
+            return False, made.wake_at
+        due = memory.written_at + _pause_s(changed)
+        if self._clock() < due:
+            return False, _earliest(due, made.wake_at)
+        await self._replace_status(key, memory, document)
+        return True, made.wake_at
+
+    def _pin(self, memory: Memory) -> None:
+        """What a gang is made of is settled with the decision to create it."""
+        status, pinned = memory.status, memory.pinned
+        if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
+            memory.pinned = Pinned(
+                attempt=status.attempt,
+                trainer_image=memory.job.spec.image or self._settings.trainer_image,
+                analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
+                template_hash=render.template_hash(memory.job, self._settings),
+            )
+
+    def _facts(self, memory: Memory) -> Object:
+        job, hub = memory.job, memory.job.spec.analyzer.enabled and memory.status.phase not in TERMINAL_PHASES
+        place = f"{job.metadata.name}-hub.{job.metadata.namespace}.svc.{self._settings.cluster_domain}:{HUB_PORT}"
+        table, url = memory.told.rank_table or memory.written.get("rankTable"), f"http://{place}" if hub else None
+        return facts(job, memory.status, table=table, pinned=memory.pinned, hub_url=url)
+
+    async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
+        known = self._store.job(key)
+        assert known is not None, "a job is dropped between two looks only"
+        try:
+            stored = await self._api.replace(JOBS, known | {"status": document}, subresource="status")
+        except ConflictError as error:
+            await self._see_job_afresh(key)
+            raise AgainError(f"{key[0]}/{key[1]}: the job has changed meanwhile") from error
+        except NotFoundError as error:
+            self._store.drop_job(known)
+            raise AgainError(f"{key[0]}/{key[1]}: the job is gone") from error
+        memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
+        self._store.put_job(stored)
+
+    async def _see_job_afresh(self, key: Key) -> None:
+        """Take in the job as it stands; our memory of its status goes, because another's stands now."""
+        fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
+        if fresh is not None:
+            self._store.put_job(fresh)
+        elif known is not None:
+            self._store.drop_job(known)
+        self._memories.pop(key, None)
+
+    async def _act(self, key: Key, memory: Memory, made: Plan, *, verified: bool) -> float | None:
+        """Carry the plan out; returns when to look again. `verified`: the job is as we know it, the server said."""
+        if not verified and any(isinstance(one, CreateWorker | CreateInit) for one in made.actions):
+            await self._verify(key)
+        document = self._store.job(key)
+        assert document is not None, "a job is dropped between two looks only"
+        memory.refusal = await self._executor.run(self._work(memory, document), made.actions)
+        if memory.refusal is not None:
+            return self._clock()
+        return None if all(isinstance(one, RecordEvent) for one in made.actions) else self._clock() + LOOK_AGAIN_S
+
+    async def _verify(self, key: Key) -> None:
+        """Nothing is created for a job that has gone on without us, or is gone. Raises AgainError if it has."""
+        fresh, known = await self._api.get(JOBS, *key), self._store.job(key)
+        assert known is not None, "a job is dropped between two looks only"
+        if fresh is None:
+            self._store.drop_job(known)
+        elif self._store.put_job(fresh) is None:
+            return
+        raise AgainError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
+
+    def _work(self, memory: Memory, document: Object) -> Work:
+        status, metadata, pinned = memory.status, document["metadata"], memory.pinned
+        settings = self._settings
+        if pinned is not None and pinned.attempt == status.attempt:
+            settings = dataclasses.replace(
+                settings, trainer_image=pinned.trainer_image, analyzer_image=pinned.analyzer_image
+            )
+        avoided = tuple(one.node for one in status.excluded_nodes if one.until > self._clock())
+        return Work(
+            document=document,
+            job=memory.job,
+            owner=Owner(namespace=metadata["namespace"], name=metadata["name"], uid=metadata["uid"]),
+            attempt=Attempt(number=status.attempt, excluded_nodes=avoided),
+            settings=settings,
+        )
+
+
+def _ends_attempt(before: Status, after: Status) -> bool:
+    """Whether something is given up that another look at the pods might save."""
+    ends = after.phase in TERMINAL_PHASES and before.phase not in TERMINAL_PHASES
+    fails = after.is_true(ConditionType.FAILURE_TARGET) and not before.is_true(ConditionType.FAILURE_TARGET)
+    return ends or fails or after.attempt != before.attempt
+
+
+def _pause_s(changed: AbstractSet[str]) -> float:
+    """How long after the last write a change of these fields may wait."""
+    if changed <= PROGRESS_FIELDS:
+        return PROGRESS_S
+    return COUNTS_S if changed <= COUNT_FIELDS else 0.0
+
+
+def _earliest(*times: float | None) -> float | None:
+    return min((one for one in times if one is not None), default=None)

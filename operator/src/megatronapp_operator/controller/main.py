@@ -1,0 +1,127 @@
+"""From the command line to a leading operator, and its end.
+
+Whoever loses the lease ends at once, by its exit code: a process that has led holds memories that are somebody else's
+business now.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from megatronapp_operator.backends.kubernetes.api import Api, connect
+from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
+from megatronapp_operator.controller.probes import create_app, create_server, served
+from megatronapp_operator.controller.service import Health, Service, namespaces_words
+from megatronapp_operator.controller.settings import Settings, parse
+from megatronapp_operator.controller.watches import Watches
+from megatronapp_operator.errors import BackendError, SettingsError
+from megatronapp_operator.metrics import OperatorMetrics
+
+log = logging.getLogger(__name__)
+
+USAGE, LOST, FAILED = 2, 3, 1
+WATCH_CHECK_S = 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until a signal comes (0), the lease is lost (3) or something fails (1); 2 for settings of no use."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s operator %(levelname)s %(message)s")
+    for name in ("httpx", "kopf", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        settings = parse(arguments)
+    except SettingsError as error:
+        print(f"operator: {error}", file=sys.stderr)
+        return USAGE
+    return asyncio.run(_until_signal(settings))
+
+
+async def _until_signal(settings: Settings) -> int:
+    task = asyncio.create_task(operate(settings))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 0
+    except LeaseLostError as error:
+        log.error("%s", error)
+        return LOST
+    except Exception:
+        log.exception("the operator ends")
+    return FAILED
+
+
+async def operate(settings: Settings) -> None:
+    """Wait for the lease, then lead. Raises LeaseLostError when it is lost, BackendError when the watches end."""
+    registry, health = CollectorRegistry(), Health()
+    metrics = OperatorMetrics(registry)
+    async with connect(kubeconfig=settings.kubeconfig) as api:
+        lease = LeaseHolder(
+            api, namespace=settings.lease_namespace, name=settings.lease_name, identity=settings.identity
+        )
+        app = create_app(registry, alive=lambda: None, ready=lambda: _not_ready(health))
+        async with served(create_server(app), settings.port):
+            log.info("waiting for the lease %s/%s", settings.lease_namespace, settings.lease_name)
+            await lease.acquire()
+            try:
+                await _lead(api, lease, settings, metrics, health)
+            except BaseExceptionGroup as group:
+                raise _loss(group) or group from None
+            finally:
+                metrics.leader(False)
+                await asyncio.shield(lease.release())
+
+
+async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: OperatorMetrics, health: Health) -> None:
+    log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
+    metrics.leader(True)
+    health.leads = True
+    guarded = api.guarded(_guard(lease), lambda verb, what, code: metrics.request(verb, what, code or "error"))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        service = Service(guarded, client, settings, metrics, health)
+        watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
+        watches.start(asyncio.get_running_loop())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(lease.hold())
+                group.create_task(_watched(watches))
+                group.create_task(service.run())
+        finally:
+            await asyncio.to_thread(watches.stop)
+
+
+def _guard(lease: LeaseHolder) -> Callable[[], None]:
+    def guard() -> None:
+        if not lease.held:
+            raise LeaseLostError("the lease is not surely ours any more: nothing is changed")
+
+    return guard
+
+
+async def _watched(watches: Watches) -> None:
+    """An operator without watches is blind: it ends, and is started again."""
+    while watches.alive:
+        await asyncio.sleep(WATCH_CHECK_S)
+    raise BackendError(f"the watches have ended: {watches.error or 'no reason given'}")
+
+
+def _loss(group: BaseExceptionGroup[BaseException]) -> LeaseLostError | None:
+    """The loss of the lease among what ended all tasks together."""
+    for error in group.exceptions:
+        found = _loss(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, LeaseLostError):
+            return found
+    return None
+
+
+def _not_ready(health: Health) -> str | None:
+    """A replica that waits for the lease is ready to take over; one that leads must know what is there."""
+    return "everything is being listed" if health.leads and not health.synced else None

@@ -1,0 +1,74 @@
+"""Probes and metrics over HTTP. They tell what is so, and need no rights."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import uvicorn
+from prometheus_client import CollectorRegistry, make_asgi_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, Route
+
+from megatronapp_operator.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[], str | None]
+"""Why something is not well; None: it is."""
+
+
+class Server(uvicorn.Server):
+    """One that leaves signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing is captured."""
+        yield
+
+
+def create_app(registry: CollectorRegistry, *, alive: Check, ready: Check) -> Starlette:
+    """The application: /healthz, /readyz, /metrics."""
+    return Starlette(
+        routes=[
+            Route("/healthz", _probe(alive)),
+            Route("/readyz", _probe(ready)),
+            Mount("/metrics", make_asgi_app(registry)),
+        ]
+    )
+
+
+def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
+    def answer(_request: Request) -> PlainTextResponse:
+        trouble = check()
+        return PlainTextResponse("ok\n" if trouble is None else f"{trouble}\n", 200 if trouble is None else 503)
+
+    return answer
+
+
+def create_server(app: Starlette) -> Server:
+    """A server of it."""
+    config = uvicorn.Config(app, access_log=False, log_config=None, server_header=False, lifespan="off")
+    return Server(config)
+
+
+@contextlib.asynccontextmanager
+async def served(server: Server, port: int) -> AsyncIterator[int]:
+    """Serve at all addresses; gives the port. Raises SettingsError if it is taken."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from error
+        found = int(listener.getsockname()[1])
+        log.info("metrics and probes at port %d", found)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield found
+        finally:
+            server.should_exit = True
+            await task

@@ -1,0 +1,222 @@
+"""The operator while it leads: news go into the store, jobs into a queue, workers look at them one by one."""
+
+import asyncio
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn
+
+import httpx
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import LABEL_JOB_UID
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import (
+    AgainError,
+    ApiError,
+    LeaseLostError,
+    ThrottledError,
+)
+from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
+from megatronapp_operator.backends.kubernetes.poller import POLL_S, Poller
+from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
+from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.controller.settings import Settings
+from megatronapp_operator.errors import OperatorError
+from megatronapp_operator.metrics import OperatorMetrics
+from megatronapp_operator.plan import TERMINAL_PHASES
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.5, 300.0)
+"""First and longest pause after a look that failed."""
+POLLERS = 16
+RESYNC_RETRY_S = 5.0
+
+
+class Clock:
+    """Seconds since the epoch that never go back, whatever is done to the machine's clock."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self) -> float:
+        """The time."""
+        self._last = max(self._last, time.time())
+        return self._last
+
+
+@dataclasses.dataclass(slots=True)
+class Health:
+    """What probes and metrics are told."""
+
+    synced: bool = False
+    """Everything was listed once since we lead."""
+    leads: bool = False
+
+
+class Service:
+    """Lives as long as the lease is held; a new lease means a new process."""
+
+    def __init__(
+        self,
+        api: Api,
+        client: httpx.AsyncClient,
+        settings: Settings,
+        metrics: OperatorMetrics,
+        health: Health,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._metrics = metrics
+        self._health = health
+        self._clock = clock or Clock()
+        self._store = Store()
+        limit = asyncio.Semaphore(settings.concurrency)
+        executor = Executor(api, self._store, key=settings.key, identity=settings.identity, limit=limit)
+        self._reconciler = Reconciler(api, self._store, executor, settings.render, clock=self._clock)
+        self._poller = Poller(client, key=settings.key)
+        self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
+        self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
+        self._failures: dict[Key, int] = {}
+
+    @property
+    def pod_count(self) -> int:
+        """Pods that are known."""
+        return self._store.pod_count
+
+    def news(self, resource: str, kind: str | None, obj: Object) -> None:
+        """What a watch brings (`watches.News`)."""
+        self._metrics.watch_event(resource, time.time())
+        gone = kind == "DELETED"
+        if resource == PLURAL:
+            key = self._store.drop_job(obj) if gone else self._store.put_job(obj)
+        else:
+            key = self._store.drop_pod(obj) if gone else self._store.put_pod(obj)
+        if key is not None:
+            self._queue.add(key)
+            self._metrics.queue(self._queue.depth, self._queue.oldest_s)
+
+    async def run(self) -> NoReturn:
+        """Look after the jobs for ever. Raises LeaseLostError from whatever notices it first."""
+        await self._sync()
+        self._health.synced = True
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._resync())
+            for _ in range(self._settings.workers):
+                group.create_task(self._work(self._queue, self._look))
+            for _ in range(POLLERS):
+                group.create_task(self._work(self._polls, self._poll))
+        raise AssertionError("these tasks end by an error only")
+
+    async def _sync(self) -> None:
+        """List everything, and look at what turned out to be different from what we knew."""
+        jobs, version = await self._list_jobs()
+        changed = self._store.replace_jobs(jobs, version)
+        pods, version = await self._list_pods()
+        changed |= self._store.replace_pods(pods, version)
+        for key in changed:
+            self._queue.add(key)
+
+    async def _list_jobs(self) -> tuple[list[Object], int]:
+        found: list[Object] = []
+        versions = []
+        for namespace in self._settings.namespaces or (None,):
+            listing = await self._api.list_objects(JOBS, namespace)
+            found += listing.items
+            versions.append(int(listing.resource_version))
+        return found, min(versions)
+
+    async def _list_pods(self) -> tuple[list[PodRecord | None], int]:
+        """Records only: the pods of a large cluster do not fit into memory at once."""
+        found: list[PodRecord | None] = []
+        versions = []
+        for namespace in self._settings.namespaces or (None,):
+            async for page in self._api.pages(PODS, namespace, labels=LABEL_JOB_UID):
+                found += map(read_pod, page.items)
+                versions.append(int(page.resource_version))
+        return found, min(versions)
+
+    async def _resync(self) -> None:
+        pause = self._settings.resync_s
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                await self._sync()
+                pause = self._settings.resync_s
+            except ApiError as error:
+                log.warning("everything could not be listed, it is tried again in %g s: %s", RESYNC_RETRY_S, error)
+                pause = RESYNC_RETRY_S
+
+    async def _work(self, queue: KeyedQueue[Key], look: Callable[[Key], Awaitable[None]]) -> None:
+        while True:
+            key = await queue.take()
+            try:
+                await look(key)
+            finally:
+                queue.done(key)
+
+    async def _look(self, key: Key) -> None:
+        """One look at a job; what goes wrong there is tried again later and stops nobody else."""
+        began, outcome = time.monotonic(), "ok"
+        try:
+            wake_at = await self._reconciler.reconcile(key)
+        except LeaseLostError:
+            raise
+        except AgainError:
+            self._queue.add(key)
+            return
+        except (OperatorError, JobError) as error:
+            outcome, wake_at = "error", self._retry_at(key, error)
+            log.warning("%s/%s: %s", *key, error)
+        except Exception as error:
+            outcome, wake_at = "error", self._retry_at(key, error)
+            log.exception("%s/%s: a look at the job failed", *key)
+        else:
+            self._failures.pop(key, None)
+        self._metrics.reconciled(time.monotonic() - began, outcome)
+        self._after(key, wake_at)
+
+    def _retry_at(self, key: Key, error: Exception) -> float:
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        first, longest = BACKOFF_S
+        pause = min(longest, first * 2.0 ** min(failures - 1, 32)) * random.uniform(0.8, 1.2)
+        least = error.retry_after_s if isinstance(error, ThrottledError) else 0.0
+        return self._clock() + max(pause, least)
+
+    def _after(self, key: Key, wake_at: float | None) -> None:
+        memory = self._reconciler.memory(key)
+        if memory is None:
+            self._failures.pop(key, None)
+            self._metrics.forget_job(*key)
+            return
+        if wake_at is not None:
+            self._queue.add_at(key, wake_at)
+        self._metrics.observe_job(*key, memory.status, now=self._clock())
+        self._metrics.queue(self._queue.depth, self._queue.oldest_s)
+        if memory.status.attempt_time is not None and memory.status.phase not in TERMINAL_PHASES:
+            self._polls.add_at(key, self._clock() + POLL_S)
+
+    async def _poll(self, key: Key) -> None:
+        memory = self._reconciler.memory(key)
+        if memory is None:
+            return
+        pods = self._store.pods(memory.uid)
+        told = await self._poller.poll(memory.uid, pods, memory.told, attempt=memory.status.attempt)
+        if told != memory.told:
+            memory.told = told
+            self._queue.add(key)
+        if memory.status.phase not in TERMINAL_PHASES:
+            self._polls.add_at(key, self._clock() + POLL_S)
+
+
+def namespaces_words(namespaces: Sequence[str]) -> str:
+    """Which namespaces are watched, for people."""
+    return ", ".join(namespaces) if namespaces else "all namespaces"

@@ -1,0 +1,106 @@
+"""kopf's watches, in a thread and event loop of their own: they bring news, and decide nothing.
+
+Only `on.event` is used: it writes nothing to objects and adds no finalizers. kopf must not share our loop, because it
+ends all tasks of its loop when it ends.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
+from megatronapp_operator.backends.kubernetes.api import Object
+
+log = logging.getLogger(__name__)
+
+News = Callable[[str, str | None, Object], None]
+"""Resource, type of event (None: it was there when the watch began), object."""
+STOP_S = 10.0
+SERVER_TIMEOUT_S = 290
+CONNECT_TIMEOUT_S = 10
+PAGE = 500
+
+
+class Watches:
+    """Watches of jobs and of their pods. `news` is called in the thread of `loop`."""
+
+    def __init__(self, kubeconfig: str | None, namespaces: Sequence[str], news: News) -> None:
+        """`kubeconfig` as for `api.connect`; no namespaces: all."""
+        self._kubeconfig = kubeconfig
+        self._namespaces = namespaces
+        self._news = news
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.error: BaseException | None = None
+        """Why the watches have ended by themselves."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether they go on."""
+        return self._thread.is_alive()
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; news come into this loop."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, within a few seconds."""
+        self._stop.set()
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._operate())
+        except BaseException as error:
+            self.error = error
+            log.exception("the watches have ended")
+
+    async def _operate(self) -> None:
+        await kopf.operator(
+            registry=self._registry(),
+            settings=self._settings(),
+            standalone=True,
+            clusterwide=not self._namespaces,
+            namespaces=list(self._namespaces),
+            stop_flag=self._stop,
+        )
+
+    def _registry(self) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()
+
+        def told(resource: str) -> Callable[..., None]:
+            async def handle(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401 - kopf's arguments
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(self._news, resource, event["type"], dict(event["object"]))
+
+            return handle  # type: ignore[return-value]
+
+        kopf.on.event(GROUP, VERSION, PLURAL, id="jobs", registry=registry)(told(PLURAL))
+        kopf.on.event("v1", "pods", labels={LABEL_JOB_UID: kopf.PRESENT}, id="pods", registry=registry)(told("pods"))
+        kopf.on.login(id="login", registry=registry)(self._login)
+        return registry
+
+    def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
+        """kopf asks again when a token has expired; that of a service account is read anew then."""
+        if self._kubeconfig is not None:
+            os.environ["KUBECONFIG"] = self._kubeconfig
+            return kopf.login_with_kubeconfig(settings=settings)
+        return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+
+    def _settings(self) -> kopf.OperatorSettings:
+        settings = kopf.OperatorSettings()
+        settings.watching.server_timeout = SERVER_TIMEOUT_S
+        settings.watching.connect_timeout = CONNECT_TIMEOUT_S
+        settings.watching.chunk_size = PAGE
+        settings.watching.label_selectors["pods"] = LABEL_JOB_UID
+        settings.posting.enabled = False
+        settings.scanning.disabled = True
+        return settings

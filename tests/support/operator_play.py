@@ -1,0 +1,155 @@
+"""An operator in this process, on a real API server, that can be cut off at any request and begin anew."""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import kube
+from machines import Machines
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object, connect
+from megatronapp_operator.backends.kubernetes.errors import AgainError, ApiError
+from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
+from megatronapp_operator.backends.kubernetes.records import read_pod
+from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
+from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.plan import Progress
+
+KEY = "ab" * 32
+SETTINGS = RenderSettings(
+    trainer_image="megatronapp/trainer:test",
+    analyzer_image="megatronapp/analyzer:test",
+    operator_namespace="megatronapp",
+    operator_labels={"app.kubernetes.io/component": "operator"},
+    door_labels={"app.kubernetes.io/component": "door"},
+)
+MAX_ROUNDS = 200
+
+
+class Cut(BaseException):
+    """The operator ends here, like a process that is killed."""
+
+
+class CutApi(Api):
+    """Counts requests; `plan(number)` may say "before" or "after": the operator ends before or after that request."""
+
+    cut_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
+    count = 0
+
+    async def _send(self, *words: Any, **options: Any) -> Object:
+        self.count += 1
+        when = self.cut_at(self.count)
+        if when == "before":
+            raise Cut
+        answer = await super()._send(*words, **options)
+        if when == "after":
+            raise Cut
+        return answer
+
+
+def manifest(namespace: str, name: str = "job", **spec: Any) -> Object:
+    """A MegatronJob of two workers on the CPU."""
+    model = {"numLayers": 2, "hiddenSize": 16, "numAttentionHeads": 2, "seqLength": 16, "vocabSize": 64}
+    training = {"microBatchSize": 1, "trainIters": 4, "lr": 0.01}
+    common = {"nodes": 2, "procPerNode": 1, "model": model, "training": training, "data": {"mock": True}}
+    return {
+        "apiVersion": JOBS.api_version,
+        "kind": "MegatronJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": common | spec,
+    }
+
+
+@dataclasses.dataclass(slots=True)
+class Play:
+    """One operator after another, and the machines under them. Time goes on by `pass_time` and by itself."""
+
+    api: CutApi
+    machines: Machines
+    namespace: str
+    skipped_s: float = 0.0
+    store: Store = dataclasses.field(init=False)
+    reconciler: Reconciler = dataclasses.field(init=False)
+    lives: int = 0
+    due: dict[Key, float] = dataclasses.field(default_factory=dict)
+
+    def now(self) -> float:
+        """Seconds since the epoch, with what was skipped."""
+        return time.time() + self.skipped_s
+
+    async def begin(self) -> None:
+        """A new operator process: it remembers nothing and lists everything."""
+        self.lives += 1
+        self.store, self.due = Store(), {}
+        executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}", limit=asyncio.Semaphore(50))
+        self.reconciler = Reconciler(self.api, self.store, executor, SETTINGS, clock=self.now)
+        await self.look()
+
+    async def look(self) -> None:
+        """What the watches would bring."""
+        jobs = await Api.list_objects(self.machines.api, JOBS, self.namespace)
+        self.store.replace_jobs(jobs.items, int(jobs.resource_version))
+        pods = await Api.list_objects(self.machines.api, PODS, self.namespace)
+        self.store.replace_pods(map(read_pod, pods.items), int(pods.resource_version))
+
+    async def reconcile(self) -> bool:
+        """One look at every job; whether anybody is to look again at once. Comes to life again after a cut."""
+        again = False
+        for key in self.store.keys:
+            try:
+                wake_at = await self.reconciler.reconcile(key)
+                again |= wake_at is not None and wake_at <= self.now()
+                self.due[key] = float("inf") if wake_at is None else wake_at
+            except (AgainError, ApiError):
+                again = True
+            except Cut:
+                await self.begin()
+                return True
+        return again
+
+    async def rest(self, *, machines: bool = True) -> None:
+        """Go on until nothing happens any more by itself."""
+        for _ in range(MAX_ROUNDS):
+            before = self.api.count
+            await self.look()
+            again = await self.reconcile()
+            moved = machines and await self.machines.settle()
+            if not again and not moved and self.api.count == before:
+                return
+        raise AssertionError("the operator does not come to rest")
+
+    async def pass_time(self, seconds: float) -> None:
+        """Skip some time, and see what it brings."""
+        self.skipped_s += seconds
+        await self.rest()
+
+    def tell(self, name: str, **progress: Any) -> None:
+        """What the hub or the launcher of a job would tell."""
+        memory = self.reconciler.memory((self.namespace, name))
+        assert memory is not None
+        page = Progress(attempt=memory.status.attempt, **({"iteration": 1} | progress))
+        memory.told = Told(progress=page)
+
+    async def job(self, name: str = "job") -> Object:
+        """A job as it stands."""
+        found = await self.machines.api.get(JOBS, self.namespace, name)
+        assert found is not None
+        return found
+
+
+@contextlib.asynccontextmanager
+async def play(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[Play]:
+    """An operator with all rights in a namespace of its own."""
+    headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
+    async with (
+        connect(kubeconfig=str(plane.kubeconfig())) as api,
+        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
+    ):
+        cut = CutApi(api._client)
+        yield Play(api=cut, machines=Machines(api, namespace, client), namespace=namespace)

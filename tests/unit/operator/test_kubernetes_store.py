@@ -1,0 +1,166 @@
+"""What is known of jobs and pods does not depend on the order in which news come, and late news revive nothing."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.observe import Told, observe
+from megatronapp_operator.backends.kubernetes.records import read_pod
+from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.plan import HubPhase, Outcome, WorkerPhase
+
+LABELS = {
+    "megatronapp.io/job-name": "job",
+    "megatronapp.io/job-uid": "job-uid",
+    "megatronapp.io/replica-type": "worker",
+    "megatronapp.io/replica-index": "3",
+    "megatronapp.io/attempt": "2",
+}
+
+
+def pod(name: str = "job-worker-3", *, uid: str = "u", version: int = 1, **status: Any) -> Object:
+    metadata = {
+        "name": name,
+        "namespace": "here",
+        "uid": uid,
+        "resourceVersion": str(version),
+        "creationTimestamp": "2026-11-22T03:00:00Z",
+        "labels": dict(LABELS),
+    }
+    containers = [{"name": "trainer"}, {"name": "agent"}]
+    return {"kind": "Pod", "metadata": metadata, "spec": {"containers": containers}, "status": status}
+
+
+def state(name: str = "trainer", **states: Any) -> Object:
+    return {"containerStatuses": [{"name": "agent", "state": {"running": {}}}, {"name": name, "state": states}]}
+
+
+def worker(**status: Any) -> Any:
+    record = read_pod(pod(**status))
+    assert record is not None
+    seen = observe([record], Told(), attempt=2, refusal=None)
+    return seen.workers[0]
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_the_newest_news_win_in_any_order(order: list[int], until: int) -> None:
+    store = Store()
+    news = [pod(version=number, phase=f"P{number}") for number in range(6)]
+    for number in order[:until]:
+        store.put_pod(news[number])
+    newest = max(order[:until], default=None)
+    assert [one.phase for one in store.pods("job-uid")] == ([] if newest is None else [f"P{newest}"])
+
+
+@given(st.permutations(["first", "second", "gone"]))
+def test_what_is_gone_stays_gone_whatever_comes_late(order: list[str]) -> None:
+    store = Store()
+    for word in order:
+        if word == "gone":
+            store.drop_pod(pod(version=9))
+        else:
+            store.put_pod(pod(version=1 if word == "first" else 2))
+    assert store.pods("job-uid") == []
+    assert store.put_pod(pod(uid="next", version=3)) == ("here", "job")
+    assert [one.uid for one in store.pods("job-uid")] == ["next"]
+
+
+def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> None:
+    store = Store()
+    store.put_pod(pod("a", uid="a", version=5))
+    store.put_pod(pod("b", uid="b", version=20))
+    assert store.replace_pods([read_pod(pod("c", uid="c", version=8))], 10) == {("here", "job")}
+    assert sorted(one.name for one in store.pods("job-uid")) == ["b", "c"]
+    assert store.pod_count == 2
+
+
+def test_a_job_of_the_same_name_is_another_job() -> None:
+    store = Store()
+    old: Object = {"metadata": {"namespace": "n", "name": "j", "uid": "old", "resourceVersion": "7"}, "spec": {}}
+    new = copy.deepcopy(old)
+    new["metadata"] |= {"uid": "new", "resourceVersion": "9"}
+    assert store.put_job(old) == ("n", "j")
+    assert store.put_job(copy.deepcopy(old)) is None
+    assert store.put_job(new) == ("n", "j")
+    assert store.drop_job(old) is None
+    found = store.job(("n", "j"))
+    assert found is not None and found["metadata"]["uid"] == "new"
+    assert store.replace_jobs([], 9) == {("n", "j")} and store.keys == []
+
+
+@pytest.mark.parametrize("change", [{"megatronapp.io/replica-index": "x"}, {"megatronapp.io/replica-type": "other"}])
+def test_a_pod_with_labels_of_another_kind_is_none_of_ours(change: dict[str, str]) -> None:
+    stranger = pod()
+    stranger["metadata"]["labels"] |= change
+    assert read_pod(stranger) is None
+    assert Store().put_pod(stranger) is None
+
+
+def test_a_worker_has_ended_when_its_trainer_has_whatever_the_agent_does() -> None:
+    record = {"code": 66, "reason": "RankFailed", "message": "loss is NaN", "rank": 3, "signal": None}
+    ended = {"exitCode": 66, "finishedAt": "2026-11-22T03:05:00Z", "reason": "Error", "message": json.dumps(record)}
+    seen = worker(phase="Running", **state(terminated=ended))
+    assert seen.phase is WorkerPhase.FAILED and seen.finished_at is not None
+    assert seen.outcome == Outcome(code=66, reason="RankFailed", message="loss is NaN", rank=3)
+
+
+KILLED = "the launcher died"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "message", "expected"),
+    [
+        (137, "OOMKilled", "", Outcome(code=137, reason="OOMKilled", message=KILLED, signal=9)),
+        (137, "Error", "", Outcome(code=137, reason="LauncherKilled", message=KILLED, signal=9)),
+        (2, "Error", "no module", Outcome(code=2, reason="LauncherFailed", message="no module")),
+        (128, "StartError", "no such file", Outcome(code=128, reason="StartError", message="no such file")),
+        (0, "Completed", "{]", Outcome(code=0, reason="Completed", message="{]")),
+    ],
+)
+def test_how_a_container_without_a_record_ended(code: int, reason: str, message: str, expected: Outcome) -> None:
+    ended = {"exitCode": code, "reason": reason, "message": message}
+    assert worker(phase="Running", **state(terminated=ended)).outcome == expected
+
+
+def test_an_evicted_pod_was_disrupted_and_failed_without_a_container() -> None:
+    seen = worker(phase="Failed", reason="Evicted", message="The node was low on resource: memory.")
+    assert (seen.phase, seen.disrupted) == (WorkerPhase.FAILED, "Evicted")
+    assert seen.outcome is not None and "low on resource" in seen.outcome.message
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    assert worker(phase="Running", conditions=[target]).disrupted == "PreemptionByScheduler"
+
+
+def test_why_a_container_does_not_start_is_told_once_it_is_more_than_preparation() -> None:
+    pull = {"reason": "ImagePullBackOff", "message": "not found"}
+    assert worker(phase="Pending", **state(waiting={"reason": "ContainerCreating"})).waiting is None
+    assert worker(phase="Pending", **state(waiting=pull)).waiting == "trainer: ImagePullBackOff: not found"
+    assert worker(phase="Running", **state("agent", waiting=pull)).waiting is None
+
+
+def test_since_when_a_pod_is_to_go() -> None:
+    going = pod()
+    going["metadata"] |= {"deletionTimestamp": "2026-11-22T03:10:00Z", "deletionGracePeriodSeconds": 600}
+    record = read_pod(going)
+    assert record is not None and record.deleted_at is not None
+    assert record.deleted_at == record.created_at
+    seen = observe([record], Told(), attempt=2, refusal=None).workers[0].deletion
+    assert seen is not None and (seen.since, seen.grace_s) == (record.created_at, 600)
+
+
+@pytest.mark.parametrize(
+    ("phase", "ready", "expected"),
+    [("Running", "True", HubPhase.READY), ("Running", "False", HubPhase.STARTING), ("Failed", "False", HubPhase.ENDED)],
+)
+def test_the_phases_of_a_hub(phase: str, ready: str, expected: HubPhase) -> None:
+    hub = pod("job-hub", phase=phase, conditions=[{"type": "Ready", "status": ready}])
+    hub["metadata"]["labels"] |= {"megatronapp.io/replica-type": ReplicaType.HUB.value}
+    record = read_pod(hub)
+    assert record is not None
+    seen = observe([record], Told(), attempt=0, refusal=None)
+    assert seen.hub is not None and seen.hub.phase is expected
