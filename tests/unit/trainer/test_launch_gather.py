@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatronapp_common.names import ExitCode
-from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_common.names import ExitCode, RankOrder
+from megatronapp_trainer.errors import RendezvousError, StoppedError, UsageError
 from megatronapp_trainer.launch import address, member, messages
+from megatronapp_trainer.launch.board import Board
 from megatronapp_trainer.launch.coordinator import Coordinator
 from megatronapp_trainer.launch.gang import gone
 from megatronapp_trainer.launch.member import Member, join_gang
-from megatronapp_trainer.launch.messages import Expected, Join, News, Notice
+from megatronapp_trainer.launch.messages import Expected, Join, News, Notice, Stop
 from megatronapp_trainer.launch.settings import Endpoint
 from megatronapp_trainer.launch.wire import Wire
 
@@ -46,12 +47,16 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 @contextlib.asynccontextmanager
-async def coordinating(endpoint: Endpoint, timeout_s: float = DEADLINE_S) -> AsyncIterator[asyncio.Task[Coordinator]]:
+async def coordinating(
+    endpoint: Endpoint, timeout_s: float = DEADLINE_S, token: str = TOKEN, **changes: Any
+) -> AsyncIterator[asyncio.Task[Coordinator]]:
     """Worker 0 while it gathers; the task ends with the gang complete."""
-    coordinator = Coordinator(token=TOKEN, expected=EXPECTED, own=join(0))
+    attempt = changes.pop("attempt", EXPECTED.attempt)
+    expected = dataclasses.replace(EXPECTED, attempt=attempt)
+    coordinator = Coordinator(token=token, expected=expected, own=join(0, attempt=attempt), **changes)
 
     async def gather() -> Coordinator:
-        await coordinator.gather(address.listening_socket(endpoint, HOST), timeout_s)
+        await coordinator.gather(address.listening_socket(endpoint, endpoint.host), timeout_s)
         return coordinator
 
     task = asyncio.create_task(gather())
@@ -240,6 +245,108 @@ async def test_the_name_is_resolved_again_at_every_try(endpoint: Endpoint, monke
         await first.close()
         await second.close()
     assert asked.count("worker-0.demo") == 3
+
+
+@pytest.mark.asyncio
+async def test_a_stale_answer_of_the_name_server_is_not_trusted(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name leads first to another job, then to an older attempt of this one, then to where it should."""
+    caplog.set_level("INFO")
+    other = dataclasses.replace(endpoint, host="127.0.0.8")
+    older = dataclasses.replace(endpoint, host="127.0.0.9")
+    answers = iter([other.host, older.host])
+    monkeypatch.setattr(member, "resolve_ipv4", lambda host: next(answers, HOST) if host == "worker-0.demo" else host)
+    named = dataclasses.replace(endpoint, host="worker-0.demo")
+    async with (
+        coordinating(other, token="cd" * 32) as another_job,
+        coordinating(older, attempt=1) as older_attempt,
+        coordinating(endpoint) as task,
+    ):
+        first, second = await asyncio.gather(enter(named, join(1)), enter(endpoint, join(2)))
+        assert (await task).briefing.table == first.briefing.table
+        assert not another_job.done()
+        assert not older_attempt.done()
+        await first.close()
+        await second.close()
+    assert "worker 0 refused this worker: wrong secret" in caplog.text
+    assert "worker 0 refused this worker: attempt 2 comes to attempt 1, early" in caplog.text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("line", [{"refused": "go away", "final": True}, {"body": "{}", "mac": "00"}])
+async def test_who_cannot_prove_the_secret_does_not_end_a_worker(endpoint: Endpoint, line: dict[str, Any]) -> None:
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(messages.greeting(messages.new_nonce()) + messages.encode(line))
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(lie, endpoint.host, endpoint.port):
+        with pytest.raises(RendezvousError, match=r"within 1 s; last: .*(go away|wrong secret)"):
+            await enter(endpoint, join(1), timeout_s=1.0)
+
+
+@pytest.mark.asyncio
+async def test_the_order_of_ranks_is_that_of_worker_0(endpoint: Endpoint) -> None:
+    async with coordinating(endpoint, order=RankOrder.TOPOLOGY) as task:
+        members = await asyncio.gather(
+            enter(endpoint, join(1, topology="a,rack-2")), enter(endpoint, join(2, topology="a,rack-1"))
+        )
+        table = (await task).briefing.table
+        for one in members:
+            assert one.briefing.table == table
+            await one.close()
+    assert [worker.index for worker in table.workers] == [0, 2, 1]  # worker 0 has no labels
+    assert [worker.ranks for worker in table.workers] == [(0, 1), (2, 3, 4), (5,)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stopped", [0, 1])
+async def test_a_stop_while_gathering_reaches_who_is_here(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture, stopped: int
+) -> None:
+    caplog.set_level("INFO")
+    async with coordinating(endpoint) as task:
+        first = asyncio.create_task(enter(endpoint, join(1)))
+        await said(caplog, "worker 1 joined")
+        asked, other = (task, first) if stopped == 0 else (first, task)
+        asked.cancel()
+        with pytest.raises(StoppedError, match=f"worker {stopped} was asked to stop before the gang was complete"):
+            await other
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+
+@pytest.mark.asyncio
+async def test_a_stop_is_told_to_all_others(endpoint: Endpoint) -> None:
+    async with gang(endpoint) as (coordinator, first, second):
+        first.tell(Stop(worker=1))
+        assert await next_notice(coordinator) == await next_notice(second) == Stop(worker=1)
+        coordinator.tell(Stop(worker=0))
+        assert await next_notice(first) == await next_notice(second) == Stop(worker=0)
+
+
+@pytest.mark.asyncio
+async def test_progress_reaches_worker_0_only_where_it_is_wanted(endpoint: Endpoint) -> None:
+    board = Board(2)
+    async with coordinating(endpoint, board=board) as task:
+        assert board.missing == [1, 2]
+        first, second = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
+        assert board.missing == []
+        second.report({"iteration": 7})
+        first.tell(Notice(worker=1, code=0))
+        second.tell(Notice(worker=2, code=0))
+        coordinator = await task
+        assert {(await next_notice(coordinator)).worker, (await next_notice(coordinator)).worker} == {1, 2}
+        assert board.progress == {"iteration": 7}
+        await first.close()
+        await second.close()
+    async with gang(endpoint) as (coordinator, first, second):
+        first.report({"iteration": 7})
+        first.tell(Stop(worker=1))
+        assert await next_notice(coordinator) == Stop(worker=1)
+        assert coordinator.news.empty()
+        assert await next_notice(second) == Stop(worker=1)
 
 
 def test_a_port_in_use_is_named(endpoint: Endpoint) -> None:

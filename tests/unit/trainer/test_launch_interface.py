@@ -95,7 +95,7 @@ def test_attachments_that_cannot_be_used_are_refused(text: str, words: str) -> N
 def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND)
     status = json.dumps([POD, RAIL])
-    told = {Env.ADDRESS: "10.0.0.5"}
+    told: dict[str, str] = {Env.ADDRESS: "10.0.0.5"}
     assert find_place({**told, Env.NETWORK_STATUS: status, Env.INTERFACE: "ib1"}, "x").address == "192.168.1.5"
     assert find_place({**told, Env.NETWORK_STATUS: status}, "x") == Place(
         address="192.168.3.9", interface="net1", door="10.0.0.5"

@@ -46,6 +46,7 @@ class Coordinator:
         """All are there, or nobody waits for the rest any more."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._note_missing()
 
     async def gather(self, listener: socket.socket, timeout_s: float) -> None:
         """Wait for all; cancelled before that, tells those who are here that the gang is to stop.
@@ -55,7 +56,6 @@ class Coordinator:
             StoppedError: another worker was asked to stop.
         """
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=messages.MAX_LINE_BYTES)
-        self._note_missing()
         self._complete_if_all()
         try:
             async with asyncio.timeout(timeout_s):
