@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the Debian packages that a group of targets needs, where they are missing.
-# Usage: system_packages.sh build|native|test
+# Usage: system_packages.sh build|native|test|e2e
 set -euo pipefail
 
 need() { # need COMMAND PACKAGE
@@ -8,7 +8,7 @@ need() { # need COMMAND PACKAGE
 }
 
 missing=()
-case "${1:?usage: system_packages.sh build|native|test}" in
+case "${1:?usage: system_packages.sh build|native|test|e2e}" in
   build)
     need g++ g++
     need make make
@@ -25,8 +25,20 @@ case "${1:?usage: system_packages.sh build|native|test}" in
     need promtool prometheus
     [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
     ;;
+  e2e)
+    need buildah buildah
+    need conntrack conntrack
+    need containerd containerd
+    need debootstrap debootstrap
+    need gcc gcc
+    need ip iproute2
+    need nft nftables
+    need openssl openssl
+    need runc runc
+    [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)
+    ;;
   *)
-    echo "system_packages.sh: unknown group '$1'; use build, native or test" >&2
+    echo "system_packages.sh: unknown group '$1'; use build, native, test or e2e" >&2
     exit 2
     ;;
 esac
