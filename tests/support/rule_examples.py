@@ -4,9 +4,10 @@ The same table is judged here and by a real API server.
 """
 
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
+from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
 from rule_examples_world import WORLD_EXAMPLES
 
-EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES)
+EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES, *CLUSTER_EXAMPLES)
 
 __all__ = ["BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

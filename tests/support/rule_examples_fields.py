@@ -10,7 +10,12 @@ _NAME = [
     *good("name-length", {"metadata.name": "x" * 50}),
     *bad("name-length", "metadata.name", ({"metadata.name": "x" * 51}, "is too long; write at most 50 characters")),
     *good("name-pattern", {"metadata.name": "a-1"}),
-    *bad("name-pattern", "metadata.name", ({"metadata.name": "a.b"}, "is not allowed; write lower-case letters")),
+    *bad(
+        "name-pattern",
+        "metadata.name",
+        ({"metadata.name": "a.b"}, "is not allowed; write lower-case letters"),
+        ({"metadata.name": "7b"}, "a letter first and a letter or digit last"),
+    ),
 ]
 _MODEL = [
     *good("bert-unsupported", {"spec.model.type": "gpt"}),

@@ -9,21 +9,27 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.errors import JobError
+from megatronapp_common.errors import JobError, TopologyError
 from megatronapp_common.job import (
     Condition,
     Data,
+    Fbd,
+    Forward,
     MegatronJob,
     Metadata,
     Model,
     Parallelism,
+    Resources,
     Spec,
     Status,
     Training,
+    WorkerRole,
     derive_world,
     load_job,
     parse_manifest,
 )
+from megatronapp_common.job.model import MAX_PROC_PER_NODE
+from megatronapp_common.topology import fbd_world, fbd_world_of
 
 
 def test_every_example_is_accepted(repository: pathlib.Path) -> None:
@@ -77,8 +83,9 @@ def test_jobs_do_not_change(build: Any) -> None:
         job.spec = job.spec  # type: ignore[misc]
 
 
-def make_spec(nodes: int | None, per_node: int | None, gpus: int, **layout: Any) -> Spec:
+def make_spec(nodes: int | None, per_node: int | None, gpus: int, *, fbd: Fbd | None = None, **layout: Any) -> Spec:
     return Spec(
+        fbd=fbd or Fbd(),
         nodes=nodes,
         proc_per_node=per_node,
         gpus_per_node=gpus,
@@ -106,7 +113,7 @@ def make_spec(nodes: int | None, per_node: int | None, gpus: int, **layout: Any)
     ],
 )
 def test_world(
-    *, nodes: int | None, per_node: int | None, gpus: int, layout: dict[str, int], expected: tuple[int, ...], data: int
+    *, nodes: int | None, per_node: int | None, gpus: int, layout: dict[str, Any], expected: tuple[int, ...], data: int
 ) -> None:
     world = derive_world(make_spec(nodes, per_node, gpus, **layout))
     assert (world.proc_per_node, world.data_parallel_size) == (expected, data)
@@ -133,6 +140,66 @@ def test_a_world_holds_what_was_asked_or_is_refused(
     assert per_node is None or set(world.proc_per_node) == {per_node}
     assert data in {None, world.data_parallel_size}
     assert world.placement.world_size == world.topology.world_size == world.world_size
+
+
+@given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans())
+def test_forward_and_backward_beside_each_other_are_the_doubled_world(
+    *, tensor: int, pipeline: int, data: int, merged: bool
+) -> None:
+    expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
+    per_node = expected.world_size // data
+    if per_node > MAX_PROC_PER_NODE:
+        return
+    fbd = Fbd(enabled=True, ignore_forward_tensor_parallel=merged)
+    started = make_spec(data, per_node, 0, fbd=fbd, tensor=tensor, pipeline=pipeline)
+    asked = make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data)
+    for spec in (started, asked):
+        world = derive_world(spec)
+        assert world.fbd == expected
+        assert world.fbd == fbd_world_of(world.world_size, tensor=tensor, pipeline=pipeline, merged=merged)
+        assert (world.data_parallel_size, world.proc_per_node) == (data, (per_node,) * data)
+        assert [group.role for group in world.worker_groups] == [WorkerRole.ALL]
+
+
+@given(tensor=sizes, pipeline=sizes, data=sizes, merged=st.booleans(), per_node=st.integers(1, 4))
+def test_forward_workers_come_last_with_ranks_of_their_own(
+    *, tensor: int, pipeline: int, data: int, merged: bool, per_node: int
+) -> None:
+    expected = fbd_world(tensor=tensor, pipeline=pipeline, data=data, merged=merged)
+    if tensor * pipeline > MAX_PROC_PER_NODE or expected.forward_ranks % per_node:
+        return
+    forward = Forward(proc_per_node=per_node, node_selector={"pool": "cpu"}, resources=Resources(limits={"cpu": "4"}))
+    fbd = Fbd(enabled=True, ignore_forward_tensor_parallel=merged, forward=forward)
+    world = derive_world(make_spec(data, None, 0, fbd=fbd, tensor=tensor, pipeline=pipeline, data=data))
+    backward, apart = world.worker_groups
+    assert world.fbd == expected
+    assert (backward.role, apart.role) == (WorkerRole.BACKWARD, WorkerRole.FORWARD)
+    assert [*backward.workers, *apart.workers] == list(range(world.nodes))
+    assert world.world_size == world.placement.world_size == expected.world_size
+    first = world.placement.ranks_of(apart.first)[0]
+    assert first == expected.backward_ranks == world.topology.world_size
+    assert {rank for worker in apart.workers for rank in world.placement.ranks_of(worker)} == set(
+        range(first, expected.world_size)
+    )
+    assert (apart.node_selector, apart.resources.limits) == ({"pool": "cpu"}, {"cpu": "4"})
+    assert all(world.group_of(worker) in world.worker_groups for worker in range(world.nodes))
+    with pytest.raises(TopologyError, match="does not exist"):
+        world.group_of(world.nodes)
+
+
+def test_forward_workers_go_where_the_others_go_unless_they_say_otherwise() -> None:
+    spec = make_spec(2, 4, 4, fbd=Fbd(enabled=True, forward=Forward(gpus_per_node=2)), tensor=2)
+    spec = spec.model_copy(update={"node_selector": {"gpu": "a"}, "resources": Resources(limits={"cpu": "8"})})
+    backward, forward = derive_world(spec).worker_groups
+    assert (forward.node_selector, forward.resources) == (backward.node_selector, backward.resources)
+    assert (backward.gpus_per_node, forward.gpus_per_node) == (4, 2)
+    assert derive_world(spec).proc_per_node == (4, 4, 2, 2, 2, 2)
+
+
+def test_forward_workers_that_do_not_fit_are_refused() -> None:
+    spec = make_spec(2, 4, 0, fbd=Fbd(enabled=True, forward=Forward(nodes=3)))
+    with pytest.raises(JobError, match="8 forward ranks do not fit 3 nodes x 2"):
+        derive_world(spec)
 
 
 def test_experts_that_do_not_divide_the_replicas_are_refused() -> None:

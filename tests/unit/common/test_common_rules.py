@@ -13,6 +13,7 @@ from megatronapp_common.errors import JobError
 from megatronapp_common.job import Spec, check_update, derive_world, judge, load_job
 from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.rules import CHANGE_RULES, NAME_RULES, SPEC_RULES, Rule
+from megatronapp_common.job.rules.runtimes import FORWARD_RULES
 from megatronapp_common.job.rules.world import WORLD_RULES
 
 RULES = (*NAME_RULES, *SPEC_RULES, *CHANGE_RULES)
@@ -101,6 +102,19 @@ SIZES: dict[str, Any] = {
             "sequenceParallel": st.booleans(),
         },
     ),
+    "fbd": st.fixed_dictionaries(
+        {"enabled": st.booleans()},
+        optional={
+            "ignoreForwardTensorParallel": st.booleans(),
+            "forward": st.fixed_dictionaries(
+                {"gpusPerNode": st.integers(0, 64)},
+                optional={
+                    "nodes": sizes.map(lambda size: min(size, 4096)),
+                    "procPerNode": sizes.map(lambda size: min(size, 64)),
+                },
+            ),
+        },
+    ),
     "model.numLayers": sizes,
     "model.hiddenSize": sizes,
     "model.numAttentionHeads": sizes,
@@ -132,18 +146,30 @@ def test_whatever_the_types_accept_is_judged_and_has_a_world_if_accepted(changes
     spec = spec_with({f"spec.{path}": value for path, value in changes.items()})
     if not judge.find_problems(spec.to_dict()):
         world = derive_world(spec)
-        assert world.world_size == world.nodes * world.proc_per_node[0]
+        assert world.world_size == sum(world.proc_per_node)
 
 
 @settings(max_examples=200, deadline=None)
-@given(nodes=SIZES["nodes"], ranks=SIZES["procPerNode"], gpus=SIZES["gpusPerNode"], layout=SIZES["parallelism"])
+@given(
+    nodes=SIZES["nodes"],
+    ranks=SIZES["procPerNode"],
+    gpus=SIZES["gpusPerNode"],
+    layout=SIZES["parallelism"],
+    fbd=st.just({}) | SIZES["fbd"],
+)
 def test_the_rules_of_the_world_and_its_arithmetic_agree(
-    *, nodes: int | None, ranks: int | None, gpus: int, layout: dict[str, int]
+    *, nodes: int | None, ranks: int | None, gpus: int, layout: dict[str, int], fbd: dict[str, Any]
 ) -> None:
     spec = spec_with(
-        {"spec.nodes": nodes, "spec.procPerNode": ranks, "spec.gpusPerNode": gpus, "spec.parallelism": layout}
+        {
+            "spec.nodes": nodes,
+            "spec.procPerNode": ranks,
+            "spec.gpusPerNode": gpus,
+            "spec.parallelism": layout,
+            "spec.fbd": fbd,
+        }
     )
-    refused = bool(judge.judge(WORLD_RULES, {"self": spec.to_dict()}))
+    refused = bool(judge.judge((*WORLD_RULES, *FORWARD_RULES), {"self": spec.to_dict()}))
     try:
         derive_world(spec.model_copy(update={"parallelism": spec.parallelism.model_copy(update={"expert": 1})}))
         accepted = True
@@ -186,5 +212,7 @@ def test_every_list_and_text_that_a_rule_looks_at_has_a_limit(rule: Rule) -> Non
         for inner in (node, node.get("items", {}), *node.get("items", {}).get("properties", {}).values()):
             if inner.get("type") == "array":
                 assert "maxItems" in inner, path
+            if inner.get("type") == "object" and "additionalProperties" in inner:
+                assert "maxProperties" in inner, path
             if inner.get("type") == "string":
                 assert "maxLength" in inner or "enum" in inner, path

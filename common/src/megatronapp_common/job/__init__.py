@@ -43,7 +43,7 @@ from megatronapp_common.job.status import (
 )
 from megatronapp_common.job.training import Checkpoint, Data, Recompute, Training
 from megatronapp_common.job.types import MegatronJob
-from megatronapp_common.job.world import World, derive_world
+from megatronapp_common.job.world import WorkerGroup, WorkerRole, World, derive_world
 
 __all__ = [
     "TERMINAL_PHASES",
@@ -92,6 +92,8 @@ __all__ = [
     "Trace",
     "Training",
     "Volume",
+    "WorkerGroup",
+    "WorkerRole",
     "World",
     "check_update",
     "derive_world",

@@ -46,6 +46,10 @@ def type_at(root: type[BaseModel], location: Location) -> Any:  # noqa: ANN401
         if isinstance(part, int):
             current = item_type(current)
             continue
+        plain = without_none(current)
+        if typing.get_origin(plain) is dict:
+            current = typing.get_args(plain)[1]
+            continue
         model = model_of(current)
         field = fields_by_alias(model).get(part) if model else None
         if field is None:

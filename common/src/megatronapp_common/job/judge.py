@@ -8,10 +8,13 @@ from typing import Any
 from cel_expr_python import cel
 from cel_expr_python.ext import ext_strings
 
+from megatronapp_common.job.quantity import quantity_value
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.spec import Spec
 
 Path = tuple[str, ...]
+_RESERVED = re.compile(r"\b__(in)__\b")
+"""How the API server writes a field whose name is a word of CEL."""
 _MENTION = re.compile(r"\bself((?:\.\w+)+)")
 
 
@@ -48,12 +51,28 @@ def _evaluate(rule: Rule, text: str, activation: Any) -> Any:  # noqa: ANN401 - 
 @functools.cache
 def _environment() -> Any:  # noqa: ANN401 - the library has no types
     variables = {"self": cel.Type.DYN, "oldSelf": cel.Type.DYN}
-    return cel.NewEnv(variables=variables, extensions=[ext_strings.ExtStrings()])
+    return cel.NewEnv(variables=variables, extensions=[ext_strings.ExtStrings()], functions=_quantities())
+
+
+def _quantities() -> list[Any]:
+    """The API server's functions of quantities; here a quantity is its text."""
+    text, verdict = cel.Type.STRING, cel.Type.BOOL
+    compare = {
+        "isLessThan": lambda one, other: quantity_value(one) < quantity_value(other),
+        "isGreaterThan": lambda one, other: quantity_value(one) > quantity_value(other),
+    }
+    return [
+        cel.FunctionDecl("quantity", [cel.Overload("quantity", text, [text], False, lambda written: written)]),
+        *(
+            cel.FunctionDecl(name, [cel.Overload(name, verdict, [text, text], True, call)])
+            for name, call in compare.items()
+        ),
+    ]
 
 
 @functools.cache
 def _compiled(text: str) -> Any:  # noqa: ANN401 - the library has no types
-    return _environment().compile(text)
+    return _environment().compile(_RESERVED.sub(r"`\1`", text))
 
 
 def _looks_at(rule: Rule, unknown: Collection[Path]) -> bool:

@@ -5,16 +5,31 @@ texts on this side. Their order is the order in which people read what is wrong.
 """
 
 from megatronapp_common.job.rules.changes import CHANGE_RULES
+from megatronapp_common.job.rules.cluster import CLUSTER_RULES
 from megatronapp_common.job.rules.data import DATA_RULES
 from megatronapp_common.job.rules.gang import GANG_RULES
 from megatronapp_common.job.rules.model import MODEL_RULES
 from megatronapp_common.job.rules.name import NAME_RULES
+from megatronapp_common.job.rules.network import NETWORK_RULES
+from megatronapp_common.job.rules.policy import POLICY_RULES
 from megatronapp_common.job.rules.rule import Rule
 from megatronapp_common.job.rules.run import RUN_RULES
+from megatronapp_common.job.rules.runtimes import RUNTIME_RULES
 from megatronapp_common.job.rules.training import TRAINING_RULES
 from megatronapp_common.job.rules.world import WORLD_RULES
 
-SPEC_RULES = (*MODEL_RULES, *TRAINING_RULES, *DATA_RULES, *RUN_RULES, *WORLD_RULES, *GANG_RULES)
+SPEC_RULES = (
+    *MODEL_RULES,
+    *TRAINING_RULES,
+    *DATA_RULES,
+    *RUN_RULES,
+    *WORLD_RULES,
+    *GANG_RULES,
+    *RUNTIME_RULES,
+    *CLUSTER_RULES,
+    *NETWORK_RULES,
+    *POLICY_RULES,
+)
 """Over `self`, the spec with its defaults."""
 
 __all__ = ["CHANGE_RULES", "NAME_RULES", "SPEC_RULES", "Rule"]

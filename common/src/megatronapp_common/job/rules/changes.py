@@ -28,6 +28,20 @@ def _while_suspended(rule_id: str, field: str) -> Rule:
     )
 
 
+def _never(rule_id: str, field: str, why: str) -> Rule:
+    """A field that keeps what it was made with, also where that is nothing."""
+    return Rule(
+        id=rule_id,
+        field=field,
+        rule=_same(field),
+        says=f"cannot change{why}; make a new job",
+        message=say(
+            f"was {{{_shown('oldSelf', field)}}} and is now {{{_shown('self', field)}}}; "
+            f"it cannot change{why}: make a new job"
+        ),
+    )
+
+
 CHANGE_RULES = (
     Rule(
         id="mode-stays",
@@ -50,5 +64,13 @@ CHANGE_RULES = (
         rule="oldSelf.suspend || self.parallelism == oldSelf.parallelism",
         says="may change only while the job is suspended; set suspend: true first",
     ),
+    Rule(
+        id="fbd-stays",
+        field=".fbd",
+        rule="oldSelf.suspend || self.fbd == oldSelf.fbd",
+        says="may change only while the job is suspended; set suspend: true first",
+    ),
+    _never("gang-stays", ".scheduling.gang", ", as pods may stand in its queue"),
+    _never("manager-stays", ".managedBy", ", as two controllers would fight for the job"),
     _while_suspended("batch-stays", ".training.globalBatchSize"),
 )

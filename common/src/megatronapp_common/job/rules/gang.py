@@ -1,16 +1,16 @@
 """Rules that need the number of ranks or replicas. They are silent while the world does not add up (`world`)."""
 
 from megatronapp_common.job.rules.rule import Rule, first_item, let, let_say, nearest_multiple, no_item, say
-from megatronapp_common.job.rules.world import say_with_sizes, with_gang
+from megatronapp_common.job.rules.world import RANKS, REPLICAS, say_with_sizes, with_gang
 
 _BATCH = "self.training.globalBatchSize"
 _RAMP = "self.training.rampupBatchSize"
 _STAGES, _CHUNKS = "self.parallelism.pipeline", "self.parallelism.virtualPipeline"
-_STRIDE = "self.training.microBatchSize * (nodes * per_node / replica)"  # samples of one microbatch of every replica
+_STRIDE = f"self.training.microBatchSize * {REPLICAS}"  # samples of one microbatch of every replica
 _GIVEN_OR_ONE = f"(has({_BATCH}) ? {_BATCH} : stride)"
-_RANKS = "nodes * per_node"
+_HERE = "nodes * per_node"  # without forward workers
 _IS_LINK = "fault.kind == 'link' && has(fault.peer)"
-_NODES_FOR_GPUS = f"({_RANKS} + self.gpusPerNode - 1) / self.gpusPerNode"
+_NODES_FOR_GPUS = f"({_HERE} + self.gpusPerNode - 1) / self.gpusPerNode"
 
 
 def _with_stride(rule: str) -> str:
@@ -29,7 +29,7 @@ _GPUS = Rule(
     says="that many nodes have too few GPUs for all ranks; write more nodes",
     message=say_with_sizes(
         say(
-            f"{{nodes}} nodes of {{self.gpusPerNode}} GPUs cannot hold {{{_RANKS}}} ranks; "
+            f"{{nodes}} nodes of {{self.gpusPerNode}} GPUs cannot hold {{{_HERE}}} ranks; "
             f"write nodes: {{{_NODES_FOR_GPUS}}}"
         )
     ),
@@ -43,7 +43,7 @@ _BATCHES = (
         message=_say_with_stride(
             say(
                 f"{{{_BATCH}}} is not a multiple of microBatchSize {{self.training.microBatchSize}} x "
-                f"{{{_RANKS} / replica}} replicas; write {{{nearest_multiple(_BATCH, 'stride')}}}"
+                f"{{{REPLICAS}}} replicas; write {{{nearest_multiple(_BATCH, 'stride')}}}"
             )
         ),
     ),
@@ -117,16 +117,16 @@ _FAULTS = (
     ),
     _of_faults(
         "fault-within-ranks",
-        f"fault.rank >= {_RANKS}",
+        f"fault.rank >= {RANKS}",
         says="a rank is outside of this job's ranks",
-        message=f"rank {{fault.rank}} is outside of this job's {{{_RANKS}}} ranks; write 0 to {{{_RANKS} - 1}}",
+        message=f"rank {{fault.rank}} is outside of this job's {{{RANKS}}} ranks; write 0 to {{{RANKS} - 1}}",
         ranks=True,
     ),
     _of_faults(
         "peer-within-ranks",
-        f"{_IS_LINK} && fault.peer >= {_RANKS}",
+        f"{_IS_LINK} && fault.peer >= {RANKS}",
         says="a peer is outside of this job's ranks",
-        message=f"peer {{fault.peer}} is outside of this job's {{{_RANKS}}} ranks; write 0 to {{{_RANKS} - 1}}",
+        message=f"peer {{fault.peer}} is outside of this job's {{{RANKS}}} ranks; write 0 to {{{RANKS} - 1}}",
         ranks=True,
     ),
     _of_faults(
@@ -137,7 +137,7 @@ _FAULTS = (
     ),
     _of_faults(
         "peer-is-another",
-        f"{_IS_LINK} && fault.peer == fault.rank && fault.peer < {_RANKS}",
+        f"{_IS_LINK} && fault.peer == fault.rank && fault.peer < {RANKS}",
         says="a peer is the rank itself; write the rank it receives from",
         message="peer {fault.peer} is the rank itself; write the rank it receives from",
         ranks=True,

@@ -1,8 +1,13 @@
 """How many ranks, on which workers: the arithmetic of `job.world` as rules, one message for each way to disagree.
 
-Rules see `replica` (ranks of one replica), `wanted` (ranks that parallelism.data asks for, else 0), `nodes` and
-`per_node` (written or derived). The sizes have limits in the schema that keep every product within 64 bits.
+Rules see `replica` (ranks of one replica on the workers of `nodes`: with MegaFBD forward ranks too, unless they have
+workers of their own), `wanted` (ranks that parallelism.data asks for there, else 0), `nodes` and `per_node` (written or
+derived), and the same of forward workers, 0 where there are none (`wanted_forward`, `forward_nodes`,
+`forward_per_node`). The sizes have limits in the schema that keep every product within 64 bits.
 """
+
+import re
+from collections.abc import Iterator
 
 from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
 from megatronapp_common.job.rules.rule import Rule, let, let_say, say
@@ -10,23 +15,50 @@ from megatronapp_common.job.rules.rule import Rule, let, let_say, say
 _DATA, _NODES, _PER_NODE = "has(self.parallelism.data)", "has(self.nodes)", "has(self.procPerNode)"
 _GPUS = "self.gpusPerNode"
 _TENSOR, _CONTEXT, _STAGES = "self.parallelism.tensor", "self.parallelism.context", "self.parallelism.pipeline"
-_REPLICA = f"{_TENSOR} * {_CONTEXT} * {_STAGES}"
+_FORWARD = "self.fbd.forward"
+APART = f"(self.fbd.enabled && has({_FORWARD}))"
+"""CEL text: forward ranks have workers of their own."""
+_MERGED = "self.fbd.ignoreForwardTensorParallel"
+_BESIDE = f"(self.fbd.enabled && !has({_FORWARD}))"
+_FORWARD_TENSOR = f"({_MERGED} ? 1 : {_TENSOR})"
+_REPLICA = f"({_TENSOR} + ({_BESIDE} ? {_FORWARD_TENSOR} : 0)) * {_CONTEXT} * {_STAGES}"
 _OF_CONTEXT = f"{_CONTEXT} > 1 ? {say(f'context {{{_CONTEXT}}} x ')} : ''"
-_GROUPS = f"tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}"
-_FREE = f"({_GPUS} > 0 && {_GPUS} < wanted ? {_GPUS} : wanted)"  # ranks of a worker where only data is given
+_OF_FORWARD = f"!{_BESIDE} ? '' : {_MERGED} ? ', and a forward rank for each tensor group' : ', forward and backward'"
+_GROUPS = f"tensor {{{_TENSOR}}} x {{{_OF_CONTEXT}}}pipeline {{{_STAGES}}}{{{_OF_FORWARD}}}"
+
+
+def _spread(count: str, gpus: str, nodes: str, per_node: str, block: str) -> tuple[str, str]:
+    """CEL texts of nodes and ranks of each for so many ranks, as they are written in a block or follow from it."""
+    free = f"({gpus} > 0 && {gpus} < {count} ? {gpus} : {count})"  # where neither is written
+    return (
+        f"{nodes} ? {block}.nodes : {per_node} ? "
+        f"({count} < {block}.procPerNode ? 1 : {count} / {block}.procPerNode) : {count} / {free}",
+        f"{per_node} ? {block}.procPerNode : {nodes} ? "
+        f"({count} < {block}.nodes ? 1 : {count} / {block}.nodes) : {free}",
+    )
+
+
+_OF_WANTED = _spread("wanted", _GPUS, _NODES, _PER_NODE, "self")
+_OF_FORWARD_RANKS = _spread(
+    "wanted_forward", f"{_FORWARD}.gpusPerNode", f"has({_FORWARD}.nodes)", f"has({_FORWARD}.procPerNode)", _FORWARD
+)
+REPLICAS = "(nodes * per_node / replica)"
+"""CEL text over the names below: model replicas."""
+RANKS = "(nodes * per_node + wanted_forward)"
+"""CEL text over the names below: all ranks."""
+WORKERS = "(nodes + forward_nodes)"
+"""CEL text over the names below: all workers."""
 _NAMES = (
     ("replica", _REPLICA),
     ("wanted", f"{_DATA} ? replica * self.parallelism.data : 0"),
-    (
-        "nodes",
-        f"{_NODES} ? self.nodes : !{_DATA} ? 1 : "
-        f"{_PER_NODE} ? (wanted < self.procPerNode ? 1 : wanted / self.procPerNode) : wanted / {_FREE}",
-    ),
+    ("nodes", f"!{_DATA} ? ({_NODES} ? self.nodes : 1) : {_OF_WANTED[0]}"),
     (
         "per_node",
-        f"{_PER_NODE} ? self.procPerNode : !{_DATA} ? ({_GPUS} > 0 ? {_GPUS} : replica / nodes) : "
-        f"{_NODES} ? (wanted < nodes ? 1 : wanted / nodes) : {_FREE}",
+        f"!{_DATA} ? ({_PER_NODE} ? self.procPerNode : {_GPUS} > 0 ? {_GPUS} : replica / nodes) : {_OF_WANTED[1]}",
     ),
+    ("wanted_forward", f"{APART} && {REPLICAS} > 0 ? {REPLICAS} * {_FORWARD_TENSOR} * {_CONTEXT} * {_STAGES} : 0"),
+    ("forward_nodes", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[0]}"),
+    ("forward_per_node", f"wanted_forward == 0 ? 0 : {_OF_FORWARD_RANKS[1]}"),
 )
 _POSSIBLE = f"{_REPLICA} <= {MAX_RANKS}"
 _AGREED = f"({_DATA} ? nodes * per_node == wanted : per_node > 0 && nodes * per_node % replica == 0)"
@@ -35,16 +67,24 @@ _DERIVED = f"{_DATA} || {_PER_NODE} || {_GPUS} > 0"
 
 def with_sizes(rule: str) -> str:
     """CEL text of a rule over the names above. Silent where one replica is too large."""
-    for name, value in reversed(_NAMES):
+    for name, value in _used(rule):
         rule = let(name, value, rule)
     return f"{_REPLICA} > {MAX_RANKS} || {rule}"
 
 
 def say_with_sizes(message: str) -> str:
     """CEL text of a message over the names above."""
-    for name, value in reversed(_NAMES):
+    for name, value in _used(message):
         message = let_say(name, value, message)
     return message
+
+
+def _used(text: str) -> Iterator[tuple[str, str]]:
+    """The names that a text needs, innermost first: the local parser takes no deeper nesting than 32."""
+    for name, value in reversed(_NAMES):
+        if re.search(rf"(?<![.\w]){name}\b", text):
+            yield name, value
+            text += value
 
 
 def with_gang(rule: str) -> str:
@@ -84,7 +124,7 @@ WORLD_RULES = (
         id="world-of-replicas",
         field=".parallelism",
         rule=f"{_DATA} || !({_PER_NODE} || {_GPUS} > 0) || {with_sizes('nodes * per_node % replica == 0')}",
-        says="nodes x procPerNode must be a multiple of tensor x context x pipeline",
+        says="nodes x procPerNode must be a multiple of tensor x context x pipeline (with fbd: also forward ranks)",
         message=say_with_sizes(
             say(
                 f"{{nodes * per_node}} ranks ({{nodes}} nodes x {{per_node}}) cannot be divided into replicas of "
@@ -96,7 +136,8 @@ WORLD_RULES = (
         id="data-agrees",
         field=".parallelism.data",
         rule=f"!{_DATA} || {with_sizes('nodes * per_node == wanted')}",
-        says="tensor x context x pipeline x data must be nodes x procPerNode; leave data out to derive it",
+        says="tensor x context x pipeline x data (with fbd, forward ranks too) must be nodes x procPerNode; "
+        "leave data out to derive it",
         message=say_with_sizes(
             say(
                 f"{{self.parallelism.data}} replicas of {{replica}} ranks ({_GROUPS}) are {{wanted}} ranks, "

@@ -1,0 +1,203 @@
+"""Rules about what a job asks of a cluster: resources, memory, volumes, initializers, pods."""
+
+from megatronapp_common.job.rules.rule import Rule, first_item, no_item, say
+from megatronapp_common.names import GROUP
+
+_DATA, _SAVED = "self.data.volume", "self.checkpoint.volume"
+_PATH = "^(/[^/:]+)+/?$"
+_UP = "matches('(^|/)[.][.](/|$)')"
+_SHM, _LIMITS = "self.shm.sizeLimit", "self.resources.limits"
+_TAKEN = ("/dev", "/proc", "/sys", "/run/megatronapp")
+"""Directories of the kernel, of the container runtime and of our own mounts."""
+OUR_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
+
+
+def given(*fields: str) -> str:
+    """CEL text: the field is there, and so are the blocks above it."""
+    return " && ".join(f"has({field})" for field in fields)
+
+
+def is_path(place: str) -> str:
+    """CEL text: an absolute path without `..`, which a mount may have."""
+    return f"({place}.matches('{_PATH}') && !{place}.{_UP})"
+
+
+def is_taken(place: str) -> str:
+    """CEL text: a mount there would hide what the system or the operator puts there."""
+    listed = ", ".join(f"'{path}'" for path in _TAKEN)
+    below = f"[{listed}].exists(taken, {place} == taken || {place}.startsWith(taken + '/'))"
+    return f"({below} || {place} == '/run' || {place} == '/run/')"
+
+
+def _above_zero(field: str, quantity: str) -> Rule:
+    return Rule(
+        id=f"{field}-above-zero",
+        field=f".{field}",
+        rule=f"!{given(quantity)} || quantity(string({quantity})).isGreaterThan(quantity('0'))",
+        says="must be above 0, such as 16Gi",
+    )
+
+
+def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str, source: str) -> Rule:
+    """A resource that the operator adds may stand among the resources with the same count only."""
+
+    def other(block: str) -> str:
+        amounts = f"self{field}.{block}"
+        return f"({resource} in {amounts} && string({amounts}[{resource}]) != string({count}))"
+
+    return Rule(
+        id=rule_id,
+        field=field,
+        rule=f"!({when}) || !({other('limits')} || {other('requests')})",
+        says=f"names a resource of {source} with another count; leave it out",
+        message=say(f"names {{{resource}}} with another count than {source} {{{count}}}; leave it out"),
+    )
+
+
+_RESOURCES = (
+    named_once(
+        "gpus-named-once",
+        ".resources",
+        when="true",
+        resource="self.gpuResourceName",
+        count="self.gpusPerNode",
+        source="gpusPerNode",
+    ),
+    named_once(
+        "rdma-named-once",
+        ".resources",
+        when="self.network.rdma.enabled && has(self.network.rdma.resourceName)",
+        resource="self.network.rdma.resourceName",
+        count="self.network.rdma.count",
+        source="network.rdma.count",
+    ),
+    _above_zero("shm.sizeLimit", _SHM),
+    Rule(
+        id="shm-within-memory",
+        field=".shm.sizeLimit",
+        rule=f"!has({_SHM}) || !('memory' in {_LIMITS}) || "
+        f"quantity(string({_SHM})).isLessThan(quantity(string({_LIMITS}['memory'])))",
+        says="must be below resources.limits.memory, which it is charged to",
+        message=say(f"{{{_SHM}}} is not below resources.limits.memory {{{_LIMITS}['memory']}}, which it is charged to"),
+    ),
+    _above_zero("analyzer.volume.sizeLimit", "self.analyzer.volume.sizeLimit"),
+)
+
+
+def _mount(name: str, volume: str) -> tuple[Rule, Rule, Rule]:
+    place, sub = f"{volume}.mountPath", f"{volume}.subPath"
+    return (
+        Rule(
+            id=f"{name}-mount-is-a-path",
+            field=f".{name}.volume.mountPath",
+            rule=f"!has({volume}) || {is_path(place)}",
+            says="must be an absolute path below / without '..' and ':', such as /data",
+            message=say(f"{{{place}}} is not an absolute path below / without '..' and ':'; write one such as /data"),
+        ),
+        Rule(
+            id=f"{name}-mount-is-free",
+            field=f".{name}.volume.mountPath",
+            rule=f"!has({volume}) || !{is_taken(place)}",
+            says="is a directory of the system or of the operator; write another, such as /data",
+            message=say(f"{{{place}}} belongs to the system or the operator; write another, such as /data"),
+        ),
+        Rule(
+            id=f"{name}-sub-path-is-relative",
+            field=f".{name}.volume.subPath",
+            rule=f"!has({volume}) || !has({sub}) || !({sub}.startsWith('/') || {sub}.{_UP})",
+            says="must be a path inside of the volume, without / in front and without '..'",
+        ),
+    )
+
+
+_MOUNTS = (
+    *_mount("data", _DATA),
+    *_mount("checkpoint", _SAVED),
+    Rule(
+        id="mounts-apart",
+        field=".checkpoint.volume.mountPath",
+        rule=f"!({given(_DATA, _SAVED)}) || "
+        f"({_DATA}.mountPath != {_SAVED}.mountPath && {_DATA}.mountPath + '/' != {_SAVED}.mountPath && "
+        f"{_DATA}.mountPath != {_SAVED}.mountPath + '/')",
+        says="is that of data.volume too; write another",
+        message=say(f"{{{_SAVED}.mountPath}} is the mountPath of data.volume too; write another"),
+    ),
+    Rule(
+        id="checkpoints-are-written",
+        field=".checkpoint.volume.readOnly",
+        rule=f"!has({_SAVED}) || !{_SAVED}.readOnly || !has(self.checkpoint.save) || "
+        f"!self.checkpoint.save.startsWith({_SAVED}.mountPath)",
+        says="checkpoint.save lies on this volume; leave readOnly out",
+    ),
+)
+
+
+def _on(volume: str) -> str:
+    """CEL text: the target of an initializer lies on a volume."""
+    place = f"{volume}.mountPath"
+    return (
+        f"(has({volume}) && (one.target == {place} || one.target.startsWith({place} + '/') || "
+        f"({place}.endsWith('/') && one.target.startsWith({place}))))"
+    )
+
+
+_TWICE = "!self.initializers.exists_one(other, other.name == one.name)"
+_ASTRAY = f"has(one.target) && one.scope == 'Job' && !{_on(_DATA)} && !{_on(_SAVED)}"
+
+
+def _of_initializers(rule_id: str, wrong: str, *, says: str, message: str, in_schema: bool = False) -> Rule:
+    return Rule(
+        id=rule_id,
+        field=".initializers",
+        rule=no_item("self.initializers", "one", wrong),
+        says=says,
+        message=first_item("self.initializers", "one", wrong, message),
+        in_schema=in_schema,
+    )
+
+
+_INITIALIZERS = (
+    _of_initializers(
+        "initializer-given-twice",
+        _TWICE,
+        says="hold a name twice; write another",
+        message="{one.name} is given twice; write another name",
+        in_schema=True,
+    ),
+    _of_initializers(
+        "initializer-needs-target",
+        "has(one.storageUri) && !has(one.target)",
+        says="storageUri needs target: DIRECTORY",
+        message="{one.name} has a storageUri and needs target: DIRECTORY",
+    ),
+    _of_initializers(
+        "initializer-target-is-a-path",
+        f"has(one.target) && (!{is_path('one.target')} || {is_taken('one.target')})",
+        says="a target must be an absolute path without '..', not of the system or the operator",
+        message="target {one.target} of {one.name} must be an absolute path without '..', not of the system or the "
+        "operator; write one such as /data",
+    ),
+    _of_initializers(
+        "initializer-target-on-a-volume",
+        f"{_ASTRAY} && {is_path('one.target')} && !{is_taken('one.target')}",
+        says="a target with scope Job must lie on data.volume or checkpoint.volume, which the workers see",
+        message="target {one.target} of {one.name} is not on data.volume or checkpoint.volume, which the workers see; "
+        "write one below their mountPath, or scope: Node",
+    ),
+)
+
+
+def _reserved(what: str) -> Rule:
+    keys = f"self.podTemplate.metadata.{what}"
+    listed = ", ".join(f"'{label}'" for label in OUR_LABELS)
+    ours = f"key.startsWith('{GROUP}/') || key in [{listed}]"
+    return Rule(
+        id=f"pod-{what}-are-not-ours",
+        field=f".podTemplate.metadata.{what}",
+        rule=no_item(keys, "key", ours),
+        says=f"hold one that the operator sets ({GROUP}/... or a common one of app.kubernetes.io); leave it out",
+    )
+
+
+_PODS = (_reserved("labels"), _reserved("annotations"))
+CLUSTER_RULES = (*_RESOURCES, *_MOUNTS, *_INITIALIZERS, *_PODS)

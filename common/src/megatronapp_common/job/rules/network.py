@@ -1,0 +1,60 @@
+"""Rules about the network of a cluster."""
+
+from megatronapp_common.job.rules.rule import Rule, no_item, say
+
+_MODE, _RDMA = "self.network.mode", "self.network.rdma"
+_NCCL = "self.network.nccl"
+
+NETWORK_RULES = (
+    Rule(
+        id="rdma-needs-a-resource",
+        field=".network.rdma.resourceName",
+        rule=f"!{_RDMA}.enabled || {_MODE} == 'HostNetwork' || has({_RDMA}.resourceName)",
+        says="is missing; write the resource of the cluster's device plugin, such as rdma/hca_shared_devices_a, "
+        "or network.mode: HostNetwork",
+    ),
+    Rule(
+        id="shared-device-needs-rdma",
+        field=".network.rdma.enabled",
+        rule=f"{_MODE} != 'SharedDevice' || {_RDMA}.enabled",
+        says="must be true for network.mode SharedDevice, which is about nothing else",
+    ),
+    Rule(
+        id="mode-needs-attachments",
+        field=".network.attachments",
+        rule=f"!({_MODE} in ['Sriov', 'Macvlan']) || self.network.attachments.size() > 0",
+        says="is missing; network.mode Sriov and Macvlan need a network of Multus, as in attachments: [NAMESPACE/NAME]",
+        message=say(f"is missing; network.mode {{{_MODE}}} needs a network of Multus: attachments: [NAMESPACE/NAME]"),
+    ),
+    Rule(
+        id="host-network-has-no-attachments",
+        field=".network.attachments",
+        rule=f"{_MODE} != 'HostNetwork' || self.network.attachments.size() == 0",
+        says="have no effect on pods in the node's own network; leave them out, or change network.mode",
+    ),
+    Rule(
+        id="host-network-has-no-policy",
+        field=".network.policy",
+        rule=f"{_MODE} != 'HostNetwork' || self.network.policy == 'None'",
+        says="must be None for network.mode HostNetwork: a NetworkPolicy does not hold for pods in the node's own "
+        "network, so JobOnly would promise what nobody keeps",
+    ),
+    Rule(
+        id="topology-order-needs-a-key",
+        field=".network.topologyKey",
+        rule="self.network.rankOrder != 'Topology' || has(self.network.topologyKey)",
+        says="is missing; rankOrder Topology needs the label of nodes to sort by, such as topology.kubernetes.io/zone",
+    ),
+    Rule(
+        id="nccl-variables",
+        field=".network.nccl",
+        rule=no_item(_NCCL, "key", "!(key.startsWith('NCCL_') || key.startsWith('UCX_'))"),
+        says="holds a variable that does not begin with NCCL_ or UCX_; write it under spec.env",
+    ),
+    Rule(
+        id="nccl-variables-once",
+        field=".network.nccl",
+        rule=no_item("self.env", "variable", f"variable.name in {_NCCL}"),
+        says="holds a variable that env holds too; leave one of them out",
+    ),
+)

@@ -1,0 +1,106 @@
+"""Rules about MegaDPP and MegaFBD, and about the forward workers of the latter.
+
+The rules of forward workers see, beside the names of `world`, `wanted_forward` (forward ranks), `forward_nodes` and
+`forward_per_node` (written or derived).
+"""
+
+from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE
+from megatronapp_common.job.rules.cluster import named_once
+from megatronapp_common.job.rules.rule import Rule, say
+from megatronapp_common.job.rules.world import APART, say_with_sizes, with_gang
+
+_FORWARD = "self.fbd.forward"
+_GPUS = f"{_FORWARD}.gpusPerNode"
+_RANKS = "forward_nodes * forward_per_node"
+
+_SWITCHES = (
+    Rule(
+        id="dpp-needs-pipeline",
+        field=".dpp.enabled",
+        rule="!self.dpp.enabled || self.parallelism.pipeline > 1",
+        says="needs parallelism.pipeline above 1: there is nothing to schedule in one stage; leave it out",
+    ),
+    Rule(
+        id="dpp-or-fbd",
+        field=".fbd.enabled",
+        rule="!self.dpp.enabled || !self.fbd.enabled",
+        says="dpp is enabled too, and each of them runs the pipeline its own way; choose one",
+    ),
+    Rule(
+        id="workload-needs-dpp",
+        field=".dpp.workload",
+        rule="!has(self.dpp.workload) || self.dpp.enabled",
+        says="needs dpp.enabled: true",
+    ),
+    Rule(
+        id="merging-needs-fbd",
+        field=".fbd.ignoreForwardTensorParallel",
+        rule="!self.fbd.ignoreForwardTensorParallel || self.fbd.enabled",
+        says="needs fbd.enabled: true",
+    ),
+    Rule(
+        id="forward-needs-fbd",
+        field=".fbd.forward",
+        rule=f"!has({_FORWARD}) || self.fbd.enabled",
+        says="needs fbd.enabled: true",
+    ),
+)
+
+
+def _of_forward(rule_id: str, field: str, rule: str, *, says: str, message: str) -> Rule:
+    """A rule about the forward workers; silent where there are none or the backward ones do not add up."""
+    return Rule(
+        id=rule_id,
+        field=field,
+        rule=f"!{APART} || {with_gang(rule)}",
+        says=says,
+        message=say_with_sizes(say(message)),
+    )
+
+
+FORWARD_RULES = (
+    _of_forward(
+        "forward-ranks-agree",
+        ".fbd.forward",
+        f"{_RANKS} == wanted_forward",
+        says="nodes x procPerNode must be the number of forward ranks; leave one of them out to derive it",
+        message=f"{{forward_nodes}} nodes x {{forward_per_node}} are {{{_RANKS}}} ranks, but there are "
+        "{wanted_forward} forward ranks; make nodes x procPerNode equal to {wanted_forward}",
+    ),
+    _of_forward(
+        "forward-ranks-of-a-node",
+        ".fbd.forward.nodes",
+        f"{_RANKS} != wanted_forward || forward_per_node <= {MAX_PROC_PER_NODE}",
+        says=f"at most {MAX_PROC_PER_NODE} ranks are possible on a node; write more nodes",
+        message=f"{{{_RANKS}}} ranks on {{forward_nodes}} nodes are {{forward_per_node}} on each, at most "
+        f"{MAX_PROC_PER_NODE} are possible; write nodes: "
+        f"{{(wanted_forward + {MAX_PROC_PER_NODE - 1}) / {MAX_PROC_PER_NODE}}} or more",
+    ),
+    _of_forward(
+        "forward-ranks-of-gpus",
+        ".fbd.forward.gpusPerNode",
+        f"{_GPUS} == 0 || {_RANKS} != wanted_forward || forward_per_node > {MAX_PROC_PER_NODE} || "
+        f"forward_per_node <= {_GPUS}",
+        says="a rank needs a GPU of its own: write more nodes or GPUs, or gpusPerNode: 0 for the CPU",
+        message=f"{{forward_per_node}} ranks on a node of {{{_GPUS}}} GPUs; a rank needs a GPU of its own: write more "
+        "nodes or GPUs, or gpusPerNode: 0 for the CPU",
+    ),
+    _of_forward(
+        "all-workers",
+        ".fbd.forward.nodes",
+        f"{_RANKS} != wanted_forward || nodes + forward_nodes <= {MAX_NODES}",
+        says=f"at most {MAX_NODES} workers are possible, forward and backward; write smaller sizes",
+        message=f"{{nodes}} backward and {{forward_nodes}} forward workers are too many; "
+        f"at most {MAX_NODES} are possible",
+    ),
+)
+"""How many forward workers and ranks: the arithmetic of `job.world`."""
+_RESOURCES = named_once(
+    "forward-gpus-named-once",
+    ".fbd.forward.resources",
+    when=f"has({_FORWARD}) && has({_FORWARD}.resources)",
+    resource="self.gpuResourceName",
+    count=_GPUS,
+    source="fbd.forward.gpusPerNode",
+)
+RUNTIME_RULES = (*_SWITCHES, *FORWARD_RULES, _RESOURCES)

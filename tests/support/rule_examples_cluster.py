@@ -1,0 +1,529 @@
+"""Examples of the rules about a cluster: MegaDPP and MegaFBD, resources, volumes, network, queues, failures."""
+
+from typing import Any
+
+from rule_example import Changes, Example, bad, good, stays
+
+_FBD = {"enabled": True}
+_WHOLE: Changes = {"spec.nodes": 1, "spec.procPerNode": 8}
+_BATCH = "spec.training.globalBatchSize"
+_SUSPENDED: Changes = {"spec.suspend": True}
+_CODES = {"action": "FailJob", "match": {"exitCodes": {"in": [1]}}}
+
+
+def _forward(**fields: Any) -> Changes:
+    """8 backward ranks on 2 workers and 8 forward ranks."""
+    return {"spec.fbd": {"enabled": True, "forward": fields}}
+
+
+def _volume(path: str = "/data", **fields: Any) -> Changes:
+    return {"spec.data.volume": {"claim": "corpus", "mountPath": path, **fields}}
+
+
+def _checkpoints(path: str = "/checkpoints", **fields: Any) -> Changes:
+    return {"spec.checkpoint.volume": {"claim": "runs", "mountPath": path, **fields}}
+
+
+def _initializer(**fields: Any) -> Changes:
+    return {"spec.initializers": [{"name": "fetch", "image": "fetcher:1", **fields}]}
+
+
+def _rules(*rules: dict[str, Any]) -> Changes:
+    return {"spec.runPolicy.rules": list(rules)}
+
+
+_RUNTIMES = [
+    *good("dpp-needs-pipeline", {"spec.dpp.enabled": True}),
+    *bad(
+        "dpp-needs-pipeline",
+        "spec.dpp.enabled",
+        ({"spec.dpp.enabled": True, "spec.parallelism.pipeline": 1}, "needs parallelism.pipeline above 1"),
+    ),
+    *good("dpp-or-fbd", {"spec.fbd.enabled": True, "spec.parallelism.pipeline": 1}),
+    *bad(
+        "dpp-or-fbd",
+        "spec.fbd.enabled",
+        ({"spec.dpp.enabled": True, "spec.fbd.enabled": True}, "dpp is enabled too, and each of them runs"),
+    ),
+    *good("workload-needs-dpp", {"spec.dpp": {"enabled": True, "workload": "times.json"}}),
+    *bad("workload-needs-dpp", "spec.dpp.workload", ({"spec.dpp.workload": "t"}, "needs dpp.enabled: true")),
+    *good(
+        "merging-needs-fbd",
+        {"spec.fbd": {"enabled": True, "ignoreForwardTensorParallel": True}, "spec.procPerNode": 3},
+    ),
+    *bad(
+        "merging-needs-fbd",
+        "spec.fbd.ignoreForwardTensorParallel",
+        ({"spec.fbd.ignoreForwardTensorParallel": True}, "needs fbd.enabled: true"),
+    ),
+    *good("forward-needs-fbd", _forward()),
+    *bad("forward-needs-fbd", "spec.fbd.forward", ({"spec.fbd.forward": {"nodes": 2}}, "needs fbd.enabled: true")),
+    *good(
+        "forward-ranks-agree",
+        _forward(nodes=4),
+        _forward(procPerNode=1),
+        _forward(nodes=2, procPerNode=4),
+        _forward(gpusPerNode=4),
+        {"spec.fbd": {"enabled": True, "ignoreForwardTensorParallel": True, "forward": {"nodes": 4, "procPerNode": 1}}},
+    ),
+    *bad(
+        "forward-ranks-agree",
+        "spec.fbd.forward",
+        (_forward(nodes=3), "3 nodes x 2 are 6 ranks, but there are 8 forward ranks; make nodes x procPerNode equal"),
+        (_forward(procPerNode=3), "2 nodes x 3 are 6 ranks"),
+        (_forward(procPerNode=16), "1 nodes x 16 are 16 ranks"),
+    ),
+    *good("forward-ranks-of-a-node", {**_forward(nodes=2), "spec.nodes": 32, _BATCH: None}),
+    *bad(
+        "forward-ranks-of-a-node",
+        "spec.fbd.forward.nodes",
+        (
+            {**_forward(), "spec.nodes": 32, _BATCH: None},
+            "128 ranks on 1 nodes are 128 on each, at most 64 are possible; write nodes: 2 or more",
+        ),
+    ),
+    *good("forward-ranks-of-gpus", _forward(nodes=1, gpusPerNode=8)),
+    *bad(
+        "forward-ranks-of-gpus",
+        "spec.fbd.forward.gpusPerNode",
+        (_forward(nodes=1, gpusPerNode=4), "8 ranks on a node of 4 GPUs; a rank needs a GPU of its own"),
+        (_forward(procPerNode=4, gpusPerNode=2), "4 ranks on a node of 2 GPUs"),
+    ),
+    *good("all-workers", {**_forward(procPerNode=4), "spec.nodes": 2048, _BATCH: None}),
+    *bad(
+        "all-workers",
+        "spec.fbd.forward.nodes",
+        (
+            {**_forward(procPerNode=4), "spec.nodes": 2049, _BATCH: None},
+            "2049 backward and 2049 forward workers are too many; at most 4096 are possible",
+        ),
+    ),
+    *good("forward-gpus-named-once", _forward(gpusPerNode=8, resources={"limits": {"nvidia.com/gpu": 8}})),
+    *bad(
+        "forward-gpus-named-once",
+        "spec.fbd.forward.resources",
+        (
+            _forward(gpusPerNode=8, resources={"limits": {"nvidia.com/gpu": 4}}),
+            "names nvidia.com/gpu with another count than fbd.forward.gpusPerNode 8; leave it out",
+        ),
+    ),
+]
+_GPUS: Changes = {"spec.gpusPerNode": 4}
+_RDMA = {"enabled": True, "resourceName": "rdma/hca"}
+_RESOURCES = [
+    *good(
+        "gpus-named-once",
+        {**_GPUS, "spec.resources": {"limits": {"nvidia.com/gpu": 4, "cpu": "7500m"}, "requests": {"cpu": 2}}},
+        {**_GPUS, "spec.resources.limits": {"nvidia.com/gpu": "4"}},
+        {**_GPUS, "spec.resources.limits": {"amd.com/gpu": 1}},
+    ),
+    *bad(
+        "gpus-named-once",
+        "spec.resources",
+        (
+            {**_GPUS, "spec.resources.limits": {"nvidia.com/gpu": 8}},
+            "names nvidia.com/gpu with another count than gpusPerNode 4; leave it out",
+        ),
+        (
+            {**_GPUS, "spec.resources.requests": {"amd.com/gpu": 1}, "spec.gpuResourceName": "amd.com/gpu"},
+            "names amd.com/gpu with another count",
+        ),
+        ({"spec.resources.limits": {"nvidia.com/gpu": 4}}, "another count than gpusPerNode 0"),
+    ),
+    *good("rdma-named-once", {"spec.network.rdma": _RDMA, "spec.resources.limits": {"rdma/hca": 1}}),
+    *bad(
+        "rdma-named-once",
+        "spec.resources",
+        (
+            {"spec.network.rdma": _RDMA | {"count": 2}, "spec.resources.limits": {"rdma/hca": 1}},
+            "names rdma/hca with another count than network.rdma.count 2; leave it out",
+        ),
+    ),
+    *good("shm.sizeLimit-above-zero", {"spec.shm.sizeLimit": "64Mi"}, {"spec.shm.sizeLimit": 1000000}),
+    *bad(
+        "shm.sizeLimit-above-zero",
+        "spec.shm.sizeLimit",
+        ({"spec.shm.sizeLimit": "0Gi"}, "must be above 0, such as 16Gi"),
+        ({"spec.shm.sizeLimit": 0}, "must be above 0, such as 16Gi"),
+    ),
+    *good(
+        "shm-within-memory",
+        {"spec.shm.sizeLimit": "16Gi", "spec.resources.limits": {"memory": "17Gi"}},
+        {"spec.shm.sizeLimit": "1G", "spec.resources.limits": {"memory": "1Gi"}},
+        {"spec.shm.sizeLimit": "2e9", "spec.resources.limits": {"memory": 2000000001}},
+    ),
+    *bad(
+        "shm-within-memory",
+        "spec.shm.sizeLimit",
+        (
+            {"spec.shm.sizeLimit": "16Gi", "spec.resources.limits": {"memory": "16384Mi"}},
+            "16Gi is not below resources.limits.memory 16384Mi, which it is charged to",
+        ),
+        ({"spec.shm.sizeLimit": "1.5Gi", "spec.resources.limits": {"memory": "1.6G"}}, "1.5Gi is not below"),
+    ),
+    *good("analyzer.volume.sizeLimit-above-zero", {"spec.analyzer.volume.sizeLimit": ".5G"}),
+    *bad(
+        "analyzer.volume.sizeLimit-above-zero",
+        "spec.analyzer.volume.sizeLimit",
+        ({"spec.analyzer.volume.sizeLimit": "0"}, "must be above 0"),
+    ),
+]
+_VOLUMES = [
+    *good("data-mount-is-a-path", _volume("/data/corpora"), _volume("/data/")),
+    *bad(
+        "data-mount-is-a-path",
+        "spec.data.volume.mountPath",
+        (_volume("data"), "data is not an absolute path below / without '..' and ':'; write one such as /data"),
+        (_volume("/"), "/ is not an absolute path"),
+        (_volume("/data/../etc"), "is not an absolute path"),
+        (_volume("/da:ta"), "is not an absolute path"),
+        (_volume("/data//corpus"), "is not an absolute path"),
+    ),
+    *good("data-mount-is-free", _volume("/device"), _volume("/run/corpus")),
+    *bad(
+        "data-mount-is-free",
+        "spec.data.volume.mountPath",
+        (_volume("/dev/shm"), "/dev/shm belongs to the system or the operator; write another, such as /data"),
+        (_volume("/run/megatronapp/secret"), "/run/megatronapp/secret belongs to"),
+        (_volume("/run"), "/run belongs to"),
+        (_volume("/proc/"), "/proc/ belongs to"),
+    ),
+    *good("data-sub-path-is-relative", _volume(subPath="team/..corpus")),
+    *bad(
+        "data-sub-path-is-relative",
+        "spec.data.volume.subPath",
+        (_volume(subPath="/team"), "must be a path inside of the volume"),
+        (_volume(subPath="team/.."), "must be a path inside of the volume"),
+    ),
+    *good("checkpoint-mount-is-a-path", _checkpoints("/a-b_c/.d")),
+    *bad("checkpoint-mount-is-a-path", "spec.checkpoint.volume.mountPath", (_checkpoints("runs"), "runs is not an")),
+    *good("checkpoint-mount-is-free", _checkpoints()),
+    *bad("checkpoint-mount-is-free", "spec.checkpoint.volume.mountPath", (_checkpoints("/sys/a"), "/sys/a belongs")),
+    *good("checkpoint-sub-path-is-relative", _checkpoints(subPath="a")),
+    *bad(
+        "checkpoint-sub-path-is-relative",
+        "spec.checkpoint.volume.subPath",
+        (_checkpoints(subPath="../a"), "must be a path inside of the volume, without / in front and without '..'"),
+    ),
+    *good("mounts-apart", {**_volume("/data"), **_checkpoints("/data/runs")}),
+    *bad(
+        "mounts-apart",
+        "spec.checkpoint.volume.mountPath",
+        ({**_volume("/data"), **_checkpoints("/data")}, "/data is the mountPath of data.volume too; write another"),
+        ({**_volume("/data/"), **_checkpoints("/data")}, "/data is the mountPath of data.volume too"),
+        ({**_volume("/data"), **_checkpoints("/data/")}, "/data/ is the mountPath of data.volume too"),
+    ),
+    *good(
+        "checkpoints-are-written",
+        {**_checkpoints(), "spec.checkpoint.save": "/checkpoints/a"},
+        {**_checkpoints(readOnly=True), "spec.checkpoint.load": "/checkpoints/a"},
+    ),
+    *bad(
+        "checkpoints-are-written",
+        "spec.checkpoint.volume.readOnly",
+        ({**_checkpoints(readOnly=True), "spec.checkpoint.save": "/checkpoints/a"}, "checkpoint.save lies on this"),
+    ),
+]
+_INITIALIZERS = [
+    *good(
+        "initializer-given-twice",
+        {"spec.initializers": [{"name": "a", "image": "i"}, {"name": "b", "image": "i", "scope": "Node"}]},
+    ),
+    Example(
+        rule_id="initializer-given-twice",
+        good=False,
+        change={"spec.initializers": [{"name": "a", "image": "i"}, {"name": "a", "image": "j"}]},
+        field="spec.initializers",
+        words="a is given twice; write another name",
+        server_words="Duplicate value",
+    ),
+    *good(
+        "initializer-needs-target",
+        {**_volume(), **_initializer(storageUri="s3://bucket/corpus?part=1@2", target="/data/new")},
+    ),
+    *bad(
+        "initializer-needs-target",
+        "spec.initializers",
+        (_initializer(storageUri="hf://models/tiny"), "fetch has a storageUri and needs target: DIRECTORY"),
+    ),
+    *good("initializer-target-is-a-path", _initializer(target="/scratch", scope="Node")),
+    *bad(
+        "initializer-target-is-a-path",
+        "spec.initializers",
+        (_initializer(target="scratch"), "target scratch of fetch must be an absolute path"),
+        (_initializer(target="/dev/shm/a", scope="Node"), "target /dev/shm/a of fetch must be"),
+    ),
+    *good(
+        "initializer-target-on-a-volume",
+        {**_volume(), **_initializer(target="/data")},
+        {**_volume("/data/"), **_initializer(target="/data/a")},
+        {**_checkpoints(), **_initializer(target="/checkpoints/base")},
+    ),
+    *bad(
+        "initializer-target-on-a-volume",
+        "spec.initializers",
+        ({**_volume(), **_initializer(target="/database")}, "target /database of fetch is not on data.volume or"),
+        (_initializer(target="/data"), "write one below their mountPath, or scope: Node"),
+    ),
+]
+_PODS = [
+    *good("pod-labels-are-not-ours", {"spec.podTemplate.metadata.labels": {"team": "a", "app.kubernetes.io/v": "1"}}),
+    *bad(
+        "pod-labels-are-not-ours",
+        "spec.podTemplate.metadata.labels",
+        ({"spec.podTemplate.metadata.labels": {"megatronapp.io/attempt": "7"}}, "hold one that the operator sets"),
+        ({"spec.podTemplate.metadata.labels": {"a": "b", "app.kubernetes.io/instance": "x"}}, "leave it out"),
+    ),
+    *good("pod-annotations-are-not-ours", {"spec.podTemplate.metadata.annotations": {"team.io/note": "a b"}}),
+    *bad(
+        "pod-annotations-are-not-ours",
+        "spec.podTemplate.metadata.annotations",
+        ({"spec.podTemplate.metadata.annotations": {"megatronapp.io/template-hash": "0"}}, "hold one that the"),
+    ),
+]
+_HOST: Changes = {"spec.network.mode": "HostNetwork", "spec.network.policy": "None"}
+_NETWORK = [
+    *good(
+        "rdma-needs-a-resource",
+        {"spec.network.rdma": _RDMA},
+        {**_HOST, "spec.network.rdma.enabled": True},
+    ),
+    *bad(
+        "rdma-needs-a-resource",
+        "spec.network.rdma.resourceName",
+        ({"spec.network.rdma.enabled": True}, "is missing; write the resource of the cluster's device plugin"),
+    ),
+    *good("shared-device-needs-rdma", {"spec.network": {"mode": "SharedDevice", "rdma": _RDMA}}),
+    *bad(
+        "shared-device-needs-rdma",
+        "spec.network.rdma.enabled",
+        ({"spec.network.mode": "SharedDevice"}, "must be true for network.mode SharedDevice"),
+    ),
+    *good(
+        "mode-needs-attachments",
+        {"spec.network": {"mode": "Sriov", "attachments": ["ib0"]}},
+        {"spec.network": {"mode": "Macvlan", "attachments": ["net/roce-1@eth1", "b"]}},
+        {"spec.network.attachments": ["storage"]},
+    ),
+    *bad(
+        "mode-needs-attachments",
+        "spec.network.attachments",
+        ({"spec.network.mode": "Sriov"}, "is missing; network.mode Sriov needs a network of Multus"),
+    ),
+    *good("host-network-has-no-attachments", _HOST),
+    *bad(
+        "host-network-has-no-attachments",
+        "spec.network.attachments",
+        ({**_HOST, "spec.network.attachments": ["a"]}, "have no effect on pods in the node's own network"),
+    ),
+    *good("host-network-has-no-policy", {"spec.network.policy": "None"}),
+    *bad(
+        "host-network-has-no-policy",
+        "spec.network.policy",
+        ({"spec.network.mode": "HostNetwork"}, "must be None for network.mode HostNetwork: a NetworkPolicy does not"),
+    ),
+    *good(
+        "topology-order-needs-a-key",
+        {"spec.network": {"rankOrder": "Topology", "topologyKey": "topology.kubernetes.io/zone"}},
+        {"spec.network.rankOrder": "IP"},
+    ),
+    *bad(
+        "topology-order-needs-a-key",
+        "spec.network.topologyKey",
+        ({"spec.network.rankOrder": "Topology"}, "is missing; rankOrder Topology needs the label of nodes"),
+    ),
+    *good("nccl-variables", {"spec.network.nccl": {"NCCL_DEBUG": "INFO", "UCX_TLS": "rc"}}),
+    *bad(
+        "nccl-variables",
+        "spec.network.nccl",
+        ({"spec.network.nccl": {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}}, "does not begin with NCCL_ or UCX_"),
+    ),
+    *good(
+        "nccl-variables-once",
+        {"spec.network.nccl": {"NCCL_DEBUG": "INFO"}, "spec.env": [{"name": "NCCL_ALGO", "value": "Ring"}]},
+    ),
+    *bad(
+        "nccl-variables-once",
+        "spec.network.nccl",
+        (
+            {"spec.network.nccl": {"NCCL_DEBUG": "INFO"}, "spec.env": [{"name": "NCCL_DEBUG", "value": "WARN"}]},
+            "holds a variable that env holds too; leave one of them out",
+        ),
+    ),
+]
+_POLICIES = [
+    *good("kueue-needs-a-queue", {"spec.scheduling": {"gang": "Kueue", "queue": "team-a"}}),
+    *bad("kueue-needs-a-queue", "spec.scheduling.queue", ({"spec.scheduling.gang": "Kueue"}, "is missing; Kueue")),
+    *good("queues-need-a-gang", {"spec.scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}}),
+    *bad(
+        "queues-need-a-gang",
+        "spec.scheduling.gang",
+        ({"spec.scheduling.queue": "team-a"}, "must say who keeps queue, minAvailable and timeoutSeconds"),
+        ({"spec.scheduling.minAvailable": 2}, "Kueue, Volcano, Coscheduling or KAI"),
+        ({"spec.scheduling.timeoutSeconds": 2}, "Kueue, Volcano, Coscheduling or KAI"),
+    ),
+    *good(
+        "available-workers",
+        {"spec.scheduling": {"gang": "Volcano", "minAvailable": 2}},
+        {**_forward(nodes=2), "spec.scheduling": {"gang": "Volcano", "minAvailable": 4}},
+    ),
+    *bad(
+        "available-workers",
+        "spec.scheduling.minAvailable",
+        (
+            {"spec.scheduling": {"gang": "Volcano", "minAvailable": 3}},
+            "3 is above the 2 workers; write 2 or leave it out",
+        ),
+        ({**_forward(nodes=2), "spec.scheduling": {"gang": "KAI", "minAvailable": 5}}, "5 is above the 4 workers"),
+    ),
+    *good(
+        "failure-rule-matches",
+        _rules(_CODES),
+        _rules(
+            {"action": "Ignore", "match": {"conditionTypes": ["DisruptionTarget"]}},
+            {"action": "RestartJobIgnoreMax", "match": {"messageRegex": "Xid [0-9]+"}},
+            {"action": "RestartJob", "match": {"workers": [0], "signals": [9], "reasons": ["OOMKilled"]}},
+        ),
+    ),
+    *bad(
+        "failure-rule-matches",
+        "spec.runPolicy.rules",
+        (_rules(_CODES, {"action": "FailJob", "match": {}}), "holds a rule that matches nothing; write one of exitC"),
+    ),
+    *good("failure-rule-codes", _rules({"action": "FailJob", "match": {"exitCodes": {"notIn": [1, 2]}}})),
+    *bad(
+        "failure-rule-codes",
+        "spec.runPolicy.rules",
+        (_rules({"action": "FailJob", "match": {"exitCodes": {}}}), "holds exitCodes that need either in or notIn"),
+        (_rules({"action": "FailJob", "match": {"exitCodes": {"in": [1], "notIn": [2]}}}), "write one of them"),
+    ),
+    *good("failure-rule-may-exclude", _rules(_CODES | {"action": "ExcludeNodeAndRestart"})),
+    *bad(
+        "failure-rule-may-exclude",
+        "spec.runPolicy.nodeExclusion.enabled",
+        (
+            {
+                "spec.runPolicy": {
+                    "rules": [_CODES | {"action": "ExcludeNodeAndRestart"}],
+                    "nodeExclusion": {"enabled": False},
+                }
+            },
+            "must be true for a rule with action ExcludeNodeAndRestart",
+        ),
+    ),
+    *good(
+        "slow-nodes-may-be-excluded",
+        {"spec.analyzer": {"enabled": True, "slowNode": {"action": "Exclude"}}},
+        {"spec.runPolicy.nodeExclusion.enabled": False},
+    ),
+    *bad(
+        "slow-nodes-may-be-excluded",
+        "spec.runPolicy.nodeExclusion.enabled",
+        (
+            {
+                "spec.analyzer": {"enabled": True, "slowNode": {"action": "Exclude"}},
+                "spec.runPolicy.nodeExclusion.enabled": False,
+            },
+            "must be true for analyzer.slowNode.action Exclude",
+        ),
+    ),
+    *good(
+        "slow-nodes-need-the-analyzer",
+        {"spec.analyzer": {"enabled": True, "slowNode": {"action": "ExcludeAndRestart", "minSlowdown": 1.5}}},
+    ),
+    *bad(
+        "slow-nodes-need-the-analyzer",
+        "spec.analyzer.slowNode.action",
+        ({"spec.analyzer": {"slowNode": {"action": "Exclude"}}}, "needs analyzer.enabled: true and trace.enabled"),
+        (
+            {"spec.analyzer": {"enabled": True, "slowNode": {"action": "Exclude"}}, "spec.trace.enabled": False},
+            "needs analyzer.enabled: true and trace.enabled: true, which find slow nodes",
+        ),
+    ),
+]
+_WORLDS = [
+    *good(
+        "world-of-replicas",
+        {"spec.fbd": _FBD},
+        {"spec.fbd": _FBD | {"ignoreForwardTensorParallel": True}, "spec.procPerNode": 6},
+        {"spec.fbd": _FBD, **_WHOLE},
+    ),
+    *bad(
+        "world-of-replicas",
+        "spec.parallelism",
+        (
+            {"spec.fbd": _FBD, "spec.procPerNode": 6},
+            "12 ranks (2 nodes x 6) cannot be divided into replicas of 8 ranks (tensor 2 x pipeline 2, forward and "
+            "backward); make nodes x procPerNode a multiple of 8",
+        ),
+        (
+            {"spec.fbd": _FBD | {"ignoreForwardTensorParallel": True}},
+            "replicas of 6 ranks (tensor 2 x pipeline 2, and a forward rank for each tensor group)",
+        ),
+    ),
+    *good("data-agrees", {"spec.fbd": _FBD, "spec.parallelism.data": 1}),
+    *bad(
+        "data-agrees",
+        "spec.parallelism.data",
+        ({"spec.fbd": _FBD, "spec.parallelism.data": 2}, "are 16 ranks, but 2 nodes x 4 are 8; write data: 1"),
+    ),
+    *good("batch-of-replicas", {"spec.fbd": _FBD, _BATCH: 7}),
+    *good(
+        "fault-within-ranks",
+        {**_forward(nodes=2), "spec.faults": [{"rank": 15, "kind": "host", "factor": 2, "fromStep": 1, "steps": 1}]},
+    ),
+    *bad(
+        "fault-within-ranks",
+        "spec.faults",
+        (
+            {
+                **_forward(nodes=2),
+                "spec.faults": [{"rank": 16, "kind": "host", "factor": 2, "fromStep": 1, "steps": 1}],
+            },
+            "rank 16 is outside of this job's 16 ranks; write 0 to 15",
+        ),
+    ),
+]
+_CHANGES = [
+    *stays(
+        "fbd-stays",
+        "spec.fbd",
+        good=[(_SUSPENDED, {"spec.fbd": _FBD}), ({}, {"spec.fbd": {}})],
+        bad=[({}, {"spec.fbd": _FBD}, "may change only while the job is suspended; set suspend: true first")],
+    ),
+    *stays(
+        "gang-stays",
+        "spec.scheduling.gang",
+        good=[({}, {"spec.scheduling.gang": "None"})],
+        bad=[
+            ({}, {"spec.scheduling.gang": "Volcano"}, "was None and is now Volcano; it cannot change"),
+            ({"spec.scheduling.gang": "KAI"}, {}, "was KAI and is now None; it cannot change"),
+            (
+                {**_SUSPENDED, "spec.scheduling.gang": "KAI"},
+                {"spec.scheduling.gang": "Volcano"},
+                "as pods may stand in its queue: make a new job",
+            ),
+        ],
+    ),
+    *stays(
+        "manager-stays",
+        "spec.managedBy",
+        good=[({"spec.managedBy": "kueue.x-k8s.io/multikueue"}, {"spec.managedBy": "kueue.x-k8s.io/multikueue"})],
+        bad=[
+            ({}, {"spec.managedBy": "a.io/b"}, "was left out and is now a.io/b; it cannot change"),
+            ({"spec.managedBy": "a.io/b"}, {}, "was a.io/b and is now left out; it cannot change"),
+            ({**_SUSPENDED, "spec.managedBy": "a.io/b"}, {"spec.managedBy": "a.io/c"}, "make a new job"),
+        ],
+    ),
+]
+CLUSTER_EXAMPLES = (
+    *_RUNTIMES,
+    *_RESOURCES,
+    *_VOLUMES,
+    *_INITIALIZERS,
+    *_PODS,
+    *_NETWORK,
+    *_POLICIES,
+    *_WORLDS,
+    *_CHANGES,
+)

@@ -1,0 +1,73 @@
+"""Quantities are worth what Kubernetes says, and nothing else is one."""
+
+import fractions
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job import load_job, quantity_value
+from megatronapp_common.job.quantity import QUANTITY_PATTERN
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("0", 0),
+        ("4", 4),
+        ("500m", fractions.Fraction(1, 2)),
+        ("16Gi", 16 * 2**30),
+        ("16G", 16 * 10**9),
+        ("1.5Ki", 1536),
+        (".5", fractions.Fraction(1, 2)),
+        ("5.", 5),
+        ("5.Mi", 5 * 2**20),
+        ("1e3", 1000),
+        ("1E3", 1000),
+        ("2e-3", fractions.Fraction(1, 500)),
+        ("1E", 10**18),
+        ("1k", 1000),
+        ("7n", fractions.Fraction(7, 10**9)),
+        ("1Ei", 2**60),
+    ],
+)
+def test_worth(text: str, worth: fractions.Fraction) -> None:
+    assert quantity_value(text) == worth
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Gi", "4 Gi", "4gi", "-1", "+1", "1e", "1e999", "1.2.3", "0x10", "4Gib", "\u0664"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        quantity_value(text)
+
+
+@given(st.from_regex(re.compile(QUANTITY_PATTERN, re.ASCII), fullmatch=True))
+def test_whatever_the_pattern_takes_has_a_worth(text: str) -> None:
+    assert quantity_value(text) >= 0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("4GiB", "'4GiB' is not allowed; write a quantity such as 4, 500m or 16Gi"),
+        (-1, "is not allowed; write a quantity"),
+        (0.5, 'write it in quotes: "0.5"'),
+        (True, "is not text"),
+        (None, "write one, or leave the field out"),
+    ],
+)
+def test_a_wrong_quantity_is_named_with_its_place(build: object, value: object, words: str) -> None:
+    assert callable(build)
+    with pytest.raises(JobError) as refused:
+        load_job(build({"spec.resources.limits": {"memory": value}}))
+    assert [line.partition(": ")[0] for line in refused.value.problems] == ["spec.resources.limits.memory"]
+    assert words in str(refused.value)
+
+
+def test_a_whole_number_is_taken_as_its_text(build: object) -> None:
+    assert callable(build)
+    assert load_job(build({"spec.resources.limits": {"cpu": 8}})).spec.resources.limits == {"cpu": "8"}
