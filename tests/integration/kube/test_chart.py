@@ -1,0 +1,244 @@
+"""The chart, rendered by helm and judged by the real API server: all kinds of values, installs, upgrades, rights."""
+
+import base64
+import copy
+import json
+import pathlib
+import re
+import subprocess
+from typing import Any
+
+import kube
+import pytest
+import yaml
+
+from megatronapp_common.job import load_job
+from megatronapp_operator.backends.kubernetes.api import SERVICES
+from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
+from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+from megatronapp_operator.door.__main__ import build_parser
+
+Object = dict[str, Any]
+CHART = kube.ROOT / "charts" / "megatronapp"
+VALUES = [None, *sorted((CHART / "ci").glob("*-values.yaml"))]
+HOME = "megatronapp"
+"""Namespace of the release."""
+TEAMS = ("team-a", "team-b")
+MONITORING = ("monitoring.coreos.com/v1",)
+
+
+def name_of(values: pathlib.Path | None) -> str:
+    return "defaults" if values is None else values.stem.removesuffix("-values")
+
+
+@pytest.fixture(scope="session")
+def helm() -> pathlib.Path:
+    return kube.programs("helm") / "helm"
+
+
+class Chart:
+    """Runs helm on our chart."""
+
+    def __init__(self, helm: pathlib.Path, plane: kube.ControlPlane) -> None:
+        self._helm, self._plane = helm, plane
+        self._rendered: dict[Any, list[Object]] = {}
+
+    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        environment = {"HOME": str(self._plane.folder), "PATH": "/usr/bin:/bin"}
+        command = [str(self._helm), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+
+    def on_cluster(self, *words: str) -> str:
+        done = self.call(*words, "--kubeconfig", str(self._plane.kubeconfig()), "-n", HOME)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def template(self, values: pathlib.Path | None = None, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Render as for a cluster that has the kinds of monitoring.coreos.com."""
+        files = () if values is None else ("--values", str(values))
+        apis = [word for api in MONITORING for word in ("--api-versions", api)]
+        place = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4")
+        return self.call("template", *place, *apis, *files, *words)
+
+    def render(self, values: pathlib.Path | None = None, *words: str) -> list[Object]:
+        if (values, words) not in self._rendered:
+            done = self.template(values, *words)
+            assert done.returncode == 0, done.stderr
+            documents = yaml.load_all(done.stdout, Loader=yaml.CSafeLoader)
+            self._rendered[values, words] = [document for document in documents if document]
+        return copy.deepcopy(self._rendered[values, words])
+
+
+@pytest.fixture(scope="module")
+def chart(helm: pathlib.Path, plane: kube.ControlPlane) -> Chart:
+    monitoring = kube.ROOT / "tests" / "fixtures" / "kube" / "monitoring.yaml"
+    assert plane.kubectl("apply", "--server-side", "-f", str(monitoring)).returncode == 0
+    for namespace in (HOME, *TEAMS):
+        labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
+        metadata = {"name": namespace, "labels": labels}
+        made = plane.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        assert made.returncode == 0, made.stderr
+    return Chart(helm, plane)
+
+
+def only(documents: list[Object], kind: str, name: str) -> Object:
+    found = [one for one in documents if one["kind"] == kind and one["metadata"]["name"] == name]
+    assert len(found) == 1, f"{kind} {name}: {len(found)}"
+    return found[0]
+
+
+def of_kind(documents: list[Object], kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in documents if one["kind"] == kind}
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name_of)
+def test_lint_finds_nothing(chart: Chart, values: pathlib.Path | None) -> None:
+    done = chart.call("lint", str(CHART), "--strict", *(() if values is None else ("--values", str(values))))
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize("values", VALUES, ids=name_of)
+def test_the_api_server_takes_all_that_is_rendered(
+    chart: Chart, plane: kube.ControlPlane, values: pathlib.Path | None
+) -> None:
+    documents = chart.render(values)
+    everything = {"apiVersion": "v1", "kind": "List", "items": documents}
+    words = ("apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-")
+    done = plane.kubectl(*words, stdin=everything)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no warning of pod security or of an old API
+    assert len(done.stdout.splitlines()) == len(documents)
+
+
+def test_two_namespaces_get_roles_and_nothing_of_the_whole_cluster(chart: Chart) -> None:
+    documents = chart.render(CHART / "ci" / "namespaces-values.yaml")
+    whole = {one["kind"] for one in documents if "namespace" not in one["metadata"]}
+    assert whole == {"CustomResourceDefinition"}
+    roles = {(one["metadata"]["namespace"], one["metadata"]["name"]) for one in documents if one["kind"] == "Role"}
+    parts = {(team, f"{HOME}-megatronapp-{part}") for team in TEAMS for part in ("operator", "door")}
+    assert roles == parts | {(HOME, "megatronapp-lease")}
+    door = only(documents, "Deployment", "megatronapp-door")["spec"]["template"]["spec"]["containers"][0]
+    assert "--no-reviews" in door["args"]
+    monitor = only(documents, "ServiceMonitor", "megatronapp-hubs")
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": list(TEAMS)}
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_everything_off_leaves_the_operator_alone(chart: Chart) -> None:
+    documents = chart.render(CHART / "ci" / "bare-values.yaml")
+    assert sorted(one["kind"] for one in documents) == ["Deployment", "Pod", "Service"]
+    pod = only(documents, "Deployment", "megatronapp-operator")["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "megatron"
+    assert pod["volumes"][0]["secret"]["secretName"] == "own-key"
+
+
+def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
+    place = ("template", "megatronapp", str(CHART), "--kube-version", "1.35.4")
+    without, forced = chart.call(*place), chart.call(*place, "--set", "serviceMonitor.enabled=true")
+    assert "kind: ServiceMonitor" not in without.stdout
+    assert "kind: PrometheusRule" not in without.stdout
+    assert "kind: ServiceMonitor" in forced.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("opertor.replicaCount=2", "additional properties 'opertor' not allowed"),
+        ("operator.replicaCount=two", "/operator/replicaCount"),
+        ("images.pullPolicy=Sometimes", "/images/pullPolicy"),
+        ("watchNamespaces[0]=Team_A", "/watchNamespaces/0"),
+        ("serviceMonitor.enabled=maybe", "/serviceMonitor/enabled"),
+        ("images.operator.digest=abc", "/images/operator/digest"),
+    ],
+)
+def test_a_wrong_value_is_named(chart: Chart, wrong: str, told: str) -> None:
+    done = chart.template(None, "--set", wrong)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
+    done = chart.template(None, "--set", "operator.serviceAccount.create=false")
+    assert "name the account in operator.serviceAccount.name" in done.stderr
+
+
+def test_the_door_understands_its_command_line(chart: Chart) -> None:
+    for values in VALUES[:3]:
+        for one in chart.render(values):
+            if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("-door"):
+                container = one["spec"]["template"]["spec"]["containers"][0]
+                assert container["command"] == ["python", "-m", "megatronapp_operator.door"]
+                build_parser().parse_args(container["args"])
+
+
+def test_the_definition_is_that_of_the_types_and_is_kept(chart: Chart) -> None:
+    made = only(chart.render(), "CustomResourceDefinition", "megatronjobs.megatronapp.io")
+    assert made["metadata"]["annotations"].pop("helm.sh/resource-policy") == "keep"
+    source = yaml.load((kube.ROOT / "crds" / "megatronjob.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    assert made["spec"] == source["spec"]
+    loose = only(
+        chart.render(None, "--set", "crds.keep=false"), "CustomResourceDefinition", "megatronjobs.megatronapp.io"
+    )
+    assert "helm.sh/resource-policy" not in loose["metadata"]["annotations"]
+
+
+def test_boards_and_alerts_arrive_unchanged(chart: Chart) -> None:
+    documents = chart.render(CHART / "ci" / "full-values.yaml")
+    boards = [one for one in documents if one["kind"] == "ConfigMap"]
+    assert {one["metadata"]["labels"]["grafana_dashboard"] for one in boards} == {"1"}
+    texts = {name: json.loads(text) for one in boards for name, text in one["data"].items()}
+    assert texts == {
+        f"megatronapp-{path.name}": json.loads(path.read_text()) for path in CHART.glob("dashboards/*.json")
+    }
+    rules = [one["spec"] for one in documents if one["kind"] == "PrometheusRule"]
+    urls = {rule["annotations"]["runbook_url"] for spec in rules for group in spec["groups"] for rule in group["rules"]}
+    assert all(url.startswith("https://runbooks.example/megatronapp/M") for url in urls)
+    sources = [yaml.safe_load(path.read_text()) for path in sorted(CHART.glob("rules/*.yaml"))]
+    expressions = [rule["expr"] for spec in sources for group in spec["groups"] for rule in group["rules"]]
+    assert [rule["expr"] for spec in rules for group in spec["groups"] for rule in group["rules"]] == expressions
+
+
+def key_of(plane: kube.ControlPlane) -> str:
+    done = plane.kubectl("get", "secret", "megatronapp-key", "-n", HOME, "-o", "jsonpath={.data.key}")
+    assert done.returncode == 0, done.stderr
+    return base64.b64decode(done.stdout).decode()
+
+
+def test_the_key_is_made_once_and_outlives_the_release(chart: Chart, plane: kube.ControlPlane) -> None:
+    first_text, second_text = (chart.template(None, "--set", "crds.enabled=false").stdout for _ in range(2))
+    assert first_text != second_text
+    chart.on_cluster("install", "megatronapp", str(CHART), "--take-ownership")
+    first = key_of(plane)
+    assert re.fullmatch("[0-9a-f]{64}", first)
+    chart.on_cluster("upgrade", "megatronapp", str(CHART), "--set", "operator.replicaCount=2")
+    assert key_of(plane) == first
+    chart.on_cluster("uninstall", "megatronapp")
+    assert plane.kubectl("get", "crd", "megatronjobs.megatronapp.io").returncode == 0
+    assert plane.kubectl("get", "deployment,role,networkpolicy", "-n", HOME, "-o", "name").stdout == ""
+    flags = (
+        "--dry-run=server",
+        "--kube-version",
+        "1.35.4",
+        "--set",
+        "crds.enabled=false",
+        "--show-only",
+        "templates/key.yaml",
+    )
+    again = yaml.safe_load(chart.on_cluster("template", "megatronapp", str(CHART), *flags))
+    assert base64.b64decode(again["data"]["key"]).decode() == first
+
+
+def test_monitors_find_the_hubs_that_the_operator_makes(chart: Chart) -> None:
+    owner = Owner(namespace="team-a", name="gpt", uid="7d1c")
+    settings = RenderSettings(
+        trainer_image="t", analyzer_image="a", operator_namespace=HOME, operator_labels={}, door_labels={}
+    )
+    job = load_job((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
+    service = next(obj for resource, obj in hub_objects(job, owner, settings) if resource == SERVICES)
+    spec = only(chart.render(), "ServiceMonitor", "megatronapp-hubs")["spec"]
+    assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert spec["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
+    source = spec["endpoints"][0]["relabelings"][0]["sourceLabels"][0]
+    written = {re.sub(r"[^a-zA-Z0-9_]", "_", label): value for label, value in service["metadata"]["labels"].items()}
+    assert written[source.removeprefix("__meta_kubernetes_service_label_")] == "gpt"
