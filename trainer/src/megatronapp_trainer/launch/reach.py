@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator
 
@@ -76,8 +77,10 @@ async def _try_once(address: str, port: int, expected: bytes) -> str | None:
                 writer.close()
     except TimeoutError:
         return f"no answer within {CONNECT_S:g} s"
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "strerror", None) or error)
+    except OSError as error:
+        return str(error) if error.errno is None else os.strerror(error.errno)  # asyncio puts other words there
+    except ValueError:
+        return f"somebody else answers there, with more than {LONGEST_ANSWER} bytes"
     if said != expected:
         return f"somebody else answers there: {said[:100].decode(errors='replace').strip()!r}"
     return None

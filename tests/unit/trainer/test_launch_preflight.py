@@ -1,0 +1,210 @@
+"""What a launcher looks at before its ranks start: rules on made-up machines, reach over real sockets."""
+
+import asyncio
+import pathlib
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatronapp_common.names import ExitCode, RankOrder
+from megatronapp_trainer.launch import machine, preflight, reach
+from megatronapp_trainer.launch.briefing import Briefing
+from megatronapp_trainer.launch.gang import Alone
+from megatronapp_trainer.launch.interface import Place
+from megatronapp_trainer.launch.messages import Join, News, Notice, Stop
+from megatronapp_trainer.launch.outcome import STOPPED, Outcome
+from megatronapp_trainer.launch.wanted import Preflight
+
+PLACE = Place(address="127.0.0.2", door="127.0.0.2")
+DEADLINE_S = 30.0
+
+
+def text(faults: Iterator[str]) -> str:
+    return "; ".join(faults)
+
+
+def test_gpus_that_are_missing_are_counted() -> None:
+    assert "7 of 8 GPUs answer" in text(machine.gpu_faults(8, 7))
+    assert text(machine.gpu_faults(8, 8)) == text(machine.gpu_faults(0, 2)) == ""
+
+
+def test_shared_memory_has_room_or_not(tmp_path: pathlib.Path) -> None:
+    assert text(machine.shm_faults(1, tmp_path)) == ""
+    assert "MiB, not 1152921504606 MiB; raise spec.shm.sizeLimit" in text(
+        machine.shm_faults(1152921504606 * machine.MIB, tmp_path)
+    )
+    assert "cannot be looked at: No such file" in text(machine.shm_faults(1, tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "fine"),
+    [
+        (resource.RLIM_INFINITY, "0000000000000000", True),
+        (65536, "0000000000004000", True),
+        (65536, "000001ffffffffff", True),
+        (65536, "00000000a80425fb", False),
+        (1 << 60, "0000000000000000", True),
+    ],
+)
+def test_memory_can_be_locked_by_limit_or_by_capability(limit: int, capabilities: str, fine: bool) -> None:
+    status = f"Name:\tpython\nCapPrm:\t0000000000004000\nCapEff:\t{capabilities}\n"
+    found = text(machine.memlock_faults(limit, status))
+    assert (found == "") is fine
+    assert fine or "memlock is limited to 64 KiB, and IPC_LOCK is not effective" in found
+
+
+def adapters(folder: pathlib.Path, states: dict[str, str]) -> pathlib.Path:
+    for name, state in states.items():
+        adapter, _, port = name.partition(":")
+        path = folder / adapter / "ports" / port / "state"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{state}\n")
+    return folder
+
+
+UP, DOWN = "4: ACTIVE", "1: DOWN"
+
+
+@pytest.mark.parametrize(
+    ("states", "hca", "words"),
+    [
+        ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "", ""),
+        ({"mlx5_0:1": DOWN, "mlx5_1:1": DOWN}, "", "not active: mlx5_0:1 is 1: DOWN, mlx5_1:1 is 1: DOWN"),
+        ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "mlx5", "not active: mlx5_1:1 is 1: DOWN"),
+        ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "mlx5_0", ""),
+        ({"mlx5_1:1": UP, "mlx5_10:1": DOWN}, "=mlx5_1", ""),
+        ({"mlx5_1:1": UP, "mlx5_10:1": DOWN}, "mlx5_1", "not active: mlx5_10:1"),
+        ({"mlx5_0:1": UP, "mlx5_0:2": DOWN}, "mlx5_0:1", ""),
+        ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "^mlx5_1", ""),
+        ({"mlx5_0:1": UP, "mlx5_1:1": DOWN}, "^=mlx5_0", "not active: mlx5_1:1"),
+        ({"mlx5_0:1": UP}, "irdma", "no port of InfiniBand or RoCE for irdma; there are: mlx5_0:1"),
+        ({}, "", "no port of InfiniBand or RoCE is there; there are: none at all"),
+    ],
+)
+def test_links_are_up_where_they_are_needed(
+    tmp_path: pathlib.Path, states: dict[str, str], hca: str, words: str
+) -> None:
+    found = text(machine.link_faults(hca, adapters(tmp_path, states)))
+    assert words in found
+    assert bool(found) is bool(words)
+
+
+def test_an_interface_that_is_not_up_is_named(tmp_path: pathlib.Path) -> None:
+    assert text(machine.find_faults(Preflight(), shm=tmp_path, interface="none9")) == "the interface none9 is down"
+    assert text(machine.find_faults(Preflight(gpus=0, shm_bytes=1), shm=tmp_path, interface=None)) == ""
+
+
+def briefing(ports: dict[int, int]) -> Briefing:
+    joins = [
+        Join(
+            uid="u",
+            attempt=2,
+            index=index,
+            address=f"127.0.0.{2 + index}",
+            node=f"node-{index}",
+            num_ranks=1,
+            port=1,
+            probe_port=port,
+        )
+        for index, port in ports.items()
+    ]
+    return Briefing.of(joins, RankOrder.INDEX, report=False)
+
+
+async def looked(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> Outcome | None:
+    wanted = Preflight(**{"timeout_s": 0.1, **changes})
+    return await preflight.look(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
+
+
+@pytest.mark.asyncio
+async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path) -> None:
+    async with (
+        reach.answering("127.0.0.3", reach.answer("u", 2, 1)) as right,
+        reach.answering("127.0.0.4", reach.answer("u", 1, 2)) as older,
+    ):
+        assert await looked(briefing({0: 5, 1: right, 2: 0}), tmp_path) is None
+        stale = await looked(briefing({0: 5, 1: right, 2: older}), tmp_path)
+    assert stale is not None
+    assert (stale.code, stale.reason) == (ExitCode.RENDEZVOUS, "PreflightFailed")
+    assert stale.message == (
+        "worker 0 on node node-0 does not reach worker 2 on node node-2 "
+        f"at 127.0.0.4:{older}: somebody else answers there: 'worker 2 of attempt 1 of u'"
+    )
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path) -> None:
+    async with reach.answering("127.0.0.3", b"") as port:
+        pass
+    found = await looked(briefing({0: 5, 1: port}), tmp_path)
+    assert found is not None
+    assert found.message.startswith(
+        f"worker 0 on node node-0 does not reach worker 1 on node node-1 at 127.0.0.3:{port}"
+    )
+    assert found.message.endswith(": Connection refused")
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_begins_to_answer_late_is_reached(tmp_path: pathlib.Path) -> None:
+    async with reach.answering("127.0.0.3", b"") as port:
+        pass
+    looking = asyncio.create_task(looked(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
+    await asyncio.sleep(0.1)  # lets it fail once; the result does not depend on it
+
+    async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(reach.answer("u", 2, 1))
+        writer.close()
+
+    async with await asyncio.start_server(say, "127.0.0.3", port):
+        assert await looking is None
+
+
+@pytest.mark.asyncio
+async def test_a_fault_of_the_machine_comes_before_the_network(tmp_path: pathlib.Path) -> None:
+    found = await looked(briefing({0: 5, 1: 9}), tmp_path, shm_bytes=1 << 62)
+    assert found is not None
+    assert (found.code, found.reason) == (ExitCode.OWN_FAILURE, "PreflightFailed")
+    assert found.message.startswith("worker 0 on node node-0: ")
+
+
+FAILED = Notice(worker=1, code=ExitCode.OWN_FAILURE, message="worker 1 on node node-1: 7 of 8 GPUs answer")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("news", "outcome"),
+    [
+        ([FAILED], Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message)),
+        (
+            [Notice(worker=1, code=75), FAILED],
+            Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=FAILED.message),
+        ),
+        ([Stop(worker=1)], STOPPED),
+    ],
+)
+async def test_what_others_tell_ends_the_looking(news: list[News], outcome: Outcome) -> None:
+    gang = Alone(briefing({0: 0}))
+    never = asyncio.create_task(asyncio.Event().wait())
+    for one in news:
+        gang.news.put_nowait(one)
+    async with asyncio.timeout(DEADLINE_S):
+        assert await preflight.unless_told(gang, never) == outcome  # type: ignore[arg-type]
+    await asyncio.gather(never, return_exceptions=True)
+    assert never.cancelled()
+
+
+@pytest.mark.asyncio
+async def test_what_was_heard_meanwhile_is_not_forgotten() -> None:
+    gang = Alone(briefing({0: 0}))
+    done = Notice(worker=1, code=0)
+    gang.news.put_nowait(done)
+
+    async def fine() -> Outcome | None:
+        while not gang.news.empty():
+            await asyncio.sleep(0)
+        return None
+
+    assert await preflight.unless_told(gang, asyncio.create_task(fine())) is None
+    assert gang.news.get_nowait() == done

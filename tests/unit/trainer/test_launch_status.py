@@ -1,0 +1,102 @@
+"""The HTTP endpoint of worker 0, over real sockets."""
+
+import http.client
+import json
+import math
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatronapp_trainer.errors import RendezvousError
+from megatronapp_trainer.launch import server
+from megatronapp_trainer.launch.board import Board, Phase
+from megatronapp_trainer.launch.messages import Join
+from megatronapp_trainer.launch.server import PATH, serving
+from megatronapp_trainer.launch.table import build_table
+
+TOKEN = "ab" * 32
+HOST = "127.0.0.2"
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(3)
+
+
+@pytest.fixture
+def port(board: Board) -> Iterator[int]:
+    with serving(board, token=TOKEN, address=HOST, port=0) as port:
+        yield port
+
+
+def ask(port: int, path: str = PATH, authorization: str | None = f"Bearer {TOKEN}", method: str = "GET") -> Any:
+    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    connection.request(method, path, headers={} if authorization is None else {"Authorization": authorization})
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+def test_what_worker_0_knows_is_told(board: Board, port: int) -> None:
+    board.missing = [2]
+    status, headers, body = ask(port)
+    assert (status, headers["Content-Type"]) == (200, "application/json")
+    assert json.loads(body) == {
+        "attempt": 3,
+        "phase": "Gathering",
+        "missing": [2],
+        "rankTable": None,
+        "progress": None,
+    }
+    join = Join(uid="u", attempt=3, index=0, address="10.0.0.1", node="n", num_ranks=2, port=1)
+    board.table, board.phase, board.missing = build_table([join]), Phase.RUNNING, []
+    board.progress = {"iteration": 7, "loss": math.nan, "gradNorm": math.inf, "learningRate": 0.5, "state": "training"}
+    answer = json.loads(ask(port)[2])
+    assert answer["phase"] == "Running"
+    assert answer["rankTable"] == board.table.to_json()
+    assert answer["progress"] == {
+        "iteration": 7,
+        "loss": None,
+        "gradNorm": None,
+        "learningRate": 0.5,
+        "state": "training",
+    }
+
+
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer " + "cd" * 32, f"Basic {TOKEN}", "Bearer \xff"])
+def test_nothing_is_told_without_the_token(port: int, authorization: str | None) -> None:
+    status, headers, body = ask(port, authorization=authorization)
+    assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert b"attempt" not in body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/", 404), ("POST", PATH, 501), ("GET", PATH + "x", 404)]
+)
+def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -> None:
+    assert ask(port, path, method=method)[0] == status
+
+
+def test_the_silent_hold_nobody_up_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server._Handler, "timeout", 0.3)
+    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(server.MOST_CONNECTIONS - 1)]
+    assert ask(port)[0] == 200
+    for one in silent:
+        assert one.recv(1) == b""
+        one.close()
+
+
+def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
+    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(server.MOST_CONNECTIONS)]
+    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+        ask(port)
+    for one in silent:
+        one.close()
+
+
+def test_a_port_in_use_is_named(board: Board, port: int) -> None:
+    with pytest.raises(RendezvousError, match=rf"cannot serve its status at {HOST}:{port}: Address already in use"):
+        serving(board, token=TOKEN, address=HOST, port=port).__enter__()
