@@ -104,7 +104,22 @@ class RankTable(StatusModel):
     master_port: int = 0
     """Port that torch's store listens on."""
     workers: tuple[RankTableEntry, ...] = ()
-    """Workers in order."""
+    """Workers in order; none if there are more than 32 of them."""
+    ref: str | None = None
+    """ConfigMap that holds a longer table, as `rank-table.json`."""
+
+
+class Pinned(StatusModel):
+    """What the pods of an attempt are made of, so that another release of the operator goes on with the same."""
+
+    attempt: Int32
+    """Attempt that it holds for."""
+    trainer_image: str
+    """Image of the workers."""
+    analyzer_image: str
+    """Image of agents and hub."""
+    template_hash: str = ""
+    """Digest of the rendered worker."""
 
 
 class Failure(StatusModel):
@@ -213,6 +228,8 @@ class Status(StatusModel):
     """The initializers are done; they run once per job."""
     init_restarts: Int32 = 0
     """How often the initializers were started again."""
+    init_clearing: bool | None = None
+    """The pod of the initializers has failed and is being removed."""
     released: Int32 = 0
     """How often a gang that did not start whole was released since one last ran or failed."""
     succeeded_workers: str | None = None
@@ -239,5 +256,7 @@ class Status(StatusModel):
     """When the gang was restarted last, RFC 3339."""
     completion_time: str | None = None
     """When the job ended, RFC 3339."""
+    pinned: Pinned | None = None
+    """What the pods of the current attempt are made of."""
     hub_url: str | None = None
     """Where the hub listens, while it does."""

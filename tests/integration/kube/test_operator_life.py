@@ -1,0 +1,179 @@
+"""Lives of jobs on a real API server: from the first look to the end, with failures on the way."""
+
+import contextlib
+from typing import Any
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    PODS,
+    SECRETS,
+    SERVICES,
+    Object,
+    Resource,
+)
+
+pytestmark = pytest.mark.asyncio
+HUB = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
+
+
+async def begun(stage: Play, **spec: Any) -> Object:
+    """A job whose pods run and train."""
+    await stage.api.create(JOBS, manifest(stage.namespace, **spec))
+    await stage.begin()
+    await stage.rest()
+    stage.tell("job")
+    await stage.rest()
+    return await stage.job()
+
+
+async def names(stage: Play, resource: Resource) -> set[str]:
+    listing = await stage.machines.api.list_objects(resource, stage.namespace)
+    return {one["metadata"]["name"] for one in listing.items}
+
+
+async def reasons(stage: Play) -> list[str]:
+    listing = await stage.machines.api.list_objects(EVENTS, stage.namespace)
+    return [one["reason"] for one in sorted(listing.items, key=lambda one: str(one["eventTime"]))]
+
+
+def conditions(job: Object) -> dict[str, str]:
+    return {one["type"]: one["status"] for one in job["status"]["conditions"]}
+
+
+async def test_a_job_is_started_watched_and_completed(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        job = await begun(stage, **HUB)
+        assert job["status"]["phase"] == "Running" and job["status"]["worldSize"] == 2
+        assert job["status"]["replicaStatuses"]["ready"] == 2
+        assert job["status"]["pinned"]["trainerImage"] == "megatronapp/trainer:test"
+        assert await names(stage, PODS) == {"job-hub", "job-worker-0", "job-worker-1"}
+        assert await names(stage, SERVICES) == {"job-hub", "job-workers"}
+        assert "job-tokens" in await names(stage, SECRETS) and "job-job" in await names(stage, CONFIG_MAPS)
+        for name in ("job-worker-0", "job-worker-1"):
+            await stage.machines.end(name, 0)
+        await stage.rest()
+        job = await stage.job()
+        assert job["status"]["phase"] == "Succeeded" and conditions(job)["Complete"] == "True"
+        assert await names(stage, PODS) == {"job-hub", "job-worker-0", "job-worker-1"}
+        await stage.pass_time(301)
+        assert "job-hub" not in await names(stage, PODS)
+        told = await reasons(stage)
+    assert told[:2] == ["JobCreated", "GangCreated"] and "Running" in told and told[-1] == "Completed"
+
+
+async def test_a_failed_worker_restarts_the_gang_after_the_back_off(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        await begun(stage)
+        before = {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
+        await stage.machines.end("job-worker-1", 1, rank=1, message="boom")
+        await stage.rest()
+        job = await stage.job()
+        assert (job["status"]["phase"], job["status"]["restarts"]) == ("Restarting", 1)
+        failure = job["status"]["failures"][-1]
+        assert (failure["worker"], failure["rank"], failure["exitCode"], failure["action"]) == (1, 1, 1, "RestartJob")
+        assert failure["node"] == "node-of-job-worker-1"
+        assert await names(stage, PODS) == set()
+        await stage.pass_time(11)
+        after = {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
+        stage.tell("job")
+        await stage.rest()
+        job = await stage.job()
+    assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
+    assert (job["status"]["phase"], job["status"]["attempt"]) == ("Running", 1)
+
+
+async def test_a_new_operator_goes_on_where_the_old_one_was(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        await begun(stage)
+        pods, job = await names(stage, PODS), await stage.job()
+        await stage.begin()
+        await stage.rest()
+        after = await stage.job()
+        assert after["status"] == job["status"] and await names(stage, PODS) == pods
+        assert (await stage.machines.pods())["job-worker-0"]["metadata"].get("deletionTimestamp") is None
+
+
+async def test_a_deleted_pod_is_a_preemption_and_costs_no_budget(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        await begun(stage)
+        await stage.machines.api.delete(PODS, (await stage.machines.pods())["job-worker-1"], grace_s=0)
+        await stage.rest()
+        await stage.pass_time(30)
+        job = await stage.job()
+    assert (job["status"]["attempt"], job["status"]["restarts"], job["status"]["restartsTowardsMax"]) == (1, 1, 0)
+
+
+async def test_suspend_removes_the_pods_and_resume_brings_new_ones(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        await begun(stage)
+        plane.kubectl("patch", "mgj", "job", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+        await stage.rest()
+        job = await stage.job()
+        assert job["status"]["phase"] == "Suspended" and await names(stage, PODS) == set()
+        plane.kubectl("patch", "mgj", "job", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": false}}')
+        await stage.rest()
+        pods = await stage.machines.pods()
+    assert {one["metadata"]["labels"]["megatronapp.io/attempt"] for one in pods.values()} == {"1"}
+
+
+async def test_a_pod_that_can_never_be_accepted_fails_the_job_with_the_reason(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    enforce = "pod-security.kubernetes.io/enforce=restricted"
+    assert plane.kubectl("label", "namespace", namespace, enforce).returncode == 0
+    async with play(plane, namespace) as stage:
+        network = {"mode": "HostNetwork", "policy": "None"}
+        await stage.api.create(JOBS, manifest(namespace, network=network))
+        await stage.begin()
+        await stage.rest()
+        job = await stage.job()
+        assert await names(stage, PODS) == set()
+    assert job["status"]["phase"] == "Failed"
+    failed = next(one for one in job["status"]["conditions"] if one["type"] == "Failed")
+    assert "violates PodSecurity" in failed["message"] and "hostNetwork" in failed["message"]
+
+
+async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube.ControlPlane, namespace: str) -> None:
+    hard = {"hard": {"pods": "1"}}
+    meta = {"name": "few", "namespace": namespace}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": meta, "spec": hard}
+    assert plane.kubectl("create", "-f", "-", stdin=quota).returncode == 0
+    used = {"status": {**hard, "used": {"pods": "0"}}}
+    with plane.client() as client:  # what the quota controller does
+        path = f"/api/v1/namespaces/{namespace}/resourcequotas/few/status"
+        headers = {"Content-Type": "application/merge-patch+json"}
+        assert client.patch(path, json=used, headers=headers).is_success
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace))
+        await stage.begin()
+        with contextlib.suppress(AssertionError):
+            await stage.rest(machines=False)
+        job = await stage.job()
+        assert await names(stage, PODS) == set()
+        assert job["status"]["phase"] in {"Pending", "Queued"} and job["status"]["restarts"] == 0
+        scheduled = next(one for one in job["status"]["conditions"] if one["type"] == "PodsScheduled")
+        assert scheduled["reason"] == "QuotaExceeded" and scheduled["status"] == "False"
+        assert plane.kubectl("delete", "resourcequota", "few", "-n", namespace).returncode == 0
+        await stage.pass_time(3600)
+        pods = await names(stage, PODS)
+    assert pods == {"job-worker-0", "job-worker-1"}
+
+
+async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.ControlPlane, namespace: str) -> None:
+    spec = {"containers": [{"name": "main", "image": "none"}]}
+    meta = {"name": "job-worker-1", "namespace": namespace}
+    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+    assert plane.kubectl("create", "-f", "-", stdin=stranger).returncode == 0
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace))
+        await stage.begin()
+        with pytest.raises(Exception, match="job-worker-1 is in the way"):
+            await stage.reconcile()
+        pods = (await stage.machines.api.list_objects(PODS, namespace)).items
+    assert sorted(one["metadata"]["name"] for one in pods) == ["job-worker-0", "job-worker-1"]
