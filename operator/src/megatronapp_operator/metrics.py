@@ -22,6 +22,7 @@ SLOW_NODES_SHOWN = 32
 """Nodes of one job that are named, costliest first."""
 EARLIER = "Earlier"
 """Reason of restarts that were counted in the status before this process saw the job."""
+WATCHED = ("megatronjobs", "pods")
 _JOB = ("namespace", "name")
 
 
@@ -33,7 +34,7 @@ class JobFacts:
     world_size: int = 0
     queue: str = ""
     nodes: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Node of each rank, from the rank table; a rank that is not there is shown with an empty node."""
+    """Node of each rank, for verdicts that name no node; a rank that is not there is shown with an empty one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,10 +85,18 @@ class OperatorMetrics:
         )
         self._watch = Gauge(
             "megatron_operator_watch_last_event_timestamp_seconds",
-            "When a watch last brought an event or a bookmark.",
+            "When a watch last brought an event.",
             ["resource"],
             registry=registry,
         )
+        self._missed = Counter(
+            "megatron_operator_watch_missed",
+            "Changes that a listing found and that no watch had brought.",
+            ["resource"],
+            registry=registry,
+        )
+        for resource in WATCHED:
+            self._missed.labels(resource)
         self._leader = Gauge("megatron_operator_is_leader", "1 while this process holds the lease.", registry=registry)
         self._to_running = Histogram(
             "megatron_job_time_to_running_seconds",
@@ -143,6 +152,10 @@ class OperatorMetrics:
         """A watch of this resource brought something, in seconds since the epoch."""
         self._watch.labels(resource).set(at)
 
+    def missed(self, resource: str, count: int) -> None:
+        """A listing, other than the first, found so many objects that are not as the watch had told."""
+        self._missed.labels(resource).inc(count)
+
 
 def _became_running(before: Status, after: Status) -> bool:
     """Whether all workers of an attempt were seen to run for the first time; not what an earlier process saw."""
@@ -169,11 +182,11 @@ def _named(status: Status) -> list[SlowRank]:
 
 
 def _verdict_times(before: _Job | None, status: Status, now: float) -> dict[str, float]:
-    """When each verdict was first seen; of those found by an earlier process only when the first of them came."""
+    """When each verdict began, or else was first seen: for an earlier process, when the first of them was."""
     known = {} if before is None else before.verdict_times
     condition = status.condition(ConditionType.SLOW_NODE_DETECTED)
     first = condition.since if before is None and condition is not None and condition.status else now
-    return {one.id: known.get(one.id, first) for one in _named(status)}
+    return {one.id: one.since_time or known.get(one.id, first) for one in _named(status)}
 
 
 def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> list[SlowNode]:
@@ -181,7 +194,7 @@ def slow_nodes(status: Status, facts: JobFacts, times: Mapping[str, float]) -> l
     found: dict[tuple[str, str], SlowNode] = {}
     for verdict in _named(status):
         cost = verdict.seconds_per_step or 0.0
-        for node in {facts.nodes.get(rank, "") for rank in verdict.ranks}:
+        for node in {verdict.node} if verdict.node else {facts.nodes.get(rank, "") for rank in verdict.ranks}:
             old = found.get((node, verdict.cause))
             since = times.get(verdict.id, 0.0)
             found[node, verdict.cause] = SlowNode(

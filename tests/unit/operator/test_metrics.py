@@ -143,6 +143,14 @@ def test_a_slow_node_is_named_with_its_cost_and_since_when(scrape: Scrape) -> No
     ]
 
 
+def test_what_a_verdict_says_itself_goes_before_what_is_worked_out(scrape: Scrape) -> None:
+    verdict = dataclasses.replace(slow(1, 0), node="gpu-z", since_time=NOW - 77)
+    scrape.see(Status(slow_ranks=(verdict,)), facts=JobFacts(nodes={0: "gpu-a"}))
+    name = "megatron_job_slow_node_since_timestamp_seconds"
+    assert scrape.value(name, **JOB, node="gpu-z", cause="compute") == NOW - 77
+    assert len(scrape.rows(name)[name]) == 1
+
+
 def test_after_a_fail_over_a_slow_node_is_known_since_the_condition(scrape: Scrape) -> None:
     condition = Condition(
         type=ConditionType.SLOW_NODE_DETECTED, status=True, reason="Compute", message="m", since=NOW - 500, generation=1
@@ -167,6 +175,7 @@ def test_the_loop_itself(scrape: Scrape) -> None:
     metrics.request("create", "pods", 201)
     metrics.request("create", "pods", "error")
     metrics.watch_event("pods", NOW)
+    metrics.missed("pods", 2)
     assert scrape.value("megatron_operator_reconcile_duration_seconds_count", outcome="ok") == 1
     assert scrape.value("megatron_operator_reconcile_duration_seconds_count", outcome="error") == 0
     assert scrape.value("megatron_operator_queue_depth") == 3
@@ -174,4 +183,6 @@ def test_the_loop_itself(scrape: Scrape) -> None:
     assert scrape.value("megatron_operator_api_requests_total", verb="create", resource="pods", code="201") == 1
     assert scrape.value("megatron_operator_api_requests_total", verb="create", resource="pods", code="error") == 1
     assert scrape.value("megatron_operator_watch_last_event_timestamp_seconds", resource="pods") == NOW
+    assert scrape.value("megatron_operator_watch_missed_total", resource="pods") == 2
+    assert scrape.value("megatron_operator_watch_missed_total", resource="megatronjobs") == 0
     assert scrape.value("megatron_operator_build_info", version="0.1.0") == 1
