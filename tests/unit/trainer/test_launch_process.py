@@ -1,173 +1,35 @@
 """Real launchers with real ranks, which are ten lines of Python in place of a training run."""
 
-import dataclasses
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from launchers import Gang, alive, wait_until
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.tokens import new_secret
 from megatronapp_common.trace import RECORD, Counter, Kind
 from megatronapp_native import RingReader
 from megatronapp_trainer.launch import address, process
 
 pytestmark = pytest.mark.process
-DEADLINE_S = 90.0
-
-RANK = """
-import json, os, pathlib, signal, subprocess, sys, time
-rank = os.environ["RANK"]
-action = json.loads(os.environ["ACTIONS"]).get(rank, "wait")
-here = pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
-def mark(text):
-    draft = here / f"draft-{rank}"
-    draft.write_text(text)
-    draft.rename(here / f"state-{rank}")
-def until_told():
-    while not (here.parent / "go").exists():
-        time.sleep(0.01)
-def leave(*_):
-    mark("checkpointed")
-    sys.exit(75)
-if action == "polite":
-    signal.signal(signal.SIGTERM, leave)
-if action == "orphan":
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    print("orphan", child.pid)
-ring = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"], os.environ["MEGATRONAPP_SHM_PREFIX"] + f".rank{rank}.ring")
-ring.write_bytes(b"x")
-print("arguments", sys.argv[1:])
-print("environment", json.dumps(dict(os.environ)), flush=True)
-mark(str(os.getpid()))
-until_told()
-if action.startswith("exit"):
-    print("error: this is why", flush=True)
-    sys.exit(int(action.removeprefix("exit")))
-if action == "kill":
-    os.kill(os.getpid(), signal.SIGKILL)
-if action in ("wait", "polite"):
-    time.sleep(600)
-"""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "deadline passed"
-        time.sleep(0.01)
-
-
-@dataclasses.dataclass
-class Worker:
-    """A launcher and its folder."""
-
-    process: subprocess.Popen[str]
-    run_dir: pathlib.Path
-
-    def pid(self, rank: int) -> int:
-        """Process of a rank, once it runs."""
-        path = self.run_dir / f"state-{rank}"
-        wait_until(path.exists)
-        return int(path.read_text())
-
-    def end(self) -> int:
-        """Exit code."""
-        return self.process.wait(DEADLINE_S)
-
-    def record(self) -> dict[str, Any]:
-        """The outcome that it left."""
-        document: dict[str, Any] = json.loads((self.run_dir / "termination.json").read_text())
-        return document
-
-    def output(self) -> str:
-        """What the launcher wrote."""
-        return (self.run_dir / "launcher.log").read_text()
-
-
-class Gang:
-    """Starts launchers as a backend would."""
-
-    def __init__(self, tmp: pathlib.Path, proc_per_node: str = "2,2") -> None:
-        self.tmp = tmp
-        self.shm = tmp / "shm"
-        self.shm.mkdir()
-        (tmp / "secret").write_text(new_secret())
-        (tmp / "rank.py").write_text(RANK)
-        self.proc_per_node = proc_per_node
-        with address.held_port("127.0.0.2") as port:
-            self.coordinator = f"127.0.0.2:{port}"
-        self.workers: list[Worker] = []
-
-    def environment(self, index: int, **changes: str) -> dict[str, str]:
-        run_dir = self.tmp / f"worker-{index}"
-        run_dir.mkdir(exist_ok=True)
-        own = {
-            "JOB": "demo",
-            "JOB_UID": "u",
-            "ATTEMPT": "0",
-            "WORKER_INDEX": str(index),
-            "NUM_WORKERS": str(len(self.proc_per_node.split(","))),
-            "PROC_PER_NODE": self.proc_per_node,
-            "COORDINATOR": self.coordinator,
-            "SECRET_FILE": str(self.tmp / "secret"),
-            "ADDRESS": f"127.0.0.{2 + index}",
-            "NODE_NAME": f"node-{index}",
-            "SHM_DIR": str(self.shm),
-            "SHM_PREFIX": f"demo-w{index}",
-            "RUN_DIR": str(run_dir),
-            "TERMINATION_LOG": str(run_dir / "termination.json"),
-            **changes,
-        }
-        return {**os.environ, **{f"MEGATRONAPP_{name}": value for name, value in own.items()}}
-
-    def command(self, grace_s: float) -> list[str]:
-        flags = ["--grace-s", str(grace_s), "--program", str(self.tmp / "rank.py")]
-        return [sys.executable, "-m", "megatronapp_trainer.launch", *flags, "--", "--num-layers", "4"]
-
-    def start(self, actions: dict[int, str], *, grace_s: float = 0.3, only: int | None = None, **changes: str) -> None:
-        for index in range(len(self.proc_per_node.split(","))) if only is None else [only]:
-            environment = {**self.environment(index, **changes), "ACTIONS": json.dumps(actions)}
-            run_dir = self.tmp / f"worker-{index}"
-            with (run_dir / "launcher.log").open("w") as log:
-                process = subprocess.Popen(
-                    self.command(grace_s), env=environment, stdout=log, stderr=log, text=True, process_group=0
-                )
-            self.workers.append(Worker(process, run_dir))
-
-    def go(self) -> None:
-        """Let the ranks do what they are to do."""
-        (self.tmp / "go").touch()
-
-    def running(self, ranks: dict[int, list[int]]) -> list[int]:
-        """Wait for all ranks; their pids."""
-        return [self.workers[index].pid(rank) for index, found in ranks.items() for rank in found]
 
 
 @pytest.fixture
 def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
     gang = Gang(tmp_path)
     yield gang
-    for worker in gang.workers:
-        if worker.process.poll() is None:
-            os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+    gang.close()
 
 
 BOTH = {0: [0, 1], 1: [2, 3]}
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def assert_nothing_left(gang: Gang, pids: list[int]) -> None:

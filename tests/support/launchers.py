@@ -1,0 +1,190 @@
+"""Launchers as a backend starts them, with ranks that are a few lines of Python in place of a training run."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from megatronapp_common.tokens import new_secret
+from megatronapp_trainer.launch import address
+
+DEADLINE_S = 90.0
+
+RANK = """
+import json, os, pathlib, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+action = json.loads(os.environ["ACTIONS"]).get(rank, "wait")
+here = pathlib.Path(os.environ["MEGATRONAPP_RUN_DIR"])
+def mark(text):
+    draft = here / f"draft-{rank}"
+    draft.write_text(text)
+    draft.rename(here / f"state-{rank}")
+def until_told():
+    while not (here.parent / "go").exists():
+        time.sleep(0.01)
+if action == "abandon":
+    # a grandchild whose parent is gone ends: whoever adopts it must reap it
+    subprocess.run(["sh", "-c", "(until [ -e $0/go ]; do sleep 0.01; done; : > $0/worker-0/abandoned) &", here.parent])
+    action = "polite"
+def leave(*_):
+    mark("checkpointed")
+    sys.exit(75)
+if action == "polite":
+    signal.signal(signal.SIGTERM, leave)
+if action == "victim":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(69))
+if action == "orphan":
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("orphan", child.pid)
+ring = pathlib.Path(os.environ["MEGATRONAPP_SHM_DIR"], os.environ["MEGATRONAPP_SHM_PREFIX"] + f".rank{rank}.ring")
+ring.write_bytes(b"x")
+print("arguments", sys.argv[1:])
+print("environment", json.dumps(dict(os.environ)), flush=True)
+mark(str(os.getpid()))
+until_told()
+if action.startswith("exit"):
+    print("error: this is why", flush=True)
+    sys.exit(int(action.removeprefix("exit")))
+if action == "chatter":
+    print("".join(f"line {number}\\n" for number in range(100_000)), end="", flush=True)
+    mark("has said it all")
+if action == "kill":
+    print("last words", end="", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if action in ("wait", "polite", "victim"):
+    time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Fails after a time that only a broken program needs."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "deadline passed"
+        time.sleep(0.01)
+
+
+@dataclasses.dataclass
+class Worker:
+    """A launcher and its folder."""
+
+    process: subprocess.Popen[str]
+    run_dir: pathlib.Path
+
+    def pid(self, rank: int) -> int:
+        """Process of a rank, once it runs."""
+        path = self.run_dir / f"state-{rank}"
+        wait_until(path.exists)
+        return int(path.read_text())
+
+    def end(self) -> int:
+        """Exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def record(self) -> dict[str, Any]:
+        """The outcome that it left."""
+        document: dict[str, Any] = json.loads((self.run_dir / "termination.json").read_text())
+        return document
+
+    def output(self) -> str:
+        """What the launcher wrote."""
+        return (self.run_dir / "launcher.log").read_text()
+
+
+class Gang:
+    """Starts launchers as a backend would."""
+
+    def __init__(self, tmp: pathlib.Path, proc_per_node: str = "2,2", program: str | None = None) -> None:
+        self.tmp = tmp
+        self.shm = tmp / "shm"
+        self.shm.mkdir()
+        (tmp / "secret").write_text(new_secret())
+        (tmp / "rank.py").write_text(RANK)
+        self.proc_per_node = proc_per_node
+        self.program = program or str(tmp / "rank.py")
+        self.arguments = ["--num-layers", "4"]
+        with address.held_port("127.0.0.2") as port:
+            self.coordinator = f"127.0.0.2:{port}"
+        self.workers: list[Worker] = []
+
+    def environment(self, index: int, **changes: str) -> dict[str, str]:
+        """What a backend gives to a launcher."""
+        run_dir = self.tmp / f"worker-{index}"
+        run_dir.mkdir(exist_ok=True)
+        own = {
+            "JOB": "demo",
+            "JOB_UID": "u",
+            "ATTEMPT": "0",
+            "WORKER_INDEX": str(index),
+            "NUM_WORKERS": str(len(self.proc_per_node.split(","))),
+            "PROC_PER_NODE": self.proc_per_node,
+            "COORDINATOR": self.coordinator,
+            "SECRET_FILE": str(self.tmp / "secret"),
+            "ADDRESS": f"127.0.0.{2 + index}",
+            "NODE_NAME": f"node-{index}",
+            "SHM_DIR": str(self.shm),
+            "SHM_PREFIX": f"demo-w{index}",
+            "RUN_DIR": str(run_dir),
+            "TERMINATION_LOG": str(run_dir / "termination.json"),
+            **changes,
+        }
+        return {**os.environ, **{f"MEGATRONAPP_{name}": value for name, value in own.items()}}
+
+    def command(self, grace_s: float) -> list[str]:
+        """Command line of a launcher."""
+        flags = ["--grace-s", str(grace_s), "--program", self.program]
+        return [sys.executable, "-m", "megatronapp_trainer.launch", *flags, "--", *self.arguments]
+
+    def start(
+        self,
+        actions: dict[int, str],
+        *,
+        grace_s: float = 0.3,
+        only: int | None = None,
+        prefix: Sequence[str] = (),
+        each: Sequence[dict[str, str]] = (),
+        **changes: str,
+    ) -> None:
+        """Start all launchers, or only one; `each`: further changes of the environment, by worker."""
+        for index in range(len(self.proc_per_node.split(","))) if only is None else [only]:
+            own = changes | (each[index] if each else {})
+            environment = {**self.environment(index, **own), "ACTIONS": json.dumps(actions)}
+            run_dir = self.tmp / f"worker-{index}"
+            with (run_dir / "launcher.log").open("w") as log:
+                process = subprocess.Popen(
+                    [*prefix, *self.command(grace_s)],
+                    env=environment,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                    process_group=0,
+                )
+            self.workers.append(Worker(process, run_dir))
+
+    def go(self) -> None:
+        """Let the ranks do what they are to do."""
+        (self.tmp / "go").touch()
+
+    def close(self) -> None:
+        """Kill what is left."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.wait()
+
+    def running(self, ranks: dict[int, list[int]]) -> list[int]:
+        """Wait for all ranks; their pids."""
+        return [self.workers[index].pid(rank) for index, found in ranks.items() for rank in found]
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs (a zombie does not)."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
