@@ -1,0 +1,112 @@
+"""Our images, built by scripts/build_images.sh on a base of Debian's packages, and taken into the nodes."""
+
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+from cluster.layout import PAUSE_IMAGE, ROOT, ClusterError, Node
+
+OURS = ("operator", "analyzer", "trainer")
+_PAUSE = """\
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void leave(int number) { (void)number; _exit(0); }
+static void reap(int number) { (void)number; while (waitpid(-1, 0, WNOHANG) > 0) {} }
+int main(void) { signal(SIGINT, leave); signal(SIGTERM, leave); signal(SIGCHLD, reap); for (;;) pause(); }
+"""
+
+
+def version() -> str:
+    """The tag of our images."""
+    text = (ROOT / "operator" / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.*)"', text, re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def name(part: str) -> str:
+    """An image of ours as a manifest names it."""
+    return f"megatronapp-{part}:{version()}"
+
+
+class Builder:
+    """buildah with a storage of its own, which outlives the cluster: layers that did not change are not built again."""
+
+    def __init__(self) -> None:
+        cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        self.folder = cache / "megatronapp" / "images"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "storage.conf"
+        lines = ("[storage]", 'driver = "overlay"', 'runroot = "/run/megatronapp-images"')
+        path.write_text("\n".join([*lines, f'graphroot = "{self.folder / "storage"}"', ""]), encoding="utf-8")
+        # Control groups of a hybrid machine are more than buildah's own isolation knows.
+        self.environment = {**os.environ, "CONTAINERS_STORAGE_CONF": str(path), "BUILDAH_ISOLATION": "chroot"}
+
+    def build(self) -> None:
+        """Build our images and what they stand on."""
+        self._run([ROOT / "scripts" / "cluster" / "base_images.sh"])
+        suite = _suite()
+        stand = {"BASE": f"localhost/megatronapp-base:{suite}", "BUILDER": f"localhost/megatronapp-builder:{suite}"}
+        words = ["nice", ROOT / "scripts" / "build_images.sh", *OURS]
+        self._run(words, {"ENGINE": "buildah", "TAG": version(), **stand})
+
+    def give(self, image: str, nodes: tuple[Node, ...]) -> None:
+        """Take an image into nodes that do not have just this one."""
+        full = image if "/" in image else f"docker.io/library/{image}"
+        local = image if "/" in image else f"localhost/{image}"
+        made = self._read(["inspect", "--type", "image", "--format", "{{.FromImageDigest}}", local])
+        wanting = [node for node in nodes if _mark(node, image) != made]
+        if not wanting:
+            return
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            archive = pathlib.Path(folder) / "image.tar"
+            self._run(["buildah", "push", "--quiet", "--disable-compression", local, f"oci-archive:{archive}:{full}"])
+            for node in wanting:
+                _run(node.runtime("images", "import", archive))
+                _marker(node, image).write_text(made, encoding="utf-8")
+
+    def pause(self) -> None:
+        """Build the image that holds a pod's network."""
+        with tempfile.TemporaryDirectory() as folder:
+            source = pathlib.Path(folder) / "pause.c"
+            source.write_text(_PAUSE, encoding="utf-8")
+            _run(["gcc", "-Os", "-static", "-s", "-o", f"{folder}/pause", str(source)])
+            made = self._read(["from", "scratch"])
+            self._run(["buildah", "add", "--quiet", made, f"{folder}/pause", "/pause"])
+            self._run(["buildah", "config", "--entrypoint", '["/pause"]', made])
+            self._run(["buildah", "commit", "--quiet", "--rm", "--timestamp", "0", made, PAUSE_IMAGE])
+
+    def _run(self, words: list[object], more: dict[str, str] | None = None) -> None:
+        _run([str(word) for word in words], {**self.environment, **(more or {})})
+
+    def _read(self, words: list[str]) -> str:
+        return _run(["buildah", *words], self.environment).strip()
+
+
+def _suite() -> str:
+    text = pathlib.Path("/etc/os-release").read_text(encoding="utf-8")
+    found = re.search(r"^VERSION_CODENAME=(\w+)", text, re.MULTILINE)
+    if not found:
+        raise ClusterError("/etc/os-release names no VERSION_CODENAME, so there is no Debian to make a base from")
+    return found[1]
+
+
+def _marker(node: Node, image: str) -> pathlib.Path:
+    folder = node.folder / "taken"
+    folder.mkdir(exist_ok=True)
+    return folder / re.sub(r"\W", "-", image)
+
+
+def _mark(node: Node, image: str) -> str | None:
+    path = _marker(node, image)
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
+def _run(words: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise ClusterError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return done.stdout

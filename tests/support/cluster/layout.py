@@ -1,0 +1,97 @@
+"""Names, addresses and folders of the test cluster. Everything it makes is found again from its folder alone."""
+
+import dataclasses
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).parents[3]
+API_PORT = 6443
+SERVICE_RANGE = "10.96.0.0/16"
+FIRST_SERVICE = "10.96.0.1"
+POD_RANGE = "10.244.0.0/16"
+PAUSE_IMAGE = "registry.local/pause:1"
+CGROUP = "megatronapp-e2e"
+
+
+class ClusterError(Exception):
+    """The cluster cannot be brought up, or does not do what it is asked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A pretended machine: a network namespace with a container runtime and a kubelet of its own."""
+
+    index: int
+    """Counted from 1."""
+    folder: pathlib.Path
+
+    @property
+    def name(self) -> str:
+        """As the API server knows it."""
+        return f"node-{self.index}"
+
+    @property
+    def namespace(self) -> str:
+        """Its network namespace."""
+        return f"megatronapp-e2e-{self.index}"
+
+    @property
+    def address(self) -> str:
+        """IPv4 address of the node."""
+        return f"10.250.0.{self.index}"
+
+    @property
+    def pods(self) -> str:
+        """Addresses of its pods."""
+        return f"10.244.{self.index}.0/24"
+
+    @property
+    def socket(self) -> pathlib.Path:
+        """Of its container runtime."""
+        return self.folder / "containerd.sock"
+
+    @property
+    def cgroup(self) -> str:
+        """Parent of all its pods, in every hierarchy."""
+        return f"{CGROUP}/{self.name}"
+
+    def inside(self, *words: object) -> list[str]:
+        """A command that runs in the node's network; `ip netns exec` would hide the control groups."""
+        return ["nsenter", f"--net=/run/netns/{self.namespace}", *map(str, words)]
+
+    def runtime(self, *words: object) -> list[str]:
+        """A command of containerd's client, among the images and containers of the kubelet."""
+        return ["ctr", "--address", str(self.socket), "--namespace", "k8s.io", *map(str, words)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where everything of one cluster lies."""
+
+    folder: pathlib.Path
+    nodes: tuple[Node, ...]
+
+    @property
+    def keys(self) -> pathlib.Path:
+        """Certificates, keys and kubeconfigs."""
+        return self.folder / "keys"
+
+    @property
+    def first(self) -> Node:
+        """The node in whose network the control plane runs."""
+        return self.nodes[0]
+
+    def kubeconfig(self, user: str) -> pathlib.Path:
+        """How a component, or "admin", reaches the API server."""
+        return self.keys / f"{user}.kubeconfig"
+
+
+def layout(folder: pathlib.Path, nodes: int) -> Layout:
+    """The layout of a cluster of so many nodes."""
+    members = (Node(index=index, folder=folder / f"node-{index}") for index in range(1, nodes + 1))
+    return Layout(folder=folder, nodes=tuple(members))
+
+
+def default_folder() -> pathlib.Path:
+    """Where the cluster lies unless told otherwise: on a disk, for overlays need one."""
+    return pathlib.Path(os.environ.get("MEGATRONAPP_E2E_FOLDER", "/var/lib/megatronapp-e2e"))

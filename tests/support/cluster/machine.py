@@ -1,0 +1,43 @@
+"""What a machine must have to run the cluster, and what the cluster costs."""
+
+import os
+import pathlib
+import shutil
+
+from cluster.layout import default_folder
+
+DISK_GB = 45
+"""Images in the builder's storage, in an archive, and on two nodes, packed and unpacked (the trainer's is 5 GB)."""
+MINUTES = 30
+"""The first time on two cores: programs 8, base 2 to 4, images 10, imports 3, tests 5. Later about 8."""
+PROGRAMS = ("buildah", "containerd", "ctr", "debootstrap", "gcc", "ip", "nft", "nsenter", "openssl", "runc", "setpriv")
+PLUGINS = pathlib.Path("/usr/lib/cni")
+DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4")
+
+
+def missing(folder: pathlib.Path | None = None) -> str | None:
+    """Why this machine cannot run the cluster, or None."""
+    if os.name != "posix" or os.geteuid() != 0:
+        return "needs root, for network namespaces and a container runtime"
+    if absent := [program for program in PROGRAMS if not shutil.which(program, path=_path())]:
+        return f"needs {', '.join(absent)}; scripts/system_packages.sh e2e installs them on Debian"
+    if not shutil.which("go") and not os.environ.get("KUBEBUILDER_ASSETS"):
+        return "needs Go, to build Kubernetes, Helm and CoreDNS"
+    if not (PLUGINS / "bridge").exists():
+        return f"needs the CNI plugins in {PLUGINS}; scripts/system_packages.sh e2e installs them on Debian"
+    if absent := [path for path in DEVICES if not os.access(path, os.W_OK)]:
+        return f"needs to write in {', '.join(absent)}"
+    return _no_room(folder or default_folder())
+
+
+def _no_room(folder: pathlib.Path) -> str | None:
+    standing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(standing).free / 1e9
+    used = 0.0 if not folder.exists() else DISK_GB / 2
+    if free + used < DISK_GB:
+        return f"needs {DISK_GB} GB of disk at {folder}, has {free:.0f}; MEGATRONAPP_E2E_FOLDER names another place"
+    return None
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

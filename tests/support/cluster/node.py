@@ -1,0 +1,108 @@
+"""One node: containerd, the kubelet and kube-proxy, with control groups and folders of its own."""
+
+import pathlib
+import subprocess
+import time
+
+from cluster import daemons, settings
+from cluster.layout import ClusterError, Layout, Node
+
+READY_S = 60
+POLL_S = 0.1
+HIERARCHIES = pathlib.Path("/sys/fs/cgroup")
+ORDER = ("kubelet", "proxy", "containerd")
+"""In which its programs end."""
+
+
+def start_runtime(node: Node) -> None:
+    """Start containerd and wait until it answers."""
+    (node.folder / "cni").mkdir(parents=True, exist_ok=True)
+    (node.folder / "cni" / "10-pods.conflist").write_text(settings.pod_network(node), encoding="utf-8")
+    path = node.folder / "containerd.toml"
+    path.write_text(settings.runtime(node), encoding="utf-8")
+    daemons.start(node.folder, "containerd", node.inside("containerd", "--config", path))
+    deadline = time.monotonic() + READY_S
+    while subprocess.run(node.runtime("version"), capture_output=True, check=False).returncode != 0:
+        if time.monotonic() > deadline or not daemons.alive(node.folder, "containerd"):
+            raise ClusterError(f"containerd of {node.name} does not answer:\n{daemons.tail(node.folder, 'containerd')}")
+        time.sleep(POLL_S)
+
+
+def start_kubelet(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
+    """Start the kubelet, which makes the node known, and kube-proxy."""
+    _make_cgroups(node)
+    for name, text in (("kubelet", settings.kubelet(cluster, node)), ("proxy", settings.proxy(cluster, node))):
+        (node.folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    state = node.folder / "kubelet"
+    kubelet = [
+        programs / "kubelet",
+        f"--config={node.folder / 'kubelet.yaml'}",
+        f"--kubeconfig={cluster.kubeconfig(node.name)}",
+        f"--hostname-override={node.name}",
+        f"--node-ip={node.address}",
+        f"--root-dir={state}",
+        f"--cert-dir={state / 'pki'}",
+    ]
+    daemons.start(node.folder, "kubelet", node.inside(*kubelet))
+    proxy = node.inside(programs / "kube-proxy", f"--config={node.folder / 'proxy.yaml'}")
+    daemons.start(node.folder, "proxy", proxy)
+
+
+def stop(node: Node) -> None:
+    """End the node's pods and programs: the kubelet first, else it would start the pods again."""
+    daemons.stop(node.folder, "kubelet")
+    daemons.stop(node.folder, "proxy")
+    if daemons.alive(node.folder, "containerd"):
+        _end_pods(node)
+    daemons.stop(node.folder, "containerd")
+    _end_strays(node)
+
+
+def remove_cgroups(name: str) -> None:
+    """Remove a control group with all below it, where nothing runs in it any more, in every hierarchy."""
+    for hierarchy in HIERARCHIES.iterdir():
+        groups = sorted((hierarchy / name).rglob("*/"), key=lambda path: len(path.parts), reverse=True)
+        for group in [*groups, hierarchy / name]:
+            if group.is_dir():
+                group.rmdir()
+
+
+def _make_cgroups(node: Node) -> None:
+    for hierarchy in HIERARCHIES.iterdir():
+        if hierarchy.is_symlink() or not (hierarchy / "cgroup.procs").exists():
+            continue
+        group = hierarchy
+        for part in pathlib.PurePath(node.cgroup).parts:
+            parent, group = group, group / part
+            group.mkdir(exist_ok=True)
+            for name in ("cpuset.cpus", "cpuset.mems"):
+                if (parent / name).exists():
+                    (group / name).write_text((parent / name).read_text())
+
+
+def _end_pods(node: Node) -> None:
+    deadline = time.monotonic() + READY_S
+    while tasks := _tasks(node):
+        for task in tasks:
+            subprocess.run(node.runtime("tasks", "delete", "--force", task), capture_output=True, check=False)
+        if time.monotonic() > deadline:
+            raise ClusterError(f"containers of {node.name} do not end: {', '.join(tasks)}")
+
+
+def _tasks(node: Node) -> list[str]:
+    done = subprocess.run(node.runtime("tasks", "list", "--quiet"), capture_output=True, text=True, check=False)
+    return done.stdout.split()
+
+
+def _end_strays(node: Node) -> None:
+    """End what containerd left: its shims, and processes of pods that it no longer knows."""
+    for group in HIERARCHIES.glob(f"*/{node.cgroup}/**/cgroup.procs"):
+        for pid in group.read_text(encoding="utf-8").split():
+            subprocess.run(["kill", "-KILL", pid], capture_output=True, check=False)
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"containerd-shim-runc-v2") and str(node.socket).encode() in words:
+            subprocess.run(["kill", "-KILL", path.parent.name], capture_output=True, check=False)

@@ -1,0 +1,221 @@
+"""A Kubernetes of real nodes on this machine: brought up, used and taken down again without a trace."""
+
+import contextlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import kube
+from cluster import control, daemons, node
+from cluster.images import OURS, Builder, name
+from cluster.keys import write_keys
+from cluster.layout import CGROUP, PAUSE_IMAGE, ClusterError, Layout, default_folder, layout
+from cluster.network import make_network, remove_network
+
+MOST_NODES = 2
+START_S = 120
+POLL_S = 0.1
+KERNEL = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops")
+"""What a kubelet changes on the machine itself."""
+LEFT_BEHIND = ("/var/lib/kubelet", "/var/log/containers", "/var/lib/cni")
+"""What a kubelet and CNI plugins make outside of the folders they are given."""
+
+
+class Cluster:
+    """A running cluster."""
+
+    def __init__(self, places: Layout, programs: pathlib.Path) -> None:
+        self.layout = places
+        self.programs = programs
+
+    def inside(self, *words: object, node_index: int = 1, seconds: float = 300) -> "subprocess.CompletedProcess[str]":
+        """Run a command in a node's network."""
+        command = self.layout.nodes[node_index - 1].inside(*words)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+
+    def kubectl(self, *words: str, stdin: str | None = None, seconds: float = 300) -> str:
+        """What kubectl prints. Raises ClusterError if it fails."""
+        full = self.layout.first.inside(*self.command(), *words)
+        done = subprocess.run(full, input=stdin, capture_output=True, text=True, check=False, timeout=seconds)
+        if done.returncode != 0:
+            raise ClusterError(f"kubectl {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
+        return done.stdout
+
+    def command(self) -> tuple[str, ...]:
+        """kubectl with the administrator's rights, to be run inside the first node's network."""
+        return (str(self.programs / "kubectl"), "--kubeconfig", str(self.layout.kubeconfig("admin")))
+
+    def get(self, *words: str) -> dict[str, Any]:
+        """An object, or a list of them."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
+        return found
+
+    def apply(self, *documents: dict[str, Any], namespace: str = "default") -> None:
+        """Apply objects."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
+        self.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
+
+    def namespace(self, name: str, level: str = "restricted") -> None:
+        """Make a namespace of a level of pod security, and wait for its account."""
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        self.wait(lambda: bool(self.get("serviceaccounts", "-n", name)["items"]), f"the account of {name}")
+
+    def wait(self, done: "Any", what: str, seconds: float = START_S) -> None:
+        """Wait until something is true. Raises ClusterError with what was waited for."""
+        deadline = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"{what}: not within {seconds:.0f} s\n{self.problems()}")
+            time.sleep(POLL_S)
+
+    def problems(self) -> str:
+        """What the cluster says about pods that are not well."""
+        with contextlib.suppress(ClusterError, subprocess.TimeoutExpired):
+            pods = self.kubectl("get", "pods", "-A", "-o", "wide", seconds=20)
+            events = self.kubectl("get", "events", "-A", "--field-selector=type!=Normal", seconds=20)
+            return f"{pods}\n{events[-4000:]}"
+        return "the API server does not answer"
+
+
+def up(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: Sequence[str] = OURS) -> Cluster:
+    """Bring a cluster up; one that stands or lies there in pieces is taken down first, but for its images."""
+    places = layout(folder or default_folder(), nodes)
+    down(places.folder, keep_images=True)
+    builder = Builder()
+    builder.pause()
+    if images:
+        builder.build()
+    programs, coredns = kube.programs("cluster"), kube.programs("coredns")
+    _prepare(places)
+    control.start_api(places, programs)
+    for member in places.nodes:
+        node.start_runtime(member)
+    for image in (PAUSE_IMAGE, *map(name, images)):
+        builder.give(image, places.nodes)
+    cluster = Cluster(places, programs)
+    _wait_api(cluster)
+    control.start_controllers(places, programs, coredns)
+    for member in places.nodes:
+        node.start_kubelet(places, member, programs)
+    cluster.wait(lambda: _ready(cluster), "nodes Ready")
+    return cluster
+
+
+def down(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> None:
+    """Take down whatever stands, also after a failure: programs, pods, mounts, networks, control groups, folders."""
+    places = layout(folder or default_folder(), MOST_NODES)
+    for member in places.nodes:
+        node.stop(member)
+    control.stop(places)
+    _unmount(places.folder)
+    remove_network(places)
+    node.remove_cgroups(CGROUP)
+    if not places.folder.exists():
+        return
+    _restore_machine(places.folder)
+    for path in places.folder.iterdir():
+        if keep_images and path.name in {member.name for member in places.nodes}:
+            _empty_node(path)
+        elif path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if not keep_images:
+        places.folder.rmdir()
+
+
+@contextlib.contextmanager
+def running(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> Iterator[Cluster]:
+    """A cluster for the length of a block."""
+    try:
+        yield up(folder)
+    finally:
+        down(folder, keep_images=keep_images)
+
+
+def standing(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES) -> Cluster:
+    """The cluster that stands. Raises ClusterError if there is none."""
+    places = layout(folder or default_folder(), nodes)
+    if not daemons.alive(places.folder, "apiserver"):
+        raise ClusterError(f"no cluster stands in {places.folder}")
+    return Cluster(places, kube.programs("cluster"))
+
+
+def _prepare(places: Layout) -> None:
+    for member in places.nodes:
+        member.folder.mkdir(parents=True, exist_ok=True)
+    (places.folder / "resolv.conf").write_text("", encoding="utf-8")
+    _remember_machine(places.folder)
+    write_keys(places)
+    make_network(places)
+
+
+def _wait_api(cluster: Cluster) -> None:
+    def answers() -> bool:
+        if not daemons.alive(cluster.layout.folder, "apiserver"):
+            raise ClusterError(f"the API server ended:\n{daemons.tail(cluster.layout.folder, 'apiserver')}")
+        return cluster.inside(*cluster.command(), "get", "--raw=/readyz").stdout == "ok"
+
+    cluster.wait(answers, "the API server")
+
+
+def _ready(cluster: Cluster) -> bool:
+    for member in cluster.layout.nodes:
+        if not daemons.alive(member.folder, "kubelet"):
+            raise ClusterError(f"the kubelet of {member.name} ended:\n{daemons.tail(member.folder, 'kubelet')}")
+    states = [
+        condition["status"]
+        for item in cluster.get("nodes")["items"]
+        for condition in item["status"].get("conditions", [])
+        if condition["type"] == "Ready"
+    ]
+    return states == ["True"] * len(cluster.layout.nodes)
+
+
+def _unmount(folder: pathlib.Path) -> None:
+    mounts = [line.split()[1] for line in pathlib.Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    for mount in sorted((mount for mount in mounts if mount.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
+
+
+def _remember_machine(folder: pathlib.Path) -> None:
+    kernel = {key: pathlib.Path("/proc/sys", key).read_text(encoding="utf-8") for key in KERNEL}
+    absent = [path for path in LEFT_BEHIND if not pathlib.Path(path).exists()]
+    (folder / "before.json").write_text(json.dumps({"kernel": kernel, "absent": absent}), encoding="utf-8")
+
+
+def _restore_machine(folder: pathlib.Path) -> None:
+    path = folder / "before.json"
+    if not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in before["kernel"].items():
+        pathlib.Path("/proc/sys", key).write_text(value, encoding="utf-8")
+    for left in before["absent"]:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _empty_node(folder: pathlib.Path) -> None:
+    """Remove all of a node but its images."""
+    for path in folder.iterdir():
+        if path.name not in {"images", "taken"}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def main(words: Sequence[str]) -> int:
+    """`up [--no-images]`, `down [--keep-images]`."""
+    if list(words[:1]) == ["up"]:
+        cluster = up(images=() if "--no-images" in words else OURS)
+        print("kubectl is:", *cluster.layout.first.inside(*cluster.command()))
+        return 0
+    if list(words[:1]) == ["down"]:
+        down(keep_images="--keep-images" in words)
+        return 0
+    print("usage: cluster up [--no-images] | down [--keep-images]", file=sys.stderr)
+    return 2
