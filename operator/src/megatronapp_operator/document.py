@@ -36,6 +36,7 @@ def status_document(status: Status) -> dict[str, Any]:
             "failures": [_failure(one) for one in status.failures],
             "initialized": status.initialized,
             "initRestarts": status.init_restarts,
+            "initClearing": status.init_clearing or None,
             "released": status.released,
             "excludedNodes": [_excluded(one) for one in status.excluded_nodes],
             "succeededWorkers": ranges(status.succeeded),

@@ -57,6 +57,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
         released_time=fields.time("releasedTime"),
         initialized=fields.flag("initialized"),
         init_restarts=fields.count("initRestarts"),
+        init_clearing=fields.flag("initClearing"),
         init_failed_time=fields.time("initFailedTime"),
         excluded_nodes=fields.items("excludedNodes", _excluded),
         succeeded=numbers_of(fields.text("succeededWorkers")),

@@ -25,6 +25,9 @@ class CreateInit:
 class DeleteInit:
     """Remove the initializer pod."""
 
+    force: bool = False
+    """At once: it has outlived the time that it had to go."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CreateWorker:

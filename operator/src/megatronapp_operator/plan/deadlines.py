@@ -1,5 +1,6 @@
-"""Deadlines: of the whole job, of a gang's start, and of progress."""
+"""Deadlines of the whole job and of progress; that of a gang's start is in `placement`."""
 
+from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.restart import attempt_failed, fail_job
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
@@ -13,22 +14,8 @@ def active(draft: Draft) -> bool:
     if draft.now < start + limit:
         draft.wake(start + limit)
         return False
-    fail_job(draft, "DeadlineExceeded", f"the job was active for more than {limit:g} s")
+    fail_job(draft, reasons.DEADLINE_EXCEEDED, f"the job was active for more than {limit:g} s")
     return False
-
-
-def start(draft: Draft) -> bool:
-    """The gang did not come up in time: it never will (an image or an address is wrong), so the job fails."""
-    limit, since = draft.job.spec.policy.start_deadline_s, draft.status.attempt_time
-    if limit is None or since is None or draft.status.running_time is not None:
-        return False
-    if draft.now < since + limit:
-        draft.wake(since + limit)
-        return False
-    missing = draft.job.spec.workers - draft.status.replicas.running - draft.status.replicas.succeeded
-    message = f"{missing} of {draft.job.spec.workers_words} did not start within {limit:g} s"
-    attempt_failed(draft, _failure(draft, "StartDeadlineExceeded", message, FailureAction.FAIL_JOB))
-    return True
 
 
 def progress(draft: Draft) -> bool:
@@ -41,8 +28,8 @@ def progress(draft: Draft) -> bool:
         draft.wake(since + limit)
         return False
     message = f"no progress for {limit:g} s{_place(draft)}"
-    draft.set_condition(ConditionType.STALLED, True, "ProgressDeadlineExceeded", message)
-    attempt_failed(draft, _failure(draft, "ProgressDeadlineExceeded", message, FailureAction.RESTART))
+    draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_DEADLINE_EXCEEDED, message)
+    attempt_failed(draft, _failure(draft, reasons.PROGRESS_DEADLINE_EXCEEDED, message, FailureAction.RESTART))
     return True
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from megatronapp_operator.plan import memory
 from megatronapp_operator.plan.actions import Action, DeleteWorker, EventType, RecordEvent
 from megatronapp_operator.plan.observed import Observed, Worker
 from megatronapp_operator.plan.spec import Job
@@ -19,11 +20,14 @@ class Draft:
     status: Status
     actions: list[Action] = dataclasses.field(default_factory=list)
     wakes: list[float] = dataclasses.field(default_factory=list)
+    _gang: tuple[int, tuple[Worker, ...]] | None = None
 
     @property
     def gang(self) -> tuple[Worker, ...]:
-        """Workers of the current attempt."""
-        return tuple(one for one in self.observed.workers if one.attempt == self.status.attempt)
+        """Workers of the current attempt: those that exist, and those that were seen to end before they vanished."""
+        if self._gang is None or self._gang[0] != self.status.attempt:
+            self._gang = (self.status.attempt, memory.whole_gang(self.observed, self.status))
+        return self._gang[1]
 
     @property
     def live(self) -> tuple[Worker, ...]:
@@ -37,7 +41,7 @@ class Draft:
     def set_condition(self, kind: ConditionType, status: bool, reason: str, message: str) -> None:
         """Set a condition; `since` moves only when its status changes (metav1.Condition)."""
         old = self.status.condition(kind)
-        since = old.since if old is not None and old.status == status else self.now
+        since = old.since if old is not None and old.status == status else float(int(self.now))  # as metav1.Time
         new = Condition(
             type=kind,
             status=status,
@@ -59,8 +63,9 @@ class Draft:
         self.actions.append(RecordEvent(type=kind, reason=reason, message=message))
 
     def wake(self, at: float) -> None:
-        """Plan again at this time at the latest."""
-        self.wakes.append(at)
+        """Plan again at this time at the latest; never so early that the plan would find it to come yet."""
+        exact = memory.micros(at)
+        self.wakes.append(exact if exact >= at else exact + 1e-6)
 
     def delete(self, worker: Worker, grace_s: float) -> None:
         """Ask a worker to go; ask again only to take back its grace, or when it has outlived its time."""

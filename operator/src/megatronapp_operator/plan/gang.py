@@ -1,12 +1,13 @@
 """The gang: created all together, judged by its first failed worker, never mixed with another attempt."""
 
-from megatronapp_operator.plan import outcome
+from megatronapp_operator.plan import outcome, reasons, rules
 from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.lifecycle import complete
-from megatronapp_operator.plan.observed import HubPhase, WorkerPhase
+from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
+from megatronapp_operator.plan.placement import release, waits_for_machines
 from megatronapp_operator.plan.restart import attempt_failed, backoff_s, reset_budget, restart_at
-from megatronapp_operator.plan.spec import Backoff
+from megatronapp_operator.plan.spec import Backoff, SuccessPolicy
 from megatronapp_operator.plan.status import ConditionType, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
@@ -16,28 +17,50 @@ def created(draft: Draft) -> bool:
     """Acknowledge a new job."""
     if draft.status.condition(ConditionType.CREATED) is None:
         message = f"accepted: {draft.job.spec.workers_words}"
-        draft.set_condition(ConditionType.CREATED, True, "JobCreated", message)
-        draft.event(EventType.NORMAL, "JobCreated", message)
+        draft.set_condition(ConditionType.CREATED, True, reasons.JOB_CREATED, message)
+        draft.event(EventType.NORMAL, reasons.JOB_CREATED, message)
     return False
+
+
+def judge_success(draft: Draft) -> bool:
+    """With Rank0 the success of worker 0 ends the job: the others have their time to stop."""
+    spec, status = draft.job.spec, draft.status
+    if spec.success is not SuccessPolicy.RANK0 or status.is_true(ConditionType.FAILURE_TARGET):
+        return False
+    if status.phase is Phase.SUSPENDED or 0 not in status.succeeded:
+        return False
+    forced = draft.job.stop is not None and draft.job.stop.force
+    for worker in draft.live:
+        draft.delete(worker, 0.0 if forced else spec.policy.grace_s)
+    if not draft.live:
+        complete(draft, reasons.RANK0_SUCCEEDED, "worker 0 ended with success")
+    return True
 
 
 def judge_end(draft: Draft) -> bool:
     """Act on workers of this attempt that have ended."""
-    gang = draft.gang
-    culprits = outcome.failed(gang)
+    gang, culprits = draft.gang, rules.culprits(draft)
     if not culprits:
-        if len(gang) < draft.job.spec.workers or any(one.phase is not WorkerPhase.SUCCEEDED for one in gang):
+        if len(gang) < draft.job.spec.workers or any(one.live for one in gang):
             return False
-        complete(draft)
+        message = f"{draft.job.spec.all_workers_words} ended with success"
+        complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
         return True
-    settle_at = outcome.settles_at(gang, draft.job.spec.policy.settle_s)
+    settle_at = outcome.settles_at(culprits, gang, draft.job.spec.policy.settle_s)
     if settle_at is not None and draft.now < settle_at:
         draft.wake(settle_at)
         return True
-    worker = culprits[0]
-    reset_budget(draft, until=worker.finished_at or draft.now)
-    attempt_failed(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now))
+    _judge(draft, culprits[0])
     return True
+
+
+def _judge(draft: Draft, culprit: Worker) -> None:
+    """Act on the worker that failed first; one that only lost a peer tells nothing if the peer has vanished."""
+    if waits_for_machines(draft, culprit):
+        release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up to wait for the others")
+    elif outcome.suspicion(culprit) == 0 or not judge_missing(draft):
+        reset_budget(draft, until=culprit.finished_at or draft.now)
+        attempt_failed(draft, rules.judged(draft, culprit))
 
 
 def judge_missing(draft: Draft) -> bool:
@@ -48,8 +71,24 @@ def judge_missing(draft: Draft) -> bool:
     if not missing:
         return False
     reset_budget(draft, until=draft.now)
-    attempt_failed(draft, outcome.lost(missing, draft.status.attempt, draft.now))
+    attempt_failed(draft, rules.judged_lost(draft, outcome.lost(missing, draft.status.attempt, draft.now)))
     return True
+
+
+def judge_lost_node(draft: Draft) -> bool:
+    """A worker that somebody asked to go and that does not: its machine is gone, and the gang with it."""
+    after_s = draft.job.spec.policy.lost_worker_s
+    for worker in draft.gang:
+        if worker.deletion is None or not worker.live:
+            continue
+        at = worker.deletion.since + worker.deletion.grace_s + after_s
+        if draft.now >= at:
+            reset_budget(draft, until=draft.now)
+            failure = outcome.out_of_reach(worker, draft.now, after_s)
+            attempt_failed(draft, rules.judged_lost(draft, failure, worker.disrupted))
+            return True
+        draft.wake(at)
+    return False
 
 
 def clear_stale(draft: Draft) -> bool:
@@ -61,8 +100,13 @@ def clear_stale(draft: Draft) -> bool:
 
 
 def _stale_grace_s(draft: Draft) -> float:
-    """After a preemption the others may still be writing the checkpoint that was agreed."""
+    """After a preemption the others may still be writing the checkpoint that was agreed.
+
+    What was released never trained: it gives back what it holds at once.
+    """
     last, policy = draft.status.failures[-1:], draft.job.spec.policy
+    if draft.status.released:
+        return 0.0
     preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
     return policy.grace_s if preempted else policy.failed_grace_s
 
@@ -97,26 +141,30 @@ def create(draft: Draft) -> bool:
     if draft.status.attempt_time is None:
         start_time = draft.now if draft.status.start_time is None else draft.status.start_time
         draft.update(attempt_time=draft.now, start_time=start_time)
-        draft.event(EventType.NORMAL, "GangCreated", f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}")
+        message = f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}"
+        draft.event(EventType.NORMAL, reasons.GANG_CREATED, message)
     if draft.status.phase not in {Phase.RESTARTING, Phase.RUNNING}:
-        draft.update(phase=Phase.STARTING)
+        queued = draft.job.spec.gang and draft.status.scheduled_time is None
+        draft.update(phase=Phase.QUEUED if queued else Phase.STARTING)
     return False
 
 
 def running(draft: Draft) -> bool:
     """Notice that the whole gang runs, and that it trains; until then the job starts, whatever its processes do."""
-    counted = draft.status.replicas
-    if counted.running + counted.succeeded < draft.job.spec.workers:
+    up = {one.index for one in draft.gang if one.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
+    if len(up) < draft.job.spec.workers:
         return False
     if draft.status.running_time is None:
-        draft.update(running_time=draft.now)
+        draft.update(running_time=draft.now, released=0)
     if draft.status.phase is not Phase.RUNNING:
         gang = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt}"
         if draft.status.trains:
-            _enter_running(draft, "TrainingBegan", f"{gang} {'trains' if draft.job.spec.workers == 1 else 'train'}")
+            _enter_running(
+                draft, reasons.TRAINING_BEGAN, f"{gang} {'trains' if draft.job.spec.workers == 1 else 'train'}"
+            )
         elif _silent_for_long(draft):
             silence = f"no progress was told for {draft.job.spec.policy.silent_start_s:g} s"
-            _enter_running(draft, "NoProgressPage", f"{gang}: {silence}; training is taken to have begun")
+            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; training is taken to have begun")
     reset_budget(draft, until=draft.now)
     return False
 

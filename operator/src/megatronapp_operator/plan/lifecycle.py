@@ -2,12 +2,13 @@
 
 import dataclasses
 
-from megatronapp_operator.plan import outcome
-from megatronapp_operator.plan.actions import DeleteHub, EventType
+from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan.actions import DeleteHub, DeleteJob, EventType
 from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.initialize import stop_init
 from megatronapp_operator.plan.observed import HubPhase
 from megatronapp_operator.plan.restart import next_attempt, record
-from megatronapp_operator.plan.spec import Stop
+from megatronapp_operator.plan.spec import CleanPodPolicy, Stop
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
 
 
@@ -15,10 +16,26 @@ def guard_terminal(draft: Draft) -> bool:
     """A job that has ended never starts anything again: only cleaning up is left."""
     if draft.status.phase not in TERMINAL_PHASES:
         return False
-    for worker in draft.live:
-        draft.delete(worker, 0 if _forced(draft) else draft.job.spec.policy.failed_grace_s)
+    policy = draft.job.spec.policy
+    all_go = policy.clean is CleanPodPolicy.ALL
+    for worker in draft.observed.workers if all_go else draft.live:
+        draft.delete(worker, 0 if _forced(draft) else policy.failed_grace_s)
+    stop_init(draft, ended_too=all_go)
     _retire_hub(draft)
+    _expire(draft)
     return True
+
+
+def _expire(draft: Draft) -> None:
+    """Delete the job object when its time after the end is over, and nothing of it runs any more."""
+    ttl_s = draft.job.spec.policy.ttl_s
+    if ttl_s is None or draft.live:
+        return
+    at = (draft.status.completion_time or 0.0) + ttl_s
+    if draft.now < at:
+        draft.wake(at)
+    else:
+        draft.actions.append(DeleteJob())
 
 
 def delete_job(draft: Draft) -> bool:
@@ -27,6 +44,7 @@ def delete_job(draft: Draft) -> bool:
         return False
     for worker in draft.observed.workers:
         draft.delete(worker, 0 if _forced(draft) else draft.job.spec.policy.grace_s)
+    stop_init(draft, ended_too=True)
     _delete_hub(draft)
     return True
 
@@ -37,6 +55,7 @@ def guard_stopped(draft: Draft) -> bool:
         return False
     for worker in draft.live:
         draft.delete(worker, _stopping_grace_s(draft))
+    stop_init(draft)
     _delete_hub(draft)
     return True
 
@@ -55,6 +74,7 @@ def stop_on_request(draft: Draft) -> bool:
         draft.event(EventType.NORMAL, stop.reason, stop.message)
     for worker in draft.live:
         draft.delete(worker, _stopping_grace_s(draft))
+    stop_init(draft)
     if not draft.live:
         _end_stopping(draft, stop)
     return True
@@ -70,10 +90,13 @@ def _end_stopping(draft: Draft, stop: Stop) -> None:
         draft.event(EventType.WARNING, "Failed", message)
         _retire_hub(draft)
     elif draft.gang and outcome.succeeded(draft.gang):
-        complete(draft)
+        message = f"{draft.job.spec.all_workers_words} ended with success"
+        complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
     else:
         _rest(draft, stop.reason, stop.message)
-        draft.event(EventType.NORMAL, "Suspended", f"{stop.message}; it goes on where it was when it is started again")
+        draft.event(
+            EventType.NORMAL, reasons.SUSPENDED, f"{stop.message}; it goes on where it was when it is started again"
+        )
         _delete_hub(draft)
 
 
@@ -83,7 +106,7 @@ def _stop_failure(draft: Draft) -> Failure | None:
     unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
     missing = [] if status.attempt_time is None else outcome.missing(draft.gang, spec.workers)
     if unsaved:
-        failure = outcome.failure_of(unsaved[0], spec.name, draft.now)
+        failure = outcome.failure_of(unsaved[0], spec.name, draft.now, FailureAction.FAIL_JOB)
     elif missing:
         failure = outcome.lost(missing, status.attempt, draft.now)
     else:
@@ -94,7 +117,9 @@ def _stop_failure(draft: Draft) -> Failure | None:
 def _rest(draft: Draft, reason: str, message: str) -> None:
     draft.update(phase=Phase.SUSPENDED)
     draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
-    for gone in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED):
+    for gone in (
+        ConditionType.PODS_SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED,
+    ):  # fmt: skip
         draft.clear_condition(gone, reason, message)
 
 
@@ -105,6 +130,7 @@ def finish_failing(draft: Draft) -> bool:
         return False
     for worker in draft.live:
         draft.delete(worker, _failing_grace_s(draft))
+    stop_init(draft)
     if draft.live:
         return True
     end(draft, Phase.FAILED, ConditionType.FAILED, target.reason, target.message)
@@ -113,10 +139,9 @@ def finish_failing(draft: Draft) -> bool:
     return True
 
 
-def complete(draft: Draft) -> None:
-    """All workers have succeeded."""
-    message = f"{draft.job.spec.all_workers_words} ended with success"
-    end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, "AllWorkersSucceeded", message)
+def complete(draft: Draft, reason: str, message: str) -> None:
+    """The job has succeeded."""
+    end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, reason, message)
     draft.event(EventType.NORMAL, "Completed", message)
     _retire_hub(draft)
 
@@ -135,11 +160,12 @@ def suspend(draft: Draft) -> bool:
         return False
     for worker in draft.observed.workers:
         draft.delete(worker, draft.job.spec.policy.grace_s)
+    stop_init(draft)
     if draft.status.phase is Phase.SUSPENDED:
         return True
     _forget_gang(draft)
-    _rest(draft, "Suspended", "spec.suspend is true")
-    draft.event(EventType.NORMAL, "Suspended", "the workers are being stopped")
+    _rest(draft, reasons.SUSPENDED, "spec.suspend is true")
+    draft.event(EventType.NORMAL, reasons.SUSPENDED, "the workers are being stopped")
     return True
 
 
@@ -147,7 +173,8 @@ def resume(draft: Draft) -> bool:
     """A job that rests is to go on: a new attempt follows, and its clocks begin anew."""
     if draft.status.phase is Phase.SUSPENDED and not draft.job.spec.suspend:
         _forget_gang(draft)
-        draft.clear_condition(ConditionType.SUSPENDED, "Resumed", "the job was resumed")
+        draft.update(phase=Phase.PENDING)
+        draft.clear_condition(ConditionType.SUSPENDED, reasons.RESUMED, "the job was resumed")
     return False
 
 
@@ -155,7 +182,7 @@ def _forget_gang(draft: Draft) -> None:
     """What ran is stale from now on, and its time does not count."""
     if draft.status.attempt_time is not None:
         next_attempt(draft)
-    draft.update(start_time=None, last_restart_time=None)
+    draft.update(start_time=None, last_restart_time=None, released=0)
 
 
 def _forced(draft: Draft) -> bool:

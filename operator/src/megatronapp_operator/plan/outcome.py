@@ -1,20 +1,12 @@
-"""Failure policy: which worker's end is the evidence, and what follows from its exit code."""
+"""Ends of workers: which of them is the evidence, and how it is told."""
 
 import signal
 from collections.abc import Sequence
 
 from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
 from megatronapp_operator.plan.status import Failure, FailureAction
-
-ACTIONS = {
-    ExitCode.USAGE: FailureAction.FAIL_JOB,
-    ExitCode.DATA: FailureAction.FAIL_JOB,
-    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
-    ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
-    ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
-}
-"""What an exit code of the first failed worker leads to; every other code restarts the gang within the budget."""
 
 SUSPICION = {ExitCode.RENDEZVOUS: 1, ExitCode.PEER_LOST: 2}
 """Codes that say "somebody else is the reason": an own failure (0) outranks them, however late it is seen."""
@@ -23,11 +15,6 @@ NOT_STARTED = "WorkerNotStarted"
 """Reason of the outcome of a worker that a backend could not start: it has no log, and no exit code of its own."""
 
 UNKNOWN = Outcome(code=ExitCode.OWN_FAILURE, reason="Unknown", message="the worker left no record")
-
-
-def action_for(code: int) -> FailureAction:
-    """The action for an exit code of the first failed worker."""
-    return next((action for known, action in ACTIONS.items() if known == code), FailureAction.RESTART)
 
 
 def outcome_of(worker: Worker) -> Outcome:
@@ -58,14 +45,13 @@ def preempted(workers: Sequence[Worker]) -> bool:
     return all(one.phase is WorkerPhase.FAILED and outcome_of(one).code == ExitCode.PREEMPTED for one in left)
 
 
-def settles_at(workers: Sequence[Worker], settle_s: float) -> float | None:
-    """Until when to wait for the culprit's own record; None: the first of `failed` is the evidence already.
+def settles_at(culprits: Sequence[Worker], gang: Sequence[Worker], settle_s: float) -> float | None:
+    """Until when to wait for the culprit's own record; None: the first of `culprits` is the evidence already.
 
     The victims' launchers may report before the culprit's does. Judging their record would restart a job whose data
     are corrupt, again and again.
     """
-    culprits = failed(workers)
-    if not culprits or suspicion(culprits[0]) == 0 or not any(one.live for one in workers):
+    if not culprits or suspicion(culprits[0]) == 0 or not any(one.live for one in gang):
         return None
     return min(one.finished_at or 0.0 for one in culprits) + settle_s
 
@@ -75,31 +61,46 @@ def missing(workers: Sequence[Worker], wanted: int) -> list[int]:
     return sorted(set(range(wanted)) - {one.index for one in workers})
 
 
-def failure_of(worker: Worker, job: str, now: float) -> Failure:
-    """What is kept of a worker that failed."""
+def failure_of(worker: Worker, job: str, now: float, action: FailureAction) -> Failure:
+    """What is kept of a worker that failed, and what is done about it."""
     end = outcome_of(worker)
     return Failure(
-        time=worker.finished_at or now,
+        time=round(worker.finished_at or now, 6),
         attempt=worker.attempt,
         worker=worker.index,
+        node=worker.node,
         rank=end.rank,
         exit_code=end.code,
         signal=end.signal,
-        reason=end.reason or "WorkerFailed",
+        reason=worker.disrupted or end.reason or reasons.WORKER_FAILED,
         message=describe(worker, job),
-        action=action_for(end.code),
+        action=action,
     )
 
 
 def lost(indices: Sequence[int], attempt: int, now: float) -> Failure:
-    """What is kept of workers that are gone with all that they knew."""
+    """What is kept of workers that are gone with all that they knew, as after a preemption."""
     return Failure(
         time=now,
         attempt=attempt,
         worker=indices[0],
-        reason="WorkerLost",
-        message=f"worker {', '.join(map(str, indices))} vanished",
-        action=FailureAction.RESTART,
+        reason=reasons.WORKER_LOST,
+        message=f"worker {', '.join(map(str, indices[:8]))}{' and others' if len(indices) > 8 else ''} vanished",
+        action=FailureAction.RESTART_IGNORE_MAX,
+    )
+
+
+def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
+    """What is kept of a worker that was asked to go and is still there: its machine does not answer."""
+    where = "" if worker.node is None else f" on {worker.node}"
+    return Failure(
+        time=now,
+        attempt=worker.attempt,
+        worker=worker.index,
+        node=worker.node,
+        reason=reasons.LOST_NODE,
+        message=f"worker {worker.index}{where} is still there {after_s:g} s after its time to stop was over",
+        action=FailureAction.RESTART_IGNORE_MAX,
     )
 
 

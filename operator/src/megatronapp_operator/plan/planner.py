@@ -7,9 +7,10 @@ of the policy: nothing comes before the terminal guard, and nothing is created b
 
 from collections.abc import Callable
 
-from megatronapp_operator.plan import deadlines, gang, lifecycle, report
+from megatronapp_operator.plan import deadlines, exclusion, gang, initialize, lifecycle, placement, report, slow_nodes
 from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
 from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.memory import micros
 from megatronapp_operator.plan.observed import Observed
 from megatronapp_operator.plan.spec import Job
 from megatronapp_operator.plan.status import Status
@@ -20,17 +21,22 @@ POLICIES: tuple[Callable[[Draft], bool], ...] = (
     lifecycle.guard_stopped,
     gang.created,
     lifecycle.resume,
+    gang.judge_success,
     deadlines.active,
     lifecycle.stop_on_request,
     lifecycle.finish_failing,
     lifecycle.suspend,
     gang.ensure_hub,
+    placement.judge_refusal,
     gang.judge_end,
     gang.judge_missing,
+    gang.judge_lost_node,
+    slow_nodes.slow_nodes,
     gang.clear_stale,
+    initialize.initialize,
     gang.create,
     gang.running,
-    deadlines.start,
+    placement.judge_start,
     deadlines.progress,
 )
 
@@ -44,6 +50,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
     Passes repeat until the status stands still; the actions are those of the last pass, so feeding the status back
     gives the same actions, and observing them done gives none. Events tell of transitions and are kept of every pass.
     """
+    now = micros(now)
     status, events = job.status, list[Action]()
     for _ in range(MAX_PASSES):
         draft = _one_pass(job, observed, now, status)
@@ -57,9 +64,12 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
 def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft:
     draft = Draft(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
+    report.ends(draft)
+    placement.placed(draft)
     report.progress(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
+    exclusion.expire(draft)
     for policy in POLICIES:
         if policy(draft):
             break

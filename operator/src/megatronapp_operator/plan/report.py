@@ -1,9 +1,12 @@
-"""What the status tells beside the life of the job: replicas, progress, stalls, slow ranks."""
+"""What the status tells beside the life of the job: replicas, ends, progress, stalls, slow ranks."""
 
+import dataclasses
 from collections import Counter
 
+from megatronapp_operator.plan import outcome, reasons, rules
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.memory import first_ends
 from megatronapp_operator.plan.observed import Progress, SlowRank, WorkerPhase
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 
@@ -29,6 +32,16 @@ def replicas(draft: Draft) -> None:
     )
 
 
+def ends(draft: Draft) -> None:
+    """Keep how workers of this attempt ended; one whose failure is ignored counts as if it had succeeded."""
+    if draft.status.phase in TERMINAL_PHASES:
+        return
+    failed = outcome.failed(draft.gang)
+    fine = {one.index for one in failed if rules.ignored(draft, one)}
+    fine |= {one.index for one in draft.gang if one.phase is WorkerPhase.SUCCEEDED}
+    draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(tuple(one for one in failed if one.index not in fine)))
+
+
 def progress(draft: Draft) -> None:
     """Take over newer progress, and remember on our own clock when it went on."""
     new, old = draft.observed.progress, draft.status.progress
@@ -36,7 +49,8 @@ def progress(draft: Draft) -> None:
         return
     if old is None or _mark(new) != _mark(old):
         draft.update(progress_time=draft.now)
-    draft.update(progress=new)
+    told_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
+    draft.update(progress=dataclasses.replace(new, updated_at=told_at))
 
 
 def stalls(draft: Draft) -> None:
@@ -50,12 +64,12 @@ def stalls(draft: Draft) -> None:
         return
     ranks = draft.status.hung_ranks
     if not ranks:
-        draft.clear_condition(ConditionType.STALLED, "Progressing", "all ranks make progress")
+        draft.clear_condition(ConditionType.STALLED, reasons.PROGRESSING, "all ranks make progress")
         return
     message = f"no progress of rank {', '.join(map(str, ranks))}"
     if not draft.status.is_true(ConditionType.STALLED):
-        draft.event(EventType.WARNING, "RankHung", message)
-    draft.set_condition(ConditionType.STALLED, True, "RankHung", message)
+        draft.event(EventType.WARNING, reasons.RANK_HUNG, message)
+    draft.set_condition(ConditionType.STALLED, True, reasons.RANK_HUNG, message)
 
 
 def slow_ranks(draft: Draft) -> None:
@@ -64,10 +78,10 @@ def slow_ranks(draft: Draft) -> None:
     if found is None or draft.status.phase in TERMINAL_PHASES:
         return
     before, named = _named(draft.status.slow_ranks), _named(found)
-    draft.update(slow_ranks=found)
+    draft.update(slow_ranks=found, slow_node=_word_for(named[0]) if named else None)
     _tell_of_verdicts(draft, before, named)
     if not named:
-        draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, "NoneSlow", "no rank, link or node is slow now")
+        draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, reasons.NONE_SLOW, "no rank, link or node is slow now")
         return
     message = " ".join(one.sentence for one in named)
     draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), message)
@@ -77,12 +91,23 @@ def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
 
 
+def _word_for(verdict: SlowRank) -> str:
+    """The subject for a table's column."""
+    if verdict.node is not None:
+        return verdict.node
+    if verdict.subject == "worker" and verdict.worker is not None:
+        return f"worker {verdict.worker}"
+    if verdict.subject == "link":
+        return f"link {'-'.join(map(str, verdict.ranks))}"
+    return f"rank {verdict.ranks[0]}" if verdict.ranks else verdict.subject
+
+
 def _tell_of_verdicts(draft: Draft, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
     """One event for each verdict that came, and one when it has gone from the list again."""
     for one in _without(now, before):
-        draft.event(EventType.WARNING, "SlowNodeDetected", one.sentence)
+        draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, one.sentence)
     for one in _without(before, now):
-        draft.event(EventType.NORMAL, "SlowNodeCleared", f"no longer: {one.sentence}")
+        draft.event(EventType.NORMAL, reasons.SLOW_NODE_CLEARED, f"no longer: {one.sentence}")
 
 
 def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:

@@ -1,13 +1,18 @@
 """Restart policy: back-off, budget and its reset, and the two ways in which an attempt ends badly."""
 
 import dataclasses
+import hashlib
 
+from megatronapp_operator.plan import exclusion, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.spec import Backoff
 from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase
 
-BUDGET_SPENT = "BackoffLimitExceeded"
+COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
+"""Restarts that the budget bounds."""
+RELEASE_BACKOFF = Backoff(initial_s=15.0, max_s=600.0)
+"""Pause after a gang was released, times 0.5 to 1.5."""
 
 
 def backoff_s(backoff: Backoff, counted: int) -> float:
@@ -19,9 +24,24 @@ def backoff_s(backoff: Backoff, counted: int) -> float:
 def restart_at(draft: Draft) -> float:
     """When the next gang may be created."""
     if draft.status.last_restart_time is None:
-        return draft.now
+        return release_at(draft)
     pause = backoff_s(draft.job.spec.policy.backoff, draft.status.restarts_towards_max)
-    return draft.status.last_restart_time + pause
+    return max(draft.status.last_restart_time + pause, release_at(draft))
+
+
+def release_at(draft: Draft) -> float:
+    """When a gang that was released may come again: later each time, and not when other jobs do."""
+    status = draft.status
+    if not status.released or status.released_time is None:
+        return draft.now
+    pause = backoff_s(RELEASE_BACKOFF, status.released) * (0.5 + jitter(draft.job.spec.uid, status.attempt))
+    return status.released_time + pause
+
+
+def jitter(uid: str, attempt: int) -> float:
+    """A number from 0 up to 1 that is the same for every plan of an attempt, and differs between jobs."""
+    digest = hashlib.sha256(f"{uid}/{attempt}".encode()).digest()
+    return int.from_bytes(digest[:4]) / 2**32
 
 
 def reset_budget(draft: Draft, until: float) -> None:
@@ -39,11 +59,11 @@ def reset_budget(draft: Draft, until: float) -> None:
 def attempt_failed(draft: Draft, failure: Failure) -> None:
     """Record the failure and do what it asks for, within the budget."""
     spent = draft.status.restarts_towards_max >= draft.job.spec.policy.max_restarts
-    if failure.action is FailureAction.RESTART and spent:
+    if failure.action in COUNTED and spent:
         failure = dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
         record(draft, failure)
         limit = draft.job.spec.policy.max_restarts
-        fail_job(draft, BUDGET_SPENT, f"restarted {limit} times already; {failure.message}")
+        fail_job(draft, reasons.BACKOFF_LIMIT_EXCEEDED, f"restarted {limit} times already; {failure.message}")
         return
     record(draft, failure)
     if failure.action is FailureAction.FAIL_JOB:
@@ -59,7 +79,16 @@ def fail_job(draft: Draft, reason: str, message: str) -> None:
 
 def next_attempt(draft: Draft) -> None:
     """Count the attempt up; workers of the old one are stale from now on."""
-    draft.update(attempt=draft.status.attempt + 1, attempt_time=None, running_time=None, hung_ranks=())
+    draft.update(
+        attempt=draft.status.attempt + 1,
+        attempt_time=None,
+        holding_time=None,
+        scheduled_time=None,
+        running_time=None,
+        hung_ranks=(),
+        succeeded=(),
+        ended=(),
+    )
 
 
 def record(draft: Draft, failure: Failure) -> None:
@@ -69,13 +98,16 @@ def record(draft: Draft, failure: Failure) -> None:
 
 
 def _restart(draft: Draft, failure: Failure) -> None:
-    counts = failure.action is FailureAction.RESTART
+    counts = failure.action in COUNTED
     status = draft.status
+    if failure.action is FailureAction.EXCLUDE_AND_RESTART and failure.node is not None:
+        exclusion.exclude(draft, failure.node, failure.reason)
     draft.update(
         phase=Phase.RESTARTING,
         restarts=status.restarts + 1,
         restarts_towards_max=status.restarts_towards_max + int(counts),
         last_restart_time=draft.now,
+        released=0,
     )
     next_attempt(draft)
     draft.set_condition(ConditionType.RESTARTING, True, failure.reason, failure.message)

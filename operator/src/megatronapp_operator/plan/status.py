@@ -135,6 +135,8 @@ class Status:
     init_restarts: int = 0
     """How often they were started again."""
     init_failed_time: float | None = None
+    init_clearing: bool = False
+    """Their pod has failed and is not seen to be gone yet."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     """Machines that the next workers avoid, oldest first."""
     succeeded: tuple[int, ...] = ()

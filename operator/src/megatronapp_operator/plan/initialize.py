@@ -1,0 +1,111 @@
+"""Initializers: one pod makes what the job shares, once, before its first gang."""
+
+from megatronapp_operator.plan import reasons
+from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.observed import Init, WorkerPhase
+from megatronapp_operator.plan.restart import backoff_s, fail_job, record, restart_at
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+
+def initialize(draft: Draft) -> bool:
+    """Nothing of the gang is created before the initializers are done."""
+    if not draft.job.spec.initializers or draft.status.initialized:
+        return False
+    init = draft.observed.init
+    if init is None:
+        _start(draft)
+    elif draft.status.init_clearing or init.deleting:
+        _clear(draft, init)
+    elif init.phase is WorkerPhase.SUCCEEDED:
+        _done(draft)
+        return False
+    elif init.phase is WorkerPhase.FAILED:
+        _failed(draft, init.message or "the initializer failed and left no message")
+    else:
+        _wait(draft, init)
+    return True
+
+
+def stop_init(draft: Draft, *, ended_too: bool = False) -> None:
+    """Remove the initializer pod if it runs; `ended_too`: also if it has ended."""
+    init = draft.observed.init
+    if init is not None and not init.deleting and (init.live or ended_too):
+        draft.actions.append(DeleteInit())
+
+
+def _start(draft: Draft) -> None:
+    draft.update(init_clearing=False)
+    at = max(restart_at(draft), _retry_at(draft))
+    if draft.now < at:
+        draft.wake(at)
+        return
+    draft.actions.append(CreateInit())
+    start_time = draft.now if draft.status.start_time is None else draft.status.start_time
+    draft.update(start_time=start_time)
+    if draft.status.phase is not Phase.RESTARTING:
+        draft.update(phase=Phase.STARTING)
+    message = "the initializers run; the workers follow"
+    draft.set_condition(ConditionType.INITIALIZED, False, reasons.INITIALIZERS_RUNNING, message)
+    _wake_for_start(draft, draft.now)
+
+
+def _retry_at(draft: Draft) -> float:
+    failed = draft.status.init_failed_time
+    if failed is None:
+        return draft.now
+    return failed + backoff_s(draft.job.spec.policy.backoff, draft.status.init_restarts)
+
+
+def _done(draft: Draft) -> None:
+    message = "the initializers have succeeded"
+    draft.update(initialized=True, init_clearing=False)
+    draft.set_condition(ConditionType.INITIALIZED, True, reasons.INITIALIZERS_SUCCEEDED, message)
+    draft.event(EventType.NORMAL, reasons.INITIALIZERS_SUCCEEDED, message)
+
+
+def _failed(draft: Draft, message: str) -> None:
+    """Try again with back-off, as often as a gang may restart."""
+    limit = draft.job.spec.policy.max_restarts
+    spent = draft.status.init_restarts >= limit
+    action = FailureAction.FAIL_JOB if spent else FailureAction.RESTART
+    reason, attempt = reasons.INITIALIZER_FAILED, draft.status.attempt
+    record(draft, Failure(time=draft.now, attempt=attempt, reason=reason, message=message, action=action))
+    draft.set_condition(ConditionType.INITIALIZED, False, reason, message)
+    draft.update(init_failed_time=draft.now)
+    if spent:
+        fail_job(draft, reason, f"the initializers were started {limit + 1} times; {message}")
+    else:
+        draft.update(init_restarts=draft.status.init_restarts + 1, init_clearing=True)
+
+
+def _clear(draft: Draft, init: Init) -> None:
+    """Wait until the pod that has failed, or that somebody deleted, is gone: the next one has its name."""
+    force_at = (draft.status.init_failed_time or draft.now) + draft.job.spec.policy.lost_worker_s
+    if not init.deleting:
+        draft.actions.append(DeleteInit())
+        draft.wake(max(force_at, draft.now + draft.job.spec.policy.lost_worker_s))
+    elif draft.status.init_clearing and draft.now >= force_at:
+        draft.actions.append(DeleteInit(force=True))
+        draft.wake(draft.now + draft.job.spec.policy.lost_worker_s)
+    else:
+        draft.wake(force_at if draft.status.init_clearing else draft.now + draft.job.spec.policy.lost_worker_s)
+
+
+def _wait(draft: Draft, init: Init) -> None:
+    """One that cannot start (an image, a claim, no room) is given up after the start deadline."""
+    limit = draft.job.spec.policy.start_deadline_s
+    since = draft.status.start_time if init.created_at is None else init.created_at
+    if limit is None or since is None or init.phase is not WorkerPhase.PENDING:
+        return
+    if draft.now < since + limit:
+        draft.wake(since + limit)
+        return
+    why = f": {init.message}" if init.message else ""
+    _failed(draft, f"the initializer pod did not start within {limit:g} s{why}")
+
+
+def _wake_for_start(draft: Draft, since: float) -> None:
+    limit = draft.job.spec.policy.start_deadline_s
+    if limit is not None:
+        draft.wake(since + limit)

@@ -1,0 +1,54 @@
+"""How workers of the current attempt ended, kept from the moment it is seen: pods may vanish before all is known."""
+
+import dataclasses
+
+from megatronapp_operator.plan import outcome
+from megatronapp_operator.plan.observed import Observed, Outcome, Worker, WorkerPhase
+from megatronapp_operator.plan.status import Status
+
+ENDS_KEPT = 8
+"""Failed workers that are remembered; the first of them decides over the attempt."""
+MESSAGE_KEPT = 500
+"""Characters of their last words."""
+
+
+def micros(seconds: float) -> float:
+    """A time as it can be written down and read again: to the microsecond."""
+    return round(seconds, 6)
+
+
+def whole_gang(observed: Observed, status: Status) -> tuple[Worker, ...]:
+    """Workers of the current attempt that exist, and what is remembered of the others, in order."""
+    found = {one.index: one for one in status.ended}
+    found |= {index: _succeeded(index, status.attempt) for index in status.succeeded}
+    found |= {one.index: one for one in observed.workers if one.attempt == status.attempt}
+    return tuple(found[index] for index in sorted(found))
+
+
+def remembered(worker: Worker) -> Worker:
+    """What is kept of a worker that failed."""
+    deletion = worker.deletion and dataclasses.replace(worker.deletion, since=micros(worker.deletion.since))
+    return Worker(
+        index=worker.index,
+        attempt=worker.attempt,
+        phase=WorkerPhase.FAILED,
+        started_at=worker.started_at and micros(worker.started_at),
+        finished_at=worker.finished_at and micros(worker.finished_at),
+        outcome=_shortened(worker.outcome),
+        deletion=deletion,
+        node=worker.node or None,
+        disrupted=worker.disrupted or None,
+    )
+
+
+def first_ends(gang: tuple[Worker, ...]) -> tuple[Worker, ...]:
+    """The failed workers that are kept, most likely culprit first."""
+    return tuple(remembered(one) for one in outcome.failed(gang)[:ENDS_KEPT])
+
+
+def _shortened(end: Outcome | None) -> Outcome | None:
+    return None if end is None else dataclasses.replace(end, message=end.message[-MESSAGE_KEPT:])
+
+
+def _succeeded(index: int, attempt: int) -> Worker:
+    return Worker(index=index, attempt=attempt, phase=WorkerPhase.SUCCEEDED, outcome=Outcome(code=0))

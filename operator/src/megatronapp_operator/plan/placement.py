@@ -1,0 +1,112 @@
+"""Placing the gang: what has machines, what may never be accepted, and when a gang that is half there is let go.
+
+Two jobs that each hold half of the machines wait for each other for ever. So a gang that does not become whole gives
+back what it has, and comes again after a pause that grows and differs between jobs.
+"""
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.observed import Worker
+from megatronapp_operator.plan.restart import attempt_failed, next_attempt, release_at
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+LASTING = frozenset({reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED})
+"""Reasons that are told until the gang is whole, also while it is tried again."""
+
+
+def placed(draft: Draft) -> None:
+    """Notice which workers of the gang have machines."""
+    status, gang = draft.status, draft.gang
+    if status.attempt_time is None or status.scheduled_time is not None:
+        return
+    wanted = draft.job.spec.workers
+    found = sum(_has_machine(one) for one in gang)
+    if found and status.holding_time is None:
+        draft.update(holding_time=draft.now)
+    if found >= wanted:
+        draft.update(scheduled_time=draft.now)
+        message = f"{draft.job.spec.all_workers_words} {'has a machine' if wanted == 1 else 'have machines'}"
+        draft.set_condition(ConditionType.PODS_SCHEDULED, True, reasons.ALL_SCHEDULED, message)
+    elif gang:
+        _tell_of_waiting(draft, f"{found} of {draft.job.spec.workers_words} placed")
+
+
+def judge_refusal(draft: Draft) -> bool:
+    """Act on a pod that the API server did not take: never, or not now."""
+    refusal = draft.observed.refusal
+    if refusal is None or refusal.attempt != draft.status.attempt or draft.status.running_time is not None:
+        return False
+    if refusal.final:
+        attempt_failed(draft, _failure(draft, refusal.reason, refusal.message))
+    else:
+        release(draft, refusal.reason, refusal.message)
+    return True
+
+
+def judge_start(draft: Draft) -> bool:
+    """The gang did not come up in time: without machines it comes again, with machines something is wrong for good."""
+    limit, status = draft.job.spec.policy.start_deadline_s, draft.status
+    if limit is None or status.attempt_time is None or status.running_time is not None:
+        return False
+    since = status.scheduled_time or (status.holding_time if draft.job.spec.gang else status.attempt_time)
+    if since is None:
+        return False  # it holds nothing: a queue may let it wait for ever
+    if draft.now < since + limit:
+        draft.wake(since + limit)
+        return False
+    if status.scheduled_time is None:
+        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s")
+    else:
+        message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
+        attempt_failed(draft, _failure(draft, reasons.START_DEADLINE_EXCEEDED, message))
+    return True
+
+
+def waits_for_machines(draft: Draft, culprit: Worker) -> bool:
+    """Whether a launcher gave up to gather only because others of its gang have no machines."""
+    code = outcome.outcome_of(culprit).code
+    return code == ExitCode.RENDEZVOUS and draft.status.scheduled_time is None
+
+
+def release(draft: Draft, reason: str, message: str) -> None:
+    """Give back all that the gang holds; it comes again as a new attempt, outside of the budget."""
+    draft.update(released=draft.status.released + 1, released_time=draft.now, phase=Phase.PENDING)
+    next_attempt(draft)
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
+    pause = release_at(draft) - draft.now
+    draft.event(EventType.WARNING, reason, f"{message}; all workers are released, next try in {pause:.0f} s")
+
+
+def _has_machine(worker: Worker) -> bool:
+    return worker.scheduled or not worker.live
+
+
+def _tell_of_waiting(draft: Draft, message: str) -> None:
+    old = draft.status.condition(ConditionType.PODS_SCHEDULED)
+    if old is not None and not old.status and old.reason in LASTING and draft.status.released:
+        return
+    reason = reasons.QUEUED if draft.job.spec.gang else reasons.SCHEDULING
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
+
+
+def _unplaced(draft: Draft) -> str:
+    missing = draft.job.spec.workers - sum(_has_machine(one) for one in draft.gang)
+    return f"{missing} of {draft.job.spec.workers_words} had"
+
+
+def _unstarted(draft: Draft) -> str:
+    missing = draft.job.spec.workers - draft.status.replicas.running - draft.status.replicas.succeeded
+    return f"{missing} of {draft.job.spec.workers_words}"
+
+
+def _waiting(draft: Draft) -> str:
+    """Why the first worker that waits does so."""
+    found = next((one for one in draft.gang if one.waiting is not None), None)
+    return "" if found is None else f"; worker {found.index}: {found.waiting}"
+
+
+def _failure(draft: Draft, reason: str, message: str) -> Failure:
+    attempt, action = draft.status.attempt, FailureAction.FAIL_JOB
+    return Failure(time=draft.now, attempt=attempt, reason=reason, message=message, action=action)

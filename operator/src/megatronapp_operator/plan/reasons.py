@@ -1,0 +1,42 @@
+"""Reasons of conditions, events and failures that the plan gives: words that programs may rely on.
+
+Others come from launchers (docs/contracts.md, section 3) and from the cluster (OOMKilled, Evicted, ...).
+"""
+
+JOB_CREATED = "JobCreated"
+GANG_CREATED = "GangCreated"
+
+INITIALIZERS_RUNNING = "InitializersRunning"
+INITIALIZERS_SUCCEEDED = "InitializersSucceeded"
+INITIALIZER_FAILED = "InitializerFailed"
+
+ALL_SCHEDULED = "AllScheduled"
+SCHEDULING = "Scheduling"
+QUEUED = "Queued"
+UNSCHEDULABLE = "Unschedulable"
+QUOTA_EXCEEDED = "QuotaExceeded"
+
+TRAINING_BEGAN = "TrainingBegan"
+NO_PROGRESS_PAGE = "NoProgressPage"
+
+START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
+DEADLINE_EXCEEDED = "DeadlineExceeded"
+PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+WORKER_FAILED = "WorkerFailed"
+WORKER_LOST = "WorkerLost"
+LOST_NODE = "LostNode"
+
+RANK_HUNG = "RankHung"
+PROGRESSING = "Progressing"
+
+NODE_EXCLUDED = "NodeExcluded"
+SLOW_NODE_EXCLUDED = "SlowNodeExcluded"
+SLOW_NODE_DETECTED = "SlowNodeDetected"
+SLOW_NODE_CLEARED = "SlowNodeCleared"
+NONE_SLOW = "NoneSlow"
+
+ALL_WORKERS_SUCCEEDED = "AllWorkersSucceeded"
+RANK0_SUCCEEDED = "Rank0Succeeded"
+SUSPENDED = "Suspended"
+RESUMED = "Resumed"

@@ -1,0 +1,143 @@
+"""Failure rules: the user's in their order, then our own."""
+
+import dataclasses
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.patterns import matches
+from megatronapp_operator.plan import outcome
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.observed import Worker
+from megatronapp_operator.plan.spec import Match, Rule
+from megatronapp_operator.plan.status import Failure, FailureAction
+
+DISRUPTION = "DisruptionTarget"
+"""The only condition of a failed pod that rules are asked about: it says that the cluster took the pod away."""
+
+DEVICE_CODES = frozenset({201, 202})
+"""Exit codes of a GPU or driver that is broken, as DLRover has them."""
+
+ACTIONS = {
+    ExitCode.USAGE: FailureAction.FAIL_JOB,
+    ExitCode.DATA: FailureAction.FAIL_JOB,
+    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
+    ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
+    ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
+}
+"""What our own exit codes lead to."""
+
+HOPELESS_CODES = frozenset({1, 2})
+HOPELESS_S = 60.0
+"""Programs that end with these codes so soon after their start have wrong arguments, which no restart heals."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a rule may ask about a failure."""
+
+    worker: int
+    reason: str
+    message: str
+    code: int | None = None
+    """None: it left no exit code; no rule about codes fits then."""
+    signal: int | None = None
+    disrupted: str | None = None
+
+
+def evidence_of(worker: Worker) -> Evidence:
+    """What is known of a worker that failed."""
+    end = outcome.outcome_of(worker)
+    return Evidence(
+        worker=worker.index,
+        reason=end.reason,
+        message=end.message,
+        code=end.code,
+        signal=end.signal,
+        disrupted=worker.disrupted,
+    )
+
+
+def fits(match: Match, found: Evidence) -> bool:
+    """Whether all that the rule asks holds."""
+    return (
+        (not match.exit_codes or found.code in match.exit_codes)
+        and (not match.not_exit_codes or (found.code not in {None, 0, *match.not_exit_codes}))
+        and (not match.signals or found.signal in match.signals)
+        and (not match.reasons or bool({found.reason, found.disrupted} & set(match.reasons)))
+        and (match.message_regex is None or matches(match.message_regex, found.message))
+        and (not match.condition_types or (found.disrupted is not None and DISRUPTION in match.condition_types))
+        and (not match.workers or found.worker in match.workers)
+    )
+
+
+def asked_for(rules: tuple[Rule, ...], found: Evidence) -> FailureAction | None:
+    """The action of the first of the user's rules that fits."""
+    return next((rule.action for rule in rules if fits(rule.match, found)), None)
+
+
+def ignored(draft: Draft, worker: Worker) -> bool:
+    """Whether the user wants nothing to be made of the failure of this worker."""
+    rules = draft.job.spec.policy.rules
+    return bool(rules) and asked_for(rules, evidence_of(worker)) is FailureAction.IGNORE
+
+
+def culprits(draft: Draft) -> tuple[Worker, ...]:
+    """Workers whose failure counts, most likely culprit first."""
+    return tuple(one for one in outcome.failed(draft.gang) if not ignored(draft, one))
+
+
+def judged(draft: Draft, worker: Worker) -> Failure:
+    """The failure that this worker, the first one, is the evidence of."""
+    action = asked_for(draft.job.spec.policy.rules, evidence_of(worker)) or _own_rules(draft, worker)
+    return _possible(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now, action))
+
+
+def judged_lost(draft: Draft, failure: Failure, disrupted: str | None = None) -> Failure:
+    """The same of a worker that is gone with all that it knew: a preemption, unless the user wants something else."""
+    assert failure.worker is not None
+    found = Evidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
+    asked = asked_for(draft.job.spec.policy.rules, found)
+    if asked is None or asked is FailureAction.IGNORE:  # a gang does not go on without one
+        return failure
+    return _possible(draft, dataclasses.replace(failure, action=asked))
+
+
+def _possible(draft: Draft, failure: Failure) -> Failure:
+    """Without a machine to exclude, or the list of them, an exclusion is a restart."""
+    if failure.action is not FailureAction.EXCLUDE_AND_RESTART:
+        return failure
+    if failure.node is not None and draft.job.spec.policy.exclusion.enabled:
+        return failure
+    return dataclasses.replace(failure, action=FailureAction.RESTART)
+
+
+def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
+    code = outcome.outcome_of(worker).code
+    if worker.disrupted is not None or (outcome.suspicion(worker) and _somebody_was_taken_away(draft)):
+        return FailureAction.RESTART_IGNORE_MAX
+    if code in DEVICE_CODES:
+        return FailureAction.EXCLUDE_AND_RESTART
+    known = next((action for own, action in ACTIONS.items() if own == code), None)
+    if known is not None:
+        return known
+    return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
+
+
+def _somebody_was_taken_away(draft: Draft) -> bool:
+    """Whether a peer was evicted, or deleted by somebody else than us: the loss of it is a preemption."""
+    return any(one.disrupted is not None or one.deletion is not None for one in draft.gang)
+
+
+def _hopeless(draft: Draft) -> bool:
+    """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do."""
+    if draft.status.restarts > 0 or draft.status.trains:
+        return False
+    own = [one for one in outcome.failed(draft.gang) if outcome.suspicion(one) == 0]
+    return all(_ended_at_once(one) for one in own)
+
+
+def _ended_at_once(worker: Worker) -> bool:
+    end = worker.outcome
+    if end is None or end.code not in HOPELESS_CODES or end.signal is not None or end.reason == outcome.NOT_STARTED:
+        return False
+    started, finished = worker.started_at, worker.finished_at
+    return started is not None and finished is not None and finished - started <= HOPELESS_S
