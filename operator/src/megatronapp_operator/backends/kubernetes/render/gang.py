@@ -10,7 +10,7 @@ from megatronapp_common.names import COORDINATOR_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render import storage
 from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
-from megatronapp_operator.backends.kubernetes.render.policies import workers_policy
+from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, min_available, pod_group
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker import render_worker
@@ -21,6 +21,7 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
     """Everything but the Secret, in the order in which it must exist."""
     made = (
         workers_policy(job, owner, settings),
+        init_policy(job, owner),
         _service(owner),
         _document(job, owner),
         _group(Draft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),

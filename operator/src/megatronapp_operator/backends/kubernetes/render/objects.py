@@ -68,15 +68,9 @@ def host_of(service: str, namespace: str, domain: str) -> str:
     return f"{service}.{namespace}.svc.{domain}"
 
 
-def selector(owner: Owner, *kinds: ReplicaType) -> Object:
-    """Label selector of the job's pods of some kinds; of all, if none is given. The uid keeps it to this very job."""
-    chosen: Object = {"matchLabels": {LABEL_JOB_UID: owner.uid}}
-    if len(kinds) == 1:
-        chosen["matchLabels"][LABEL_REPLICA_TYPE] = kinds[0].value
-    elif kinds:
-        values = [kind.value for kind in kinds]
-        chosen["matchExpressions"] = [{"key": LABEL_REPLICA_TYPE, "operator": "In", "values": values}]
-    return chosen
+def selector(owner: Owner, kind: ReplicaType) -> Object:
+    """Label selector of the job's pods of a kind. The uid keeps it to this very job."""
+    return {"matchLabels": {LABEL_JOB_UID: owner.uid, LABEL_REPLICA_TYPE: kind.value}}
 
 
 def labels(owner: Owner, component: str) -> dict[str, str]:

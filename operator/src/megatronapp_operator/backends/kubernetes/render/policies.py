@@ -17,12 +17,19 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
 def workers_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
-    """Workers let each other in, and the operator to the launcher's status; initializers let nobody in."""
+    """Workers let each other in, and the operator to the launcher's status."""
     if job.spec.network.policy == "None":
         return None
     rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]
     rules += _rules(_operator(settings), STATUS_PORT)
-    return _policy(owner, Names(owner.name).workers, "worker", (ReplicaType.WORKER, ReplicaType.INIT), rules)
+    return _policy(owner, Names(owner.name).workers, ReplicaType.WORKER, rules)
+
+
+def init_policy(job: MegatronJob, owner: Owner) -> Rendered | None:
+    """The initializers that run once let nobody in."""
+    if job.spec.network.policy == "None" or all(one.scope != "Job" for one in job.spec.initializers):
+        return None
+    return _policy(owner, Names(owner.name).init, ReplicaType.INIT, [])
 
 
 def hub_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
@@ -31,14 +38,12 @@ def hub_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rend
         return None
     agents: list[Object] = [{"podSelector": selector(owner, ReplicaType.WORKER)}]
     rules = _rules([*agents, *_operator(settings), *_door(settings), *_prometheus(settings)], HUB_PORT)
-    return _policy(owner, Names(owner.name).hub, "hub", (ReplicaType.HUB,), rules)
+    return _policy(owner, Names(owner.name).hub, ReplicaType.HUB, rules)
 
 
-def _policy(
-    owner: Owner, name: str, component: str, kinds: tuple[ReplicaType, ...], rules: Sequence[Object]
-) -> Rendered:
-    spec = {"podSelector": selector(owner, *kinds), "policyTypes": ["Ingress"], "ingress": list(rules)}
-    meta = metadata(owner, name, labels(owner, component))
+def _policy(owner: Owner, name: str, kind: ReplicaType, rules: Sequence[Object]) -> Rendered:
+    spec = {"podSelector": selector(owner, kind), "policyTypes": ["Ingress"], "ingress": list(rules)}
+    meta = metadata(owner, name, labels(owner, kind.value))
     return NETWORK_POLICIES, make(NETWORK_POLICIES.api_version, "NetworkPolicy", meta, spec=spec)
 
 

@@ -1,0 +1,147 @@
+"""Everything that is rendered, judged by a real API server: schemas, pod security, pod groups of other projects."""
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import kube
+import pytest
+import rendered
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.api import PODS
+from megatronapp_operator.backends.kubernetes.render import Attempt, Rendered
+
+LEVELS = ("privileged", "restricted")
+POD_GROUPS = ("volcano", "coscheduling", "kai")
+STRICT = {"dryRun": "All", "fieldValidation": "Strict"}
+RESTRICTED = sorted(set(rendered.VARIETY) - rendered.UNRESTRICTED)
+
+
+@pytest.fixture(scope="module")
+def server(plane: kube.ControlPlane) -> Iterator[httpx.Client]:
+    """The API server with the pod groups of other projects, and a namespace for each level of pod security."""
+    for project in POD_GROUPS:
+        path = kube.ROOT / "tests" / "fixtures" / "kube" / f"{project}-podgroups.yaml"
+        done = plane.kubectl("apply", "--server-side", "-f", str(path))
+        assert done.returncode == 0, done.stderr
+    for level in LEVELS:
+        labels = {"pod-security.kubernetes.io/enforce": level}
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": level, "labels": labels}}
+        assert plane.kubectl("create", "-f", "-", stdin=namespace).returncode == 0
+    done = plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    assert done.returncode == 0, done.stderr
+    with plane.client() as client:
+        yield client
+
+
+def try_out(server: httpx.Client, one: Rendered) -> httpx.Response:
+    """Have the server judge an object as if it were created."""
+    resource, obj = one
+    return server.post(resource.path(obj["metadata"]["namespace"]), params=STRICT, json=obj)
+
+
+def try_apply(server: httpx.Client, one: Rendered) -> httpx.Response:
+    """The same for an object that the operator applies."""
+    resource, obj = one
+    path = resource.path(obj["metadata"]["namespace"], obj["metadata"]["name"])
+    query = {**STRICT, "fieldManager": "tests", "force": "true"}
+    return server.patch(path, params=query, json=obj, headers={"Content-Type": "application/apply-patch+yaml"})
+
+
+def gang(job: MegatronJob) -> tuple[Rendered, ...]:
+    owner = rendered.owner_of(job)
+    life = Attempt(number=12, excluded_nodes=("gpu-3", "gpu-4"))
+    objects = render.gang_objects(job, owner, life, rendered.SETTINGS)
+    hub = render.hub_objects(job, owner, rendered.SETTINGS) if job.spec.analyzer.enabled else ()
+    return (*objects, *hub)
+
+
+def pods(job: MegatronJob) -> Iterator[Rendered]:
+    owner = rendered.owner_of(job)
+    for group in job.world.worker_groups:
+        yield PODS, rendered.make_worker(job, group.first, attempt=12, excluded=("gpu-3", "gpu-4"))
+    if job.spec.analyzer.enabled:
+        yield PODS, render.hub_pod(job, owner, rendered.SETTINGS, starts=2)
+    if (init := render.init_pod(job, owner, rendered.SETTINGS)) is not None:
+        yield PODS, init
+
+
+@pytest.mark.parametrize("kind", rendered.VARIETY)
+def test_every_object_is_accepted(server: httpx.Client, kind: str) -> None:
+    job = rendered.make_job(rendered.VARIETY[kind], namespace="privileged")
+    secret = render.secret(job, rendered.owner_of(job), "ab" * 32)
+    answers = [try_apply(server, one) for one in gang(job)] + [try_out(server, one) for one in (secret, *pods(job))]
+    assert [answer.text for answer in answers if not answer.is_success] == []
+    assert [answer.headers["warning"] for answer in answers if "warning" in answer.headers] == []
+
+
+@pytest.mark.parametrize("kind", RESTRICTED)
+def test_pods_without_special_rights_pass_the_restricted_standard(server: httpx.Client, kind: str) -> None:
+    job = rendered.make_job(rendered.VARIETY[kind], namespace="restricted")
+    answers = [try_out(server, one) for one in pods(job)]
+    assert [answer.text for answer in answers if not answer.is_success] == []
+
+
+def violations(server: httpx.Client, patch: rendered.Object) -> list[str]:
+    """What the restricted standard finds in the first worker of a job, one text for each of its checks."""
+    job = rendered.make_job(patch, namespace="restricted")
+    answer = try_out(server, next(pods(job)))
+    assert answer.status_code == httpx.codes.FORBIDDEN, answer.text
+    found = re.search(r'violates PodSecurity "restricted:latest": (.*)', answer.json()["message"])
+    assert found is not None, answer.text
+    return re.split(r"\), ", found[1].rstrip(")"))
+
+
+def test_pinning_memory_adds_root_and_one_capability(server: httpx.Client) -> None:
+    assert violations(server, rendered.VARIETY["rdma-analyzed"]) == [
+        'unrestricted capabilities (container "trainer" must not include "IPC_LOCK" in '
+        "securityContext.capabilities.add",
+        'runAsNonRoot != true (container "trainer" must not set securityContext.runAsNonRoot=false',
+        'runAsUser=0 (container "trainer" must not set runAsUser=0',
+    ]
+
+
+def test_the_network_of_the_node_adds_itself_and_its_ports(server: httpx.Client) -> None:
+    assert violations(server, rendered.VARIETY["host-network"]) == [
+        "host namespaces (hostNetwork=true",
+        'hostPort (container "trainer" uses hostPorts 19400, 19401',
+    ]
+
+
+def test_a_hub_of_a_job_with_special_rights_has_none(server: httpx.Client) -> None:
+    job = rendered.make_job(rendered.VARIETY["rdma-analyzed"], namespace="restricted")
+    hub = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)
+    answer = try_out(server, (PODS, hub))
+    assert answer.is_success, answer.text
+
+
+def test_a_container_of_its_own_restart_policy_is_kept_by_this_server(server: httpx.Client) -> None:
+    job = rendered.make_job(rendered.ANALYZED, namespace="restricted")
+    pod = rendered.make_worker(job, container_restarts=True)
+    answer = try_out(server, (PODS, pod))
+    assert answer.is_success, answer.text
+    assert [one.get("restartPolicy") for one in answer.json()["spec"]["containers"]] == [None, "OnFailure"]
+
+
+def test_the_server_would_have_refused_what_is_wrong(server: httpx.Client) -> None:
+    """The checks above can fail: a misspelt field, a pod group with a field that its project does not have."""
+    job = rendered.make_job(rendered.VARIETY["volcano"], namespace="privileged")
+    pod, group = next(pods(job)), next(one for one in gang(job) if one[1]["kind"] == "PodGroup")
+    pod[1]["spec"]["hostNam"] = "x"
+    group[1]["spec"]["scheduleTimeoutSeconds"] = 3
+    answers = [try_out(server, pod), try_out(server, group)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    told = [answer.json()["message"] for answer in answers]
+    assert 'unknown field "spec.hostNam"' in told[0]
+    assert 'unknown field "spec.scheduleTimeoutSeconds"' in told[1]
+
+
+@pytest.mark.parametrize("project", POD_GROUPS)
+def test_pod_groups_are_judged_by_their_projects_schema(server: httpx.Client, project: str) -> None:
+    job = rendered.make_job(rendered.VARIETY[project], namespace="privileged")
+    groups = [one for one in gang(job) if one[1]["kind"] == "PodGroup"]
+    assert [obj["metadata"]["name"] for _, obj in groups] == ["gpt-a12"]
+    groups[0][1]["spec"]["minMember"] = "two"
+    assert "must be of type integer" in try_out(server, groups[0]).text
