@@ -1,32 +1,35 @@
-"""Write the hub's OpenAPI document, from which the page's types are made; --check fails if it drifted."""
+"""Write the OpenAPI documents of hub and door, from which the page's types are made; --check fails if one drifted."""
 
 import argparse
 import json
 import pathlib
 import sys
 
-from megatronapp_analyzer.hub.app import build_api
+from fastapi import FastAPI
 
-TARGET = pathlib.Path(__file__).parents[1] / "frontend" / "src" / "api" / "openapi.json"
+from megatronapp_analyzer.hub import app as hub
+from megatronapp_operator.door import app as door
+
+FOLDER = pathlib.Path(__file__).parents[1] / "frontend" / "src" / "api"
 
 
-def render() -> str:
-    return json.dumps(build_api().openapi(), indent=2, sort_keys=True) + "\n"
+def render(api: FastAPI) -> str:
+    return json.dumps(api.openapi(), indent=2, sort_keys=True) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if the file would change")
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a file would change")
     arguments = parser.parse_args()
-    document = render()
+    documents = {FOLDER / "openapi.json": render(hub.build_api()), FOLDER / "door.json": render(door.build_api())}
     if not arguments.check:
-        TARGET.parent.mkdir(parents=True, exist_ok=True)
-        TARGET.write_text(document, encoding="utf-8")
+        for path, document in documents.items():
+            path.write_text(document, encoding="utf-8")
         return 0
-    if TARGET.exists() and TARGET.read_text(encoding="utf-8") == document:
-        return 0
-    print(f"{TARGET.name} is not what the hub's interface says; run 'make generate'", file=sys.stderr)
-    return 1
+    drifted = [path for path, document in documents.items() if not path.exists() or path.read_text() != document]
+    for path in drifted:
+        print(f"{path.name} is not what the interface says; run 'make generate'", file=sys.stderr)
+    return 1 if drifted else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-/** Thin client of the hub: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
+/** Thin client of a hub, directly or behind a door: same origin, cookie, JSON. Every failure is an ApiError that says what to do. */
 import type {
+  DoorJob,
   Fault,
   FaultRequest,
   Heatmap,
@@ -34,11 +35,17 @@ export interface StepRange {
   readonly to?: number | undefined;
 }
 
-function address(path: string, query: Query): string {
+/** Where everything begins that a hub tells, or a door. */
+export const ROOT = "api/v1/";
+
+/** Where a door tells what the hub of a job (`namespace/name`) tells. */
+export const rootOf = (job: string): string => `${ROOT}jobs/${job}/`;
+
+function withQuery(path: string, query: Query): string {
   const given = Object.entries(query).flatMap(([key, value]) =>
     value === undefined ? [] : [[key, String(value)]],
   );
-  return given.length === 0 ? `api/v1/${path}` : `api/v1/${path}?${new URLSearchParams(given).toString()}`;
+  return given.length === 0 ? path : `${path}?${new URLSearchParams(given).toString()}`;
 }
 
 async function problemOf(response: Response): Promise<ApiError> {
@@ -53,9 +60,16 @@ async function problemOf(response: Response): Promise<ApiError> {
 
 /** The hub's interface; `fetch` is injected so that tests need no network. */
 export class ApiClient {
-  constructor(private readonly fetch: Fetch = (input, init) => globalThis.fetch(input, init)) {}
+  constructor(
+    private readonly fetch: Fetch = (input, init) => globalThis.fetch(input, init),
+    readonly root: string = ROOT,
+  ) {}
+
+  /** Chrome trace of one step: a link to load it from. */
+  traceAddress = (step: number): string => withQuery(`${this.root}trace`, { from: step, to: step });
 
   jobs = (signal?: AbortSignal): Promise<JobEntry[]> => this.get("jobs", {}, signal);
+  doorJobs = (signal?: AbortSignal): Promise<DoorJob[]> => this.get("jobs", {}, signal);
   job = (signal?: AbortSignal): Promise<JobView> => this.get("job", {}, signal);
   verdicts = (signal?: AbortSignal): Promise<Verdict[]> => this.get("verdicts", {}, signal);
 
@@ -79,7 +93,7 @@ export class ApiClient {
     });
 
   endFault = async (id: string): Promise<void> => {
-    await this.send(`api/v1/faults/${encodeURIComponent(id)}`, { method: "DELETE" });
+    await this.send(`${this.root}faults/${encodeURIComponent(id)}`, { method: "DELETE" });
   };
 
   private get<T>(path: string, query: Query, signal: AbortSignal | undefined): Promise<T> {
@@ -87,7 +101,7 @@ export class ApiClient {
   }
 
   private async request<T>(path: string, init: RequestInit, query: Query = {}): Promise<T> {
-    const response = await this.send(address(path, query), init);
+    const response = await this.send(withQuery(this.root + path, query), init);
     return (await response.json()) as T;
   }
 

@@ -1,8 +1,10 @@
-/** Names for the generated schemas of the hub's OpenAPI document. */
+/** Names for the generated schemas of the OpenAPI documents of hub and door. */
+import type { components as DoorComponents } from "./door";
 import type { components } from "./schema";
 
 type Schemas = components["schemas"];
 
+export type DoorJob = DoorComponents["schemas"]["DoorJob"];
 export type Fault = Schemas["Fault"];
 export type FaultRequest = Schemas["FaultRequest"];
 export type Heatmap = Schemas["Heatmap"];

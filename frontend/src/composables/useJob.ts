@@ -7,7 +7,10 @@ import { createJobState, loadHistory, takeFrame, type JobState } from "./jobStat
 
 type Connect = (events: LiveEvents) => Pick<LiveConnection, "open" | "close">;
 
-const connectToHub: Connect = (events) => new LiveConnection(liveUrl(document.baseURI), events);
+const connectBeside =
+  (client: ApiClient): Connect =>
+  (events) =>
+    new LiveConnection(liveUrl(document.baseURI, client.root), events);
 
 /** Loads the history; a failure shows only where there is nothing older to show, or where access is refused. */
 function createLoader(client: ApiClient, state: JobState, onRefused: () => void) {
@@ -30,7 +33,7 @@ function createLoader(client: ApiClient, state: JobState, onRefused: () => void)
 }
 
 /** State, derived values and actions of one job's page. */
-export function createJob(client: ApiClient, connect: Connect = connectToHub) {
+export function createJob(client: ApiClient, connect: Connect = connectBeside(client)) {
   const state = createJobState();
   const connection = connect({
     onFrame: (frame) => takeFrame(state, frame),

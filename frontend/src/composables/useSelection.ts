@@ -11,7 +11,8 @@ watch(state, (now, before) => {
   const query = formatSelection(now);
   if (query === window.location.search) return;
   const url = window.location.pathname + query;
-  const moved = now.page !== before.page || (now.step !== before.step && now.step !== null);
+  const moved =
+    now.job !== before.job || now.page !== before.page || (now.step !== before.step && now.step !== null);
   if (moved) window.history.pushState(null, "", url);
   else window.history.replaceState(null, "", url);
 });

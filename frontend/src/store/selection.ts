@@ -2,6 +2,8 @@
 import { METRICS, type Metric } from "../api/types";
 
 export interface Selection {
+  /** `namespace/name` of a job behind a door; null: the list of jobs, or the only job of a hub. */
+  readonly job: string | null;
   /** null: the newest finished step. */
   readonly step: number | null;
   readonly rank: number | null;
@@ -11,7 +13,17 @@ export interface Selection {
   readonly page: "job" | "jobs" | null;
 }
 
-export const NOTHING: Selection = { step: null, rank: null, span: null, metric: "slowdown", page: null };
+export const NOTHING: Selection = {
+  job: null,
+  step: null,
+  rank: null,
+  span: null,
+  metric: "slowdown",
+  page: null,
+};
+
+const LABEL = "[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?";
+const JOB = new RegExp(`^${LABEL}/${LABEL}$`);
 
 function natural(text: string | null): number | null {
   return text !== null && /^\d{1,12}$/.test(text) ? Number(text) : null;
@@ -23,7 +35,9 @@ export function parseSelection(query: string): Selection {
   const metric = METRICS.find((name) => name === parameters.get("metric")) ?? NOTHING.metric;
   const page = parameters.get("page");
   const step = natural(parameters.get("step"));
+  const job = parameters.get("job");
   return {
+    job: job !== null && JOB.test(job) ? job : null,
     step,
     rank: natural(parameters.get("rank")),
     span: step === null ? null : natural(parameters.get("span")),
@@ -35,7 +49,7 @@ export function parseSelection(query: string): Selection {
 /** Query string of a selection, only with what differs from nothing. */
 export function formatSelection(selection: Selection): string {
   const parameters = new URLSearchParams();
-  for (const key of ["page", "step", "rank", "span", "metric"] as const) {
+  for (const key of ["job", "page", "step", "rank", "span", "metric"] as const) {
     const value = selection[key];
     if (value !== null && value !== NOTHING[key]) parameters.set(key, String(value));
   }

@@ -78,6 +78,7 @@ describe("job text", () => {
 describe("selection in the URL", () => {
   const number = fc.option(fc.nat(1e9));
   const selections: fc.Arbitrary<Selection> = fc.record({
+    job: fc.constantFrom("team/demo", "a/b-2", null),
     step: number,
     rank: number,
     span: number,
@@ -95,7 +96,7 @@ describe("selection in the URL", () => {
   });
 
   it("takes whatever a person typed", () => {
-    expect(parseSelection("?step=-3&rank=x&metric=nothing&page=9&span=1e3")).toEqual(NOTHING);
+    expect(parseSelection("?step=-3&rank=x&metric=nothing&page=9&span=1e3&job=../x")).toEqual(NOTHING);
     expect(formatSelection(NOTHING)).toBe("");
     expect(formatSelection({ ...NOTHING, step: 84, rank: 2, metric: "wait" })).toBe(
       "?step=84&rank=2&metric=wait",

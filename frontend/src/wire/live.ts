@@ -110,9 +110,9 @@ export class LiveConnection {
   }
 }
 
-/** Address of the live socket beside a page's address. */
-export function liveUrl(base: string): string {
-  const url = new URL("api/v1/live", base);
+/** Address of the live socket below `root`, beside a page's address. */
+export function liveUrl(base: string, root: string): string {
+  const url = new URL(`${root}live`, base);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
   url.search = url.hash = "";
   return url.toString();

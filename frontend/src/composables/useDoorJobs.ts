@@ -1,0 +1,43 @@
+/** The list of jobs behind a door, asked for again every few seconds while somebody looks at it. */
+import { onBeforeUnmount, onMounted, shallowRef, type ShallowRef } from "vue";
+import { asApiError, isAbort, type ApiClient, type ApiError } from "../api/client";
+import type { DoorJob } from "../api/types";
+
+export const REFRESH_MS = 5000;
+
+export interface DoorJobs {
+  /** null: not known yet. What was known stays while the door does not answer. */
+  readonly jobs: ShallowRef<readonly DoorJob[] | null>;
+  readonly problem: ShallowRef<ApiError | null>;
+  readonly refresh: () => Promise<void>;
+}
+
+export function useDoorJobs(client: Pick<ApiClient, "doorJobs">): DoorJobs {
+  const jobs = shallowRef<readonly DoorJob[] | null>(null);
+  const problem = shallowRef<ApiError | null>(null);
+  let pending: AbortController | undefined;
+  let timer: ReturnType<typeof setInterval> | undefined;
+
+  async function refresh(): Promise<void> {
+    pending?.abort();
+    const { signal } = (pending = new AbortController());
+    try {
+      jobs.value = await client.doorJobs(signal);
+      problem.value = null;
+    } catch (error) {
+      if (isAbort(error)) return;
+      problem.value = asApiError(error);
+      if (problem.value.status === 401) clearInterval(timer); // only a person can help
+    }
+  }
+
+  onMounted(() => {
+    timer = setInterval(() => void (document.hidden || refresh()), REFRESH_MS);
+    void refresh();
+  });
+  onBeforeUnmount(() => {
+    clearInterval(timer);
+    pending?.abort();
+  });
+  return { jobs, problem, refresh };
+}

@@ -1,0 +1,165 @@
+"""Parts of the door that need no cluster: answers that are kept, logins, requests, and its document."""
+
+import asyncio
+import json
+import pathlib
+import urllib.parse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_operator.door import __main__ as program
+from megatronapp_operator.door.access import bearer, cookie_name, same_origin
+from megatronapp_operator.door.app import build_api
+from megatronapp_operator.door.cache import Cache
+from megatronapp_operator.door.hubs import join, owned
+from megatronapp_operator.door.relay import address_of
+from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
+from megatronapp_operator.errors import BackendError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_committed_document_is_what_the_door_says() -> None:
+    committed = pathlib.Path(__file__).parents[3] / "frontend" / "src" / "api" / "door.json"
+    assert json.loads(committed.read_text(encoding="utf-8")) == json.loads(json.dumps(build_api().openapi()))
+
+
+@pytest.mark.asyncio
+async def test_who_asks_at_the_same_time_is_answered_by_one_question() -> None:
+    asked: list[str] = []
+    go = asyncio.Event()
+
+    async def load(key: str) -> int:
+        asked.append(key)
+        await go.wait()
+        return len(asked)
+
+    clock = Clock()
+    cache = Cache(load, ttl_s=5, size=2, clock=clock)
+    waiting = [asyncio.ensure_future(cache.get("a")) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    go.set()
+    assert await asyncio.gather(*waiting[1:]) == [1, 1]
+    clock.now = 4.9
+    assert await cache.get("a") == 1
+    clock.now = 5.0
+    assert await cache.get("a") == 2
+    await cache.get("b")
+    await cache.get("c")
+    await cache.get("a")
+    assert asked == ["a", "a", "b", "c", "a"]
+
+
+@pytest.mark.asyncio
+async def test_a_failure_is_told_and_not_kept() -> None:
+    answers: list[OSError | int] = [OSError("no"), 7]
+
+    async def load(_: str) -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    cache = Cache(load, ttl_s=5)
+    with pytest.raises(OSError, match="no"):
+        await cache.get("a")
+    assert await cache.get("a") == 7
+
+
+def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
+    clock = Clock()
+    sessions = Sessions(clock=clock)
+    ticket, late = sessions.ticket(("token",)), sessions.ticket(("token",))
+    assert sessions.redeem(ticket) == ("token",)
+    assert sessions.redeem(ticket) == ()
+    clock.now = TICKET_LIFE_S
+    assert sessions.redeem(late) == ()
+
+
+def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
+    clock = Clock()
+    sessions = Sessions(clock=clock)
+    first = sessions.log_in(("one",))
+    second = sessions.log_in(("two",), before=first)
+    assert sessions.tokens(first) == ()
+    assert sessions.tokens(second) == ("two", "one")
+    again = sessions.log_in(("one",), before=second)
+    assert sessions.tokens(again) == ("one", "two")
+    sessions.log_out(again)
+    assert sessions.tokens(again) == ()
+    other = sessions.log_in(("three",))
+    clock.now = LIFE_S
+    assert sessions.tokens(other) == ()
+
+
+@given(st.lists(st.text(min_size=1), max_size=40))
+def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) -> None:
+    sessions, word = Sessions(), ""
+    for token in tokens:
+        word = sessions.log_in((token,), before=word)
+    newest = list(dict.fromkeys(reversed(tokens)))
+    assert list(sessions.tokens(word)) == newest[:MAX_TOKENS]
+
+
+def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_SESSIONS", 2)
+    book = Book(life_s=1)
+    words = [book.add((str(number),)) for number in range(3)]
+    assert [book.look_up(word) for word in words] == [(), ("1",), ("2",)]
+
+
+@given(st.dictionaries(st.text(min_size=1), st.text()))
+def test_a_query_reaches_the_hub_as_it_was_but_for_tokens(query: dict[str, str]) -> None:
+    given = urllib.parse.urlencode(query | {"token": "secret"})
+    url = address_of("10.0.0.1:8080", "heatmap", given)
+    assert (url.host, url.port, url.path) == ("10.0.0.1", 8080, "/api/v1/heatmap")
+    found = dict(urllib.parse.parse_qsl(url.raw_query_string, keep_blank_values=True))
+    assert found == {key: value for key, value in query.items() if key != "token"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "same"),
+    [
+        ({}, True),
+        ({"origin": "http://door:1", "host": "door:1"}, True),
+        ({"origin": "http://door:2", "host": "door:1"}, False),
+        ({"origin": "null", "host": "door:1"}, False),
+        ({"origin": "", "host": "door:1"}, False),
+    ],
+)
+def test_origins(headers: dict[str, str], same: bool) -> None:
+    assert same_origin(headers) is same
+
+
+def test_bearer_tokens() -> None:
+    assert bearer({"authorization": "bearer  abc "}) == "abc"
+    assert bearer({"authorization": "Bearer"}) is None
+    assert bearer({"authorization": "Basic abc"}) is None
+    assert cookie_name("ab" * 32) != cookie_name("ac" * 32)
+
+
+def test_whose_pod_it_is() -> None:
+    owner = {"kind": "MegatronJob", "uid": "u", "controller": True}
+    pods = [owner, owner | {"uid": "v"}, owner | {"kind": "Job"}, owner | {"controller": False}]
+    found = [owned({"metadata": {"ownerReferences": [one]}}, "u") for one in pods]
+    assert found == [True, False, False, False]
+    assert not owned({"metadata": {}}, "u")
+    assert (join("10.0.0.1", 80), join("fd00::1", 80)) == ("10.0.0.1:80", "[fd00::1]:80")
+
+
+@pytest.mark.parametrize("content", [None, "", "ab", "zz" * 32, "AB" * 32])
+def test_a_key_that_is_none_is_refused_with_what_to_write(tmp_path: pathlib.Path, content: str | None) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(BackendError, match="--key-file"):
+        program.read_key(path)
