@@ -8,7 +8,7 @@ twice, once outdated.
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -106,6 +106,8 @@ class OperatorMetrics:
         )
         build = Gauge("megatron_operator_build_info", "1; the version as a label.", ["version"], registry=registry)
         build.labels(version).set(1)
+        if registry is not REGISTRY:  # which has it already
+            ProcessCollector(registry=registry)
         self._jobs: dict[tuple[str, str], _Job] = {}
         registry.register(_JobCollector(self._jobs))
 
