@@ -12,7 +12,7 @@ import kube
 from machines import Machines
 
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object, connect
-from megatronapp_operator.backends.kubernetes.errors import AgainError, ApiError
+from megatronapp_operator.backends.kubernetes.errors import AgainError, ApiError, UnavailableError
 from megatronapp_operator.backends.kubernetes.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import Told
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
@@ -37,7 +37,8 @@ class Cut(BaseException):
 
 
 class CutApi(Api):
-    """Counts requests; `plan(number)` may say "before" or "after": the operator ends before or after that request."""
+    """Counts requests; `cut_at(number)` may say "before" or "after": the operator ends
+    before or after that request; or "lost": the answer does not come."""
 
     cut_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
     count = 0
@@ -50,6 +51,8 @@ class CutApi(Api):
         answer = await super()._send(*words, **options)
         if when == "after":
             raise Cut
+        if when == "lost":
+            raise UnavailableError("no answer came")
         return answer
 
 

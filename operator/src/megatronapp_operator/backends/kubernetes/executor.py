@@ -162,9 +162,15 @@ class Executor:
         grace = None if grace_s is None else math.ceil(grace_s)
         answer = await self._limited(lambda: self._api.delete(PODS, record.reference, grace_s=grace))
         if answer is None:
-            self._store.drop_record(record)
+            await self._drop_if_gone(record)
         elif answer.get("kind") == "Pod":
             self._store.put_pod(answer)
+
+    async def _drop_if_gone(self, record: PodRecord) -> None:
+        """A delete that found nothing to delete: what is forgotten here never comes back, so it must be true."""
+        found = await self._limited(lambda: self._api.get(PODS, record.namespace, record.name))
+        if found is None or found["metadata"]["uid"] != record.uid:
+            self._store.drop_record(record)
 
     def _of_type(self, work: Work, kind: ReplicaType) -> list[PodRecord]:
         return [one for one in self._store.pods(work.owner.uid) if one.type is kind]

@@ -1,0 +1,177 @@
+"""R1: an operator that is cut off at any request to the API server, and begun anew, comes to the same end.
+
+A history is first played through without a cut, to count its requests and to see its end. Then it is played again for
+a request after the other, cut off before it was sent or after it was answered. R2: the same with answers that say that
+something went wrong: conflicts, throttling, faults of the server, answers that never come.
+"""
+
+import dataclasses
+import itertools
+import os
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import kube
+import pytest
+from operator_play import CutApi, Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Object
+from megatronapp_operator.backends.kubernetes.errors import ConflictError, ThrottledError, UnavailableError
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
+STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "5"))
+"""Every so many requests are cut; 1: all of them."""
+
+
+async def fails_and_ends(stage: Play) -> None:
+    """A worker fails, the next gang is preempted, the third one ends well."""
+    await run(stage, "job")
+    await stage.machines.end("job-worker-1", 1, message="boom")
+    await stage.rest()
+    await stage.pass_time(11)
+    await train(stage, "job")
+    await stage.machines.api.delete(PODS, (await stage.machines.pods())["job-worker-0"], grace_s=0)
+    await stage.rest()
+    await stage.pass_time(60)
+    await train(stage, "job")
+    for name in ("job-worker-0", "job-worker-1"):
+        await stage.machines.end(name, 0)
+    await stage.rest()
+    await stage.pass_time(400)
+
+
+async def run(stage: Play, name: str) -> None:
+    analyzer = {"analyzer": {"enabled": True}, "runPolicy": {"cleanPodPolicy": "All"}}
+    await stage.machines.api.create(JOBS, manifest(stage.namespace, name, **analyzer))
+    await stage.rest()
+    await train(stage, name)
+
+
+async def train(stage: Play, name: str) -> None:
+    """The ranks begin, whoever the operator is by now."""
+    for _ in range(3):
+        if stage.reconciler.memory((stage.namespace, name)) is None:
+            await stage.rest()
+        stage.tell(name)
+        await stage.rest()
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """What must not depend on when the operator was cut off."""
+
+    phase: str
+    attempt: int
+    restarts: int
+    counted: int
+    failures: tuple[tuple[str, str], ...]
+    pods: frozenset[str]
+
+
+async def end_of(stage: Play) -> End:
+    status = (await stage.job())["status"]
+    failures = tuple((one["reason"], one["action"]) for one in status["failures"])
+    counts = status["attempt"], status["restarts"], status["restartsTowardsMax"]
+    return End(status["phase"], *counts, failures, frozenset(await stage.machines.pods()))
+
+
+async def played(
+    plane: kube.ControlPlane,
+    namespace: str,
+    change: Callable[[CutApi], None],
+    history: Callable[[Play], Awaitable[None]],
+) -> tuple[End, Play]:
+    """One history in a namespace of its own."""
+    assert plane.kubectl("create", "namespace", namespace).returncode == 0
+    async with play(plane, namespace) as stage:
+        change(stage.api)
+        await stage.begin()
+        await history(stage)
+        return await end_of(stage), stage
+
+
+class Once:
+    """Cuts one request, the first time that it is reached."""
+
+    def __init__(self, number: int, when: str) -> None:
+        self._number, self._when = number, when
+
+    def give(self, api: CutApi) -> None:
+        api.cut_at = self
+
+    def __call__(self, number: int) -> str | None:
+        return self._when if number == self._number else None
+
+
+async def test_an_operator_that_is_cut_off_at_any_request_comes_to_the_same_end(
+    plane: kube.ControlPlane, namespace: str, record_property: Callable[[str, object], None]
+) -> None:
+    expected, whole = await played(plane, f"{namespace}-whole", lambda _api: None, fails_and_ends)
+    assert expected.phase == "Succeeded" and (expected.attempt, expected.counted) == (2, 1) and not expected.pods
+    steps, cuts = whole.api.count, 0
+    for number, when in itertools.product(range(1, whole.api.count + 1, STRIDE), ("before", "after")):
+        once = Once(number, when)
+        found, stage = await played(plane, f"{namespace}-{number}-{when}", once.give, fails_and_ends)
+        assert (found, stage.lives) == (expected, 2), f"cut {when} request {number}"
+        steps, cuts = steps + stage.api.count, cuts + 1
+    record_property("steps", steps)
+    print(f"{cuts} cuts, {steps} requests")
+
+
+class Faulty:
+    """Makes requests go wrong in one way, one in five by chance; a lost answer comes after the deed."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self._random, self._kind = random.Random(seed), kind
+
+    def __call__(self, _number: int) -> str | None:
+        if self._random.random() > 0.2:
+            return None
+        match self._kind:
+            case "conflict":
+                raise ConflictError("the object has been modified", status=409)
+            case "throttled":
+                raise ThrottledError("too many requests", status=429, details={"retryAfterSeconds": 1})
+            case "unavailable":
+                raise UnavailableError("the server fails", status=500)
+        return "lost"
+
+
+@pytest.mark.parametrize("kind", ["conflict", "throttled", "unavailable", "lost"])
+async def test_answers_that_go_wrong_change_nothing_about_the_end(
+    plane: kube.ControlPlane, namespace: str, kind: str
+) -> None:
+    def fault(api: CutApi) -> None:
+        api.cut_at = Faulty(1, kind)
+
+    found, stage = await played(plane, f"{namespace}-{kind}", fault, fails_and_ends)
+    assert (found.phase, found.attempt, found.counted, found.pods) == ("Succeeded", 2, 1, frozenset())
+    assert stage.lives == 1
+
+
+async def test_a_leader_that_wakes_late_does_nothing_to_what_has_gone_on_without_it(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        await stage.begin()
+        await run(stage, "job")
+        asleep, store = stage.reconciler, stage.store
+        await stage.begin()
+        await stage.machines.end("job-worker-1", 1, message="boom")
+        await stage.rest()
+        await stage.pass_time(11)
+        before = await uids(stage), await stage.job()
+        stage.reconciler, stage.store = asleep, store
+        await stage.reconcile()
+        after = await uids(stage), await stage.job()
+    assert after == before
+
+
+async def uids(stage: Play) -> dict[str, str]:
+    pods: dict[str, Object] = await stage.machines.pods()
+    return {name: pod["metadata"]["uid"] for name, pod in pods.items() if not gone(pod)}
+
+
+def gone(pod: Object) -> Any:
+    return pod["metadata"].get("deletionTimestamp")
