@@ -1,0 +1,261 @@
+"""What the pod of a worker says."""
+
+import json
+from typing import Any
+
+import pytest
+import rendered
+
+from megatronapp_common.errors import JobError
+from megatronapp_common.job import megatron_arguments
+from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, Env
+from megatronapp_operator.backends.kubernetes import render
+
+OURS = {str(name) for name in Env}
+
+
+def spec_of(patch: rendered.Object, index: int = 0, **given: Any) -> rendered.Object:
+    made: rendered.Object = rendered.make_worker(rendered.make_job(patch), index, **given)["spec"]
+    return made
+
+
+def test_the_launcher_gets_the_flags_of_its_ranks() -> None:
+    job = rendered.make_job()
+    trainer = rendered.container(rendered.make_worker(job))
+    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", "900", "--"]
+    assert trainer["command"] == [*launcher, *megatron_arguments(job)]
+    assert "args" not in trainer
+
+
+def test_dollar_signs_reach_the_ranks_as_they_are_written() -> None:
+    """The kubelet expands $(NAME) in commands and variables; without a cluster nobody does."""
+    pod = rendered.make_worker(
+        rendered.make_job({"args": ["--save", "/c/$(JOB)"], "env": [{"name": "A", "value": "$$(B) $C"}]})
+    )
+    assert rendered.container(pod)["command"][-1] == "/c/$$(JOB)"
+    assert rendered.environment(pod)["A"] == "$$$$(B) $$C"
+
+
+def test_a_worker_is_told_its_place() -> None:
+    job = rendered.make_job(rendered.ANALYZED, namespace="team")
+    told = rendered.environment(rendered.make_worker(job, 1, attempt=7, cluster_domain="example.org"))
+    assert {name: value for name, value in told.items() if name in OURS} == {
+        "MEGATRONAPP_JOB": "gpt",
+        "MEGATRONAPP_JOB_UID": rendered.UID,
+        "MEGATRONAPP_ATTEMPT": "7",
+        "MEGATRONAPP_WORKER_INDEX": "1",
+        "MEGATRONAPP_NUM_WORKERS": "2",
+        "MEGATRONAPP_PROC_PER_NODE": "2,2",
+        "MEGATRONAPP_COORDINATOR": "gpt-worker-0.gpt-workers.team.svc.example.org:19400",
+        "MEGATRONAPP_ADDRESS": "status.podIP",
+        "MEGATRONAPP_NODE_NAME": "spec.nodeName",
+        "MEGATRONAPP_RANK_ORDER": "index",
+        "MEGATRONAPP_LOG_TO_STDOUT": "1",
+        "MEGATRONAPP_SECRET_FILE": "/run/megatronapp/secret/secret",
+        "MEGATRONAPP_SHM_DIR": "/dev/shm",
+        "MEGATRONAPP_SHM_PREFIX": f"megatronapp-{rendered.UID}-a7-w1",
+        "MEGATRONAPP_RUN_DIR": "/run/megatronapp/run",
+        "MEGATRONAPP_TERMINATION_LOG": "/dev/termination-log",
+        "MEGATRONAPP_HUB_URL": "http://gpt-hub.team.svc.example.org:8080",
+    }
+
+
+def test_only_the_first_worker_serves_the_status() -> None:
+    job = rendered.make_job()
+    ports = [rendered.environment(rendered.make_worker(job, index)).get(Env.STATUS_PORT) for index in (0, 1)]
+    assert ports == ["19401", None]
+
+
+def test_without_an_analyzer_there_is_neither_agent_nor_hub() -> None:
+    pod = rendered.make_worker(rendered.make_job())
+    assert [one["name"] for one in pod["spec"]["containers"]] == ["trainer"]
+    assert Env.HUB_URL not in rendered.environment(pod)
+
+
+def test_the_agent_is_an_ordinary_container_behind_the_trainer() -> None:
+    """One that starts before the trainer could keep it from starting (docs/adr/0010)."""
+    spec = spec_of(rendered.ANALYZED)
+    assert [one["name"] for one in spec["containers"]] == ["trainer", "agent"]
+    assert "initContainers" not in spec
+    agent = spec["containers"][1]
+    assert not {"startupProbe", "readinessProbe", "livenessProbe", "restartPolicy", "lifecycle"} & set(agent)
+    assert agent["resources"]["limits"] == {"cpu": "500m", "memory": "512Mi"}
+
+
+def test_trainer_and_agent_see_the_same_shared_memory_and_settings() -> None:
+    pod = rendered.make_worker(rendered.make_job({**rendered.RDMA, **rendered.ANALYZED}), 1, attempt=2)
+    trainer, agent = rendered.environment(pod), rendered.environment(pod, "agent")
+    assert {name: trainer[name] for name in agent} == agent
+    mounts = [
+        {one["mountPath"]: one["name"] for one in rendered.container(pod, name)["volumeMounts"]}
+        for name in ("trainer", "agent")
+    ]
+    assert mounts[0]["/dev/shm"] == mounts[1]["/dev/shm"] == "shm"
+    assert pod["spec"]["securityContext"]["fsGroup"] == 65532
+    assert rendered.container(pod)["securityContext"]["runAsUser"] == 0
+    assert "runAsUser" not in rendered.container(pod, "agent")["securityContext"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "requests"),
+    [
+        ({}, {"cpu": "50m", "memory": "128Mi"}),
+        ({"limits": {"cpu": "4", "memory": "8Gi"}}, {"cpu": "500m", "memory": "512Mi"}),
+        ({"requests": {"cpu": "4"}, "limits": {"cpu": "4", "memory": "8Gi"}}, {"cpu": "500m", "memory": "512Mi"}),
+        ({"requests": {"cpu": "2"}, "limits": {"cpu": "4", "memory": "8Gi"}}, {"cpu": "50m", "memory": "128Mi"}),
+        ({"limits": {"memory": "8Gi"}}, {"cpu": "50m", "memory": "128Mi"}),
+    ],
+)
+def test_the_agent_does_not_cost_a_pod_its_guarantee(trainer: rendered.Object, requests: rendered.Object) -> None:
+    pod = rendered.make_worker(rendered.make_job({**rendered.ANALYZED, "resources": trainer}))
+    assert rendered.container(pod, "agent")["resources"]["requests"] == requests
+
+
+def test_own_resources_of_agent_and_hub() -> None:
+    job = rendered.make_job({"analyzer": {"enabled": True, "resources": {"limits": {"cpu": "3"}}}})
+    hub = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)
+    for pod, name in ((rendered.make_worker(job), "agent"), (hub, "hub")):
+        assert rendered.container(pod, name)["resources"] == {"requests": {}, "limits": {"cpu": "3"}}
+
+
+@pytest.mark.parametrize(
+    ("shm", "memory", "size"),
+    [
+        (None, None, "16Gi"),
+        (None, "64Gi", "16Gi"),
+        (None, "32Gi", "16Gi"),
+        (None, "10Gi", str(5 << 30)),
+        (None, "3", "1"),
+        ("2Gi", "3Gi", "2Gi"),
+    ],
+)
+def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None, size: str) -> None:
+    patch: rendered.Object = {"shm": {"sizeLimit": shm} if shm else {}}
+    patch |= {"resources": {"limits": {"memory": memory}}} if memory else {}
+    volumes = {one["name"]: one for one in spec_of(patch)["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+
+def test_gpus_are_asked_for_and_their_taint_is_stood() -> None:
+    spec = spec_of({**rendered.GPUS, "gpuResourceName": "example.com/gpu", "resources": {"limits": {"cpu": "9"}}})
+    trainer = spec["containers"][0]
+    assert trainer["resources"] == {
+        "requests": {"example.com/gpu": "8"},
+        "limits": {"cpu": "9", "example.com/gpu": "8"},
+    }
+    assert spec["tolerations"] == [{"key": "example.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert "CUDA_VISIBLE_DEVICES" not in {one["name"] for one in trainer["env"]}
+
+
+def test_a_worker_without_gpus_sees_none() -> None:
+    pod = rendered.make_worker(rendered.make_job({"env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0"}]}))
+    told = rendered.environment(pod)
+    assert (told["CUDA_VISIBLE_DEVICES"], told["NVIDIA_VISIBLE_DEVICES"]) == ("", "void")
+    assert "tolerations" not in pod["spec"]
+    assert rendered.container(pod)["resources"] == {}
+
+
+def test_forward_workers_go_where_they_are_sent() -> None:
+    job = rendered.make_job({**rendered.VARIETY["forward-apart"], "nodeSelector": {"pool": "gpu"}})
+    backward, forward = rendered.make_worker(job, 1), rendered.make_worker(job, 2)
+    assert [pod["spec"]["nodeSelector"] for pod in (backward, forward)] == [{"pool": "gpu"}, {"pool": "cpu"}]
+    assert rendered.container(backward)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert rendered.container(forward)["resources"] == {}
+    assert rendered.environment(forward)["CUDA_VISIBLE_DEVICES"] == ""
+    assert rendered.environment(forward)[Env.PROC_PER_NODE] == "8,8,4,4,4,4"
+    with pytest.raises(Exception, match="worker 6 does not exist"):
+        rendered.make_worker(job, 6)
+
+
+def test_images_and_how_they_are_pulled() -> None:
+    default = spec_of(rendered.ANALYZED, image_pull_policy="Never")
+    chosen = spec_of({**rendered.VARIETY["own-image"], "analyzer": {"enabled": True, "image": "mine/hub"}})
+    pairs = [[(one["image"], one["imagePullPolicy"]) for one in spec["containers"]] for spec in (default, chosen)]
+    assert pairs == [
+        [("registry.example/trainer:1", "Never"), ("registry.example/analyzer:1", "Never")],
+        [("registry.example/mine:2", "Always"), ("mine/hub", "Always")],
+    ]
+    assert chosen["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_a_pod_holds_no_credentials_and_ends_as_its_manifest_says() -> None:
+    spec = spec_of({"runPolicy": {"terminationGracePeriodSeconds": 77}})
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["enableServiceLinks"] is False
+    assert spec["restartPolicy"] == "Never"
+    assert spec["terminationGracePeriodSeconds"] == 77
+    assert (spec["hostname"], spec["subdomain"]) == ("gpt-worker-0", "gpt-workers")
+
+
+def test_claims_are_mounted_once_for_each_place() -> None:
+    spec = spec_of(rendered.CLAIMS)
+    claims = [one["persistentVolumeClaim"] for one in spec["volumes"] if "persistentVolumeClaim" in one]
+    assert claims == [{"claimName": "corpus"}]
+    mounts = {one["mountPath"]: one for one in spec["containers"][0]["volumeMounts"]}
+    assert mounts["/data"] == {"name": "claim-0", "mountPath": "/data", "readOnly": True}
+    assert mounts["/ckpt"] == {"name": "claim-0", "mountPath": "/ckpt", "subPath": "saved"}
+
+
+def test_initializers_write_where_the_ranks_read() -> None:
+    job = rendered.make_job(rendered.VARIETY["initializers"])
+    pod = rendered.make_worker(job)
+    cache = rendered.container(pod, "init-cache")
+    assert [one["name"] for one in pod["spec"]["initContainers"]] == ["init-cache"]
+    places = {one["mountPath"]: one for one in cache["volumeMounts"]}
+    assert places["/cache"] in rendered.container(pod)["volumeMounts"]
+    assert "readOnly" not in places["/data"]
+    assert rendered.environment(pod, "init-cache")["TARGET"] == "/cache"
+
+
+def test_initializers_of_the_job_run_one_after_the_other_in_a_pod_of_their_own() -> None:
+    job = rendered.make_job(rendered.VARIETY["initializers"])
+    pod = render.init_pod(job, rendered.owner_of(job), rendered.SETTINGS)
+    assert pod is not None
+    spec = pod["spec"]
+    assert [one["name"] for one in (*spec["initContainers"], *spec["containers"])] == ["init-corpus", "init-tokenizer"]
+    assert spec["restartPolicy"] == "Never"
+    corpus = spec["initContainers"][0]
+    assert corpus["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+    assert {one["name"]: one["value"] for one in corpus["env"]}["STORAGE_URI"] == "s3://bucket/corpus"
+    assert spec["containers"][0]["args"] == ["$(STORAGE_URI)"]
+    assert render.init_pod(rendered.make_job(), rendered.owner_of(job), rendered.SETTINGS) is None
+
+
+def test_preflight_is_told_what_the_pod_should_have() -> None:
+    rdma = {"enabled": True, "resourceName": "rdma/ib", "hca": "mlx5_0"}
+    network = {"mode": "SharedDevice", "rdma": rdma, "preflight": {"enabled": True, "timeoutSeconds": 30}}
+    told = rendered.environment(rendered.make_worker(rendered.make_job({**rendered.GPUS, "network": network})))
+    assert json.loads(told[Env.PREFLIGHT]) == {
+        "enabled": True,
+        "timeoutSeconds": 30,
+        "gpus": 8,
+        "shmBytes": 16 << 30,
+        "rdma": True,
+        "hca": "mlx5_0",
+    }
+    assert Env.PREFLIGHT not in rendered.environment(rendered.make_worker(rendered.make_job()))
+
+
+def test_the_template_hash_is_of_the_job_and_not_of_an_attempt() -> None:
+    job = rendered.make_job(rendered.ANALYZED)
+    digest = render.template_hash(job, rendered.SETTINGS)
+    pods = [rendered.make_worker(job, 0), rendered.make_worker(job, 1, attempt=3, excluded=("n",))]
+    assert {pod["metadata"]["annotations"][ANNOTATION_TEMPLATE_HASH] for pod in pods} == {digest}
+    assert render.template_hash(rendered.make_job(rendered.ANALYZED), rendered.SETTINGS) == digest
+    assert render.template_hash(rendered.make_job(), rendered.SETTINGS) != digest
+    assert render.template_hash(job, rendered.with_settings(analyzer_image="other")) != digest
+
+
+def test_the_template_hash_sees_the_forward_workers() -> None:
+    patch = rendered.VARIETY["forward-apart"]
+    other = rendered.joined(patch, {"fbd": {"forward": {"nodeSelector": {"pool": "other"}}}})
+    hashes = {render.template_hash(rendered.make_job(one), rendered.SETTINGS) for one in (patch, other)}
+    assert len(hashes) == 2
+
+
+def test_a_job_whose_numbers_do_not_agree_is_refused() -> None:
+    job = rendered.make_job()
+    broken = job.model_copy(update={"spec": job.spec.model_copy(update={"nodes": 3, "proc_per_node": 1})})
+    object.__setattr__(broken.spec, "parallelism", job.spec.parallelism.model_copy(update={"tensor": 2}))
+    with pytest.raises(JobError, match="do not fit"):
+        rendered.make_worker(broken)
