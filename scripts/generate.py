@@ -11,12 +11,14 @@ import yaml
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.job.admission import admission_policy
 from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.reference import render_reference
 from megatronapp_common.trace import RECORD, Flag, Kind
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WIRE = "tests/fixtures/wire"
+MADE = "Made from the types by 'make generate'; do not edit."
 LARGEST_SAFE_INTEGER = 2**53 - 1  # JavaScript's numbers
 STEPS_BODY = np.array([[[0.5, np.nan], [0.25, 1.5]], [[0, 0.125], [np.nan, 2]]], dtype="<f4")
 
@@ -46,8 +48,10 @@ def put(name: str, content: bytes, *, write: bool) -> bool:
 def render() -> dict[str, bytes]:
     """Every generated file: name below the repository's root, and content."""
     crd = yaml.safe_dump(custom_resource_definition(), sort_keys=False, width=120, allow_unicode=True)
-    definition = f"# Made from the types by 'make generate'; do not edit.\n{crd}".encode()
+    definition = f"# {MADE}\n{crd}".encode()
+    policy = yaml.safe_dump_all(admission_policy(), sort_keys=False, width=120, allow_unicode=True)
     return {
+        "charts/megatronapp/files/admission-policy.yaml": f"# {MADE}\n{policy}".encode(),
         "crds/megatronjob.yaml": definition,
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),

@@ -6,8 +6,10 @@ The same table is judged here and by a real API server.
 from rule_example import BASE, Changes, Example, changed, manifest, old_manifest
 from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
+from rule_examples_pods import ADMISSION_EXAMPLES
+from rule_examples_runtimes import RUNTIME_EXAMPLES
 from rule_examples_world import WORLD_EXAMPLES
 
-EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES, *CLUSTER_EXAMPLES)
+EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES, *RUNTIME_EXAMPLES, *CLUSTER_EXAMPLES)
 
-__all__ = ["BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]
+__all__ = ["ADMISSION_EXAMPLES", "BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

@@ -11,6 +11,7 @@ from megatronapp_common.job import Spec, load_job, megatron_arguments, place_of
 from megatronapp_common.job.arguments import FLAGS
 from megatronapp_common.job.fields import model_of
 from megatronapp_trainer.config import build_parser, parse
+from megatronapp_trainer.errors import UsageError
 
 EVERYTHING: dict[str, Any] = {
     "spec.parallelism": {"tensor": 2, "pipeline": 2, "virtualPipeline": 2, "sequenceParallel": True},
@@ -137,23 +138,57 @@ def test_values_arrive_in_the_trainer(build: Any) -> None:
     assert config.logging.faults == '[{"rank":1,"kind":"link","factor":2.0,"fromStep":10,"steps":5,"peer":0}]'
 
 
+OF_LATER_RUNTIMES = {
+    "--use-dpp",
+    "--workload",
+    "--forward-backward-disaggregating",
+    "--ignore-forward-tensor-parallel",
+}
+"""Flags of MegaDPP and MegaFBD, which the trainer does not have yet."""
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"dpp": {"enabled": True}}, ["--use-dpp"]),
+        ({"dpp": {"enabled": True, "workload": "times.json"}}, ["--use-dpp", "--workload", "times.json"]),
+        ({"fbd": {"enabled": True}}, ["--forward-backward-disaggregating"]),
+        (
+            {"fbd": {"enabled": True, "ignoreForwardTensorParallel": True}},
+            ["--forward-backward-disaggregating", "--ignore-forward-tensor-parallel"],
+        ),
+    ],
+)
+def test_runtimes_of_later_releases_are_said_and_refused_by_the_trainer(
+    build: Any, block: dict[str, Any], words: list[str]
+) -> None:
+    sizes = {"spec.nodes": 1, "spec.procPerNode": 24, "spec.parallelism": {"tensor": 2, "pipeline": 2}}
+    changes = {f"spec.{name}": value for name, value in block.items()}
+    said = megatron_arguments(load_job(build(sizes | changes | {"spec.training.globalBatchSize": 12})))
+    assert [word for word in said if word in {*OF_LATER_RUNTIMES, "times.json"}] == words
+    with pytest.raises(UsageError, match=f"{words[0]} comes with a later release: this trainer has no Mega.* yet"):
+        parse(said)
+
+
 def test_everything_gives_every_flag_of_the_table(build: Any) -> None:
     words = set(megatron_arguments(load_job(build(EVERYTHING))))
     without = {"--mock-data", "--vocab-file", "--merge-file", "--lr-warmup-iters", "--reset-position-ids"}
     missing = {entry.flag for entry in FLAGS} - words
-    assert missing == without
+    assert missing == without | OF_LATER_RUNTIMES
 
 
 def test_the_table_knows_the_trainers_flags_only() -> None:
     known = {flag for action in build_parser()._actions for flag in action.option_strings}
-    assert {entry.flag for entry in FLAGS} <= known
+    assert {entry.flag for entry in FLAGS} - OF_LATER_RUNTIMES <= known
+    assert not OF_LATER_RUNTIMES & known
 
 
 def test_every_field_of_the_training_has_a_flag() -> None:
     said = {entry.field for entry in FLAGS} | {"model.type", "parallelism.data", "training.precision"}
-    blocks = {"model", "training", "parallelism", "data", "checkpoint", "trace"}
+    blocks = {"model", "training", "parallelism", "data", "checkpoint", "trace", "dpp", "fbd"}
     fields = {path for name in blocks for path in leaves(model_of(Spec.model_fields[name].annotation), name)}
-    assert {path for path in fields if ".volume." not in path} == said, "volumes are mounted for the trainer"
+    of_pods = {path for path in fields if ".volume." in path or path.startswith("fbd.forward.")}
+    assert fields - of_pods == said
 
 
 def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:

@@ -106,6 +106,10 @@ FLAGS: tuple[FlagOf, ...] = (
     FlagOf("checkpoint.keep", "--keep-last"),
     FlagOf("checkpoint.finetune", "--finetune"),
     FlagOf("checkpoint.exit_on_missing", "--exit-on-missing-checkpoint"),
+    FlagOf("dpp.enabled", "--use-dpp"),
+    FlagOf("dpp.workload", "--workload"),
+    FlagOf("fbd.enabled", "--forward-backward-disaggregating"),
+    FlagOf("fbd.ignore_forward_tensor_parallel", "--ignore-forward-tensor-parallel"),
     FlagOf("trace.enabled", "--trace"),
     FlagOf("trace.capacity", "--trace-capacity"),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from cel_expr_python import cel
 from cel_expr_python.ext import ext_strings
 
+from megatronapp_common.job.admission import ADMISSION_RULES
 from megatronapp_common.job.quantity import quantity_value
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.spec import Spec
@@ -15,7 +16,7 @@ from megatronapp_common.job.spec import Spec
 Path = tuple[str, ...]
 _RESERVED = re.compile(r"\b__(in)__\b")
 """How the API server writes a field whose name is a word of CEL."""
-_MENTION = re.compile(r"\bself((?:\.\w+)+)")
+_MENTION = re.compile(r"\b(?:self|object\.spec)((?:\.\w+)+)")
 
 
 def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[str]:
@@ -24,7 +25,8 @@ def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> li
     Rules that look at an unknown field, at anything below one or at a block that holds one are not judged.
     """
     known = [rule for rule in SPEC_RULES if not _looks_at(rule, unknown)]
-    return judge(known, {"self": spec})
+    admitted = [rule for rule in ADMISSION_RULES if not _looks_at(rule, unknown)]
+    return judge(known, {"self": spec}) + judge(admitted, {"object": {"spec": spec}}, refuse_errors=True)
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:
@@ -32,25 +34,31 @@ def check_update(old: Spec, new: Spec) -> list[str]:
     return judge(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
 
 
-def judge(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
-    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`."""
+def judge(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool = False) -> list[str]:
+    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`.
+
+    `refuse_errors`: the data has no types (`object`); a rule that cannot be evaluated on it is broken.
+    """
     activation = _environment().Activation(data=data)
-    return [
-        f"spec{rule.field}: {_evaluate(rule, rule.message, activation) if rule.message else rule.says}"
-        for rule in rules
-        if not _evaluate(rule, rule.rule, activation)
-    ]
+    found = []
+    for rule in rules:
+        holds = _evaluate(rule.rule, activation)
+        assert holds is not None or refuse_errors, f"rule {rule.id} gives neither yes nor no"
+        if not holds:
+            said = _evaluate(rule.message, activation) if rule.message and holds is not None else None
+            found.append(f"spec{rule.field}: {rule.says if said is None else said}")
+    return found
 
 
-def _evaluate(rule: Rule, text: str, activation: Any) -> Any:  # noqa: ANN401 - an Activation; bool or text
+def _evaluate(text: str, activation: Any) -> Any:  # noqa: ANN401 - an Activation; bool or text
+    """The value of a text; None where it cannot be evaluated."""
     value = _compiled(text).eval(activation)
-    assert value.type() != cel.Type.ERROR, f"rule {rule.id}: {value.plain_value()}"
-    return value.plain_value()
+    return None if value.type() == cel.Type.ERROR else value.plain_value()
 
 
 @functools.cache
 def _environment() -> Any:  # noqa: ANN401 - the library has no types
-    variables = {"self": cel.Type.DYN, "oldSelf": cel.Type.DYN}
+    variables = {"self": cel.Type.DYN, "oldSelf": cel.Type.DYN, "object": cel.Type.DYN}
     return cel.NewEnv(variables=variables, extensions=[ext_strings.ExtStrings()], functions=_quantities())
 
 

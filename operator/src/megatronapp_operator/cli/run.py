@@ -6,6 +6,7 @@ import sys
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.backends.process.build import build_commands
+from megatronapp_operator.backends.process.cluster_only import without_effect
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.preflight import preflight
 from megatronapp_operator.backends.process.runner import run_detached, run_job
@@ -27,6 +28,9 @@ def main(arguments: argparse.Namespace) -> int:
     except ManifestError as error:
         print_problems(error)
         return BAD_MANIFEST_EXIT_CODE
+    ignored = without_effect(job)
+    if ignored is not None:
+        print(f"note: {ignored}", file=sys.stderr)
     registry.views()  # cleans up after backends that were killed
     if arguments.detach:
         run_detached(job, commands=commands)
@@ -54,6 +58,8 @@ def read_job(file: str, *, name: str | None) -> MegatronJob:
         problems.append("spec.suspend: true would start nothing on this machine; leave it out")
     if job.spec.run_policy.clean_pod_policy != "Running":
         problems.append("spec.runPolicy.cleanPodPolicy: there are no pods on this machine; leave it out")
+    if job.spec.fbd.enabled and job.spec.fbd.forward is not None:
+        problems.append("spec.fbd.forward: this machine has no other nodes for forward ranks; leave it out")
     if problems:
         raise ManifestError("\n".join(problems))
     return job

@@ -1,0 +1,139 @@
+"""What a podTemplate may not change: the rules that the schema of the CRD cannot hold, as an admission policy.
+
+The API server keeps what stands below `podTemplate.spec` as it is, and rules of the schema cannot look into it. A
+ValidatingAdmissionPolicy can. It carries the texts of `ADMISSION_RULES`, over `object`; `judge` evaluates the same
+ones on this side. Where a text cannot be evaluated (a list that is none), both sides refuse.
+"""
+
+from typing import Any
+
+from megatronapp_common.job.rules.cluster import is_taken
+from megatronapp_common.job.rules.rule import Rule, first_item, no_item
+from megatronapp_common.job.rules.run import RESERVED_ENV
+from megatronapp_common.names import GROUP, VERSION
+
+POLICY = f"pod-templates.{GROUP}"
+"""Name of the policy and of its binding."""
+OUR_CONTAINERS = ("trainer", "agent")
+_SPEC = "object.spec.podTemplate.spec"
+_HINTS = {
+    "restartPolicy": "is Never, as the operator restarts all workers together; leave it out",
+    "hostname": "is how the ranks find each other; leave it out",
+    "subdomain": "is how the ranks find each other; leave it out",
+    "setHostnameAsFQDN": "would change the name by which the ranks find each other; leave it out",
+    "hostIPC": "would mix the shared memory of jobs; leave it out",
+    "hostPID": "would mix the processes of jobs; leave it out",
+    "hostNetwork": "has a field of its own: write network.mode: HostNetwork",
+    "shareProcessNamespace": "would take the launcher the place of process 1, which reaps orphans; leave it out",
+    "terminationGracePeriodSeconds": "has a field of its own: write runPolicy.terminationGracePeriodSeconds",
+    "activeDeadlineSeconds": "would end single workers; write runPolicy.activeDeadlineSeconds",
+}
+"""Fields of a pod that are the operator's, with what to write instead."""
+_OWN_FIELDS = ("image", "command", "args", "restartPolicy", "terminationMessagePath", "terminationMessagePolicy")
+"""Fields of our containers that are the operator's."""
+
+
+def _of_pod(name: str, hint: str) -> Rule:
+    return Rule(id=f"pod-{name}", field=f".podTemplate.spec.{name}", rule=f"!has({_SPEC}.{name})", says=hint)
+
+
+_NAMED = "type(one) == map && has(one.name) && type(one.name) == string"
+
+
+def _are_named(name: str) -> Rule:
+    items = f"{_SPEC}.{name}"
+    return Rule(
+        id=f"pod-{name}-have-names",
+        field=f".podTemplate.spec.{name}",
+        rule=f"!has({items}) || (type({items}) == list && {items}.all(one, {_NAMED}))",
+        says="must be a list of blocks with a name each, by which they are merged",
+    )
+
+
+def _list(name: str) -> str:
+    """CEL text of a list of containers, empty where it is left out or no list."""
+    return f"(has({_SPEC}.{name}) && type({_SPEC}.{name}) == list ? {_SPEC}.{name} : [])"
+
+
+_NAMES = ", ".join(f"'{name}'" for name in OUR_CONTAINERS)
+_OURS = f"({_list('containers')} + {_list('initContainers')}).filter(one, {_NAMED} && one.name in [{_NAMES}])"
+_RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
+_VARIABLES = f"{_OURS}.filter(one, has(one.env)).map(one, one.env)"
+_MOUNTS = f"{_OURS}.filter(one, has(one.volumeMounts)).map(one, one.volumeMounts)"
+
+
+def _of_ours(name: str, instead: str) -> Rule:
+    wrong = f"has(one.{name})"
+    return Rule(
+        id=f"container-{name}",
+        field=".podTemplate.spec.containers",
+        rule=no_item(_OURS, "one", wrong),
+        says=f"sets {name} of trainer or agent, which is the operator's; {instead}",
+        message=first_item(_OURS, "one", wrong, f"sets {name} of {{one.name}}, which is the operator's; {instead}"),
+    )
+
+
+_INSTEAD = {"image": "write image, or analyzer.image", "args": "write args, which the ranks get"}
+ADMISSION_RULES = (
+    *(_of_pod(name, hint) for name, hint in _HINTS.items()),
+    *(_are_named(name) for name in ("containers", "initContainers", "volumes")),
+    *(_of_ours(name, _INSTEAD.get(name, "leave it out")) for name in _OWN_FIELDS),
+    Rule(
+        id="container-env",
+        field=".podTemplate.spec.containers",
+        rule=no_item(_VARIABLES, "variables", f"variables.exists(variable, {_RESERVED})"),
+        says="sets a variable of trainer or agent that the operator or the launcher sets; leave it out",
+    ),
+    Rule(
+        id="container-mounts",
+        field=".podTemplate.spec.containers",
+        rule=no_item(_MOUNTS, "mounts", f"mounts.exists(mount, {is_taken('mount.mountPath')})"),
+        says="mounts a volume where trainer or agent have what the system or the operator puts there; "
+        "write another mountPath",
+    ),
+)
+"""Over `object`, the whole job with its defaults."""
+
+
+def admission_policy() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The policy and its binding, as `kubectl apply` takes them. A policy that cannot be judged refuses."""
+    return _policy(), _binding()
+
+
+def _policy() -> dict[str, Any]:
+    jobs = {
+        "apiGroups": [GROUP],
+        "apiVersions": [VERSION],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": ["megatronjobs"],
+    }
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicy",
+        "metadata": {"name": POLICY},
+        "spec": {
+            "failurePolicy": "Fail",
+            "matchConstraints": {"resourceRules": [jobs]},
+            "validations": [_validation(rule) for rule in ADMISSION_RULES],
+        },
+    }
+
+
+def _validation(rule: Rule) -> dict[str, Any]:
+    """The field stands in the words: a refusal of a policy names none."""
+    place = f"spec{rule.field}: "
+    return {
+        "expression": rule.rule,
+        "message": place + rule.says,
+        **({"messageExpression": f"'{place}%s'.format([{rule.message}])"} if rule.message else {}),
+        "reason": "Invalid",
+    }
+
+
+def _binding() -> dict[str, Any]:
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingAdmissionPolicyBinding",
+        "metadata": {"name": POLICY},
+        "spec": {"policyName": POLICY, "validationActions": ["Deny"]},
+    }

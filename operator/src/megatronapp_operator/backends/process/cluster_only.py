@@ -1,0 +1,48 @@
+"""Fields of a manifest that mean nothing without a cluster: they are taken, and it is said that they do nothing."""
+
+from megatronapp_common.job import MegatronJob
+
+CLUSTER_ONLY = (
+    "gpuResourceName",
+    "data.volume",
+    "checkpoint.volume",
+    "analyzer.image",
+    "analyzer.resources",
+    "analyzer.slowNode",
+    "analyzer.volume",
+    "runPolicy.lostNodeTimeoutSeconds",
+    "runPolicy.ttlSecondsAfterFinished",
+    "runPolicy.nodeExclusion",
+    "image",
+    "imagePullPolicy",
+    "imagePullSecrets",
+    "resources",
+    "nodeSelector",
+    "affinity",
+    "tolerations",
+    "priorityClassName",
+    "schedulerName",
+    "runtimeClassName",
+    "serviceAccountName",
+    "podTemplate",
+    "shm",
+    "network",
+    "initializers",
+    "scheduling",
+    "managedBy",
+)
+"""Paths below spec."""
+
+
+def without_effect(job: MegatronJob) -> str | None:
+    """One line about what is given and does nothing on this machine; None where there is nothing of the kind."""
+    given = job.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    names = [f"spec.{path}" for path in CLUSTER_ONLY if _is_given(given, path)]
+    return f"without a cluster these have no effect: {', '.join(names)}" if names else None
+
+
+def _is_given(block: object, path: str) -> bool:
+    name, _, rest = path.partition(".")
+    if not isinstance(block, dict) or name not in block:
+        return False
+    return not rest or _is_given(block[name], rest)

@@ -1,0 +1,47 @@
+"""The policy about podTemplates, judged by the API server itself on the same examples as locally."""
+
+import time
+from typing import Any
+
+import httpx
+import kube
+import pytest
+from rule_examples import ADMISSION_EXAMPLES, Example, changed, manifest
+
+from megatronapp_common.job.admission import POLICY
+from megatronapp_operator.backends.kubernetes.api import JOBS
+
+DRY = {"fieldValidation": "Strict", "dryRun": "All"}
+FILE = kube.ROOT / "charts" / "megatronapp" / "files" / "admission-policy.yaml"
+ACTIVE_S = 60
+
+
+@pytest.fixture(scope="module")
+def client(plane: kube.ControlPlane) -> Any:
+    """A client of an API server on which the policy holds; it is gone afterwards."""
+    assert plane.kubectl("apply", "--server-side", "-f", str(FILE)).returncode == 0
+    with plane.client() as client:
+        deadline = time.monotonic() + ACTIVE_S
+        while post(client, changed({"spec.podTemplate.spec": {"hostname": "a"}})).is_success:
+            assert time.monotonic() < deadline, "the policy never came into force"
+        yield client
+    assert plane.kubectl("delete", "-f", str(FILE)).returncode == 0
+
+
+def post(client: httpx.Client, document: dict[str, Any]) -> httpx.Response:
+    return client.post(JOBS.path("default"), params=DRY, json=document)
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(one, id=f"{one.rule_id}-{'good' if one.good else 'bad'}") for one in ADMISSION_EXAMPLES]
+)
+def test_a_pod_template_is_judged_as_locally(client: httpx.Client, example: Example) -> None:
+    answer = post(client, manifest(example))
+    if example.good:
+        assert answer.is_success, answer.text
+        return
+    assert answer.status_code == 422, answer.text
+    said = answer.json()["message"]
+    assert POLICY in said
+    assert (example.server_words or f"{example.field}: ") in said
+    assert (example.server_words or example.words) in said

@@ -1,0 +1,111 @@
+"""Examples of the rules about podTemplate, which an admission policy judges on a cluster."""
+
+from typing import Any
+
+from rule_example import Changes, Example, bad, good
+
+_POD = "spec.podTemplate.spec"
+_CONTAINERS = f"{_POD}.containers"
+
+
+def _pod(**fields: Any) -> Changes:
+    return {_POD: fields}
+
+
+def _container(name: str = "trainer", **fields: Any) -> Changes:
+    return _pod(containers=[{"name": name, **fields}])
+
+
+def _refused(name: str, value: Any, words: str) -> list[Example]:
+    """A field of the pod: it may be left out and nothing else."""
+    return [
+        *good(f"pod-{name}", _pod(dnsPolicy="Default", nodeName="a")),
+        *bad(f"pod-{name}", f"{_POD}.{name}", (_pod(**{name: value}), words)),
+    ]
+
+
+def _own(name: str, value: Any, words: str) -> list[Example]:
+    """A field of our containers that others may set."""
+    said = f"sets {name} of trainer, which is the operator's; {words}"
+    return [
+        *good(f"container-{name}", _container("proxy", **{name: value}), _container(workingDir="/data")),
+        *bad(f"container-{name}", _CONTAINERS, (_container(**{name: value}), said)),
+    ]
+
+
+ADMISSION_EXAMPLES = (
+    *_refused("restartPolicy", "OnFailure", "is Never, as the operator restarts all workers together; leave it out"),
+    *_refused("hostname", "me", "is how the ranks find each other"),
+    *_refused("subdomain", "me", "is how the ranks find each other"),
+    *_refused("setHostnameAsFQDN", True, "would change the name by which the ranks find each other"),
+    *_refused("hostIPC", True, "would mix the shared memory of jobs"),
+    *_refused("hostPID", False, "would mix the processes of jobs"),
+    *_refused("hostNetwork", True, "has a field of its own: write network.mode: HostNetwork"),
+    *_refused("shareProcessNamespace", True, "process 1, which reaps orphans"),
+    *_refused("terminationGracePeriodSeconds", 5, "write runPolicy.terminationGracePeriodSeconds"),
+    *_refused("activeDeadlineSeconds", 5, "write runPolicy.activeDeadlineSeconds"),
+    *good("pod-containers-have-names", _pod(containers=[{"name": "proxy", "image": "proxy:1"}])),
+    *bad(
+        "pod-containers-have-names",
+        _CONTAINERS,
+        (_pod(containers=[{"image": "proxy:1"}]), "must be a list of blocks with a name each"),
+    ),
+    *good("pod-initContainers-have-names", _pod(initContainers=[{"name": "tune", "image": "tune:1"}])),
+    *bad(
+        "pod-initContainers-have-names",
+        f"{_POD}.initContainers",
+        (_pod(initContainers=[{"image": "proxy:1"}]), "must be a list of blocks with a name each"),
+    ),
+    *good("pod-volumes-have-names", _pod(volumes=[{"name": "scratch", "emptyDir": {}}])),
+    *bad(
+        "pod-volumes-have-names",
+        f"{_POD}.volumes",
+        (_pod(volumes={"scratch": {}}), "must be a list of blocks with a name each, by which they are merged"),
+        (_pod(volumes=["scratch"]), "must be a list of blocks"),
+    ),
+    *_own("image", "mine:1", "write image, or analyzer.image"),
+    *_own("command", ["sh"], "leave it out"),
+    *_own("args", ["-c"], "write args, which the ranks get"),
+    *_own("restartPolicy", "Always", "leave it out"),
+    *_own("terminationMessagePath", "/tmp/end", "leave it out"),
+    *_own("terminationMessagePolicy", "File", "leave it out"),
+    *good(
+        "container-env",
+        _container(env=[{"name": "OMP_NUM_THREADS", "value": "4"}]),
+        _container("proxy", env=[{"name": "RANK", "value": "4"}]),
+    ),
+    *bad(
+        "container-env",
+        _CONTAINERS,
+        (_container(env=[{"name": "A"}, {"name": "MASTER_ADDR", "value": "a"}]), "sets a variable of trainer or agent"),
+        (
+            _pod(initContainers=[{"name": "agent", "env": [{"name": "MEGATRONAPP_HUB_URL", "value": "http://a"}]}]),
+            "that the operator or the launcher sets; leave it out",
+        ),
+    ),
+    Example(
+        rule_id="container-env",
+        good=False,
+        change=_container(env="A=1"),
+        field=_CONTAINERS,
+        words="sets a variable of trainer or agent",
+        server_words="resulted in error",
+    ),
+    *good("container-mounts", _container(volumeMounts=[{"name": "scratch", "mountPath": "/scratch"}])),
+    *bad(
+        "container-mounts",
+        _CONTAINERS,
+        (
+            _container(volumeMounts=[{"name": "scratch", "mountPath": "/dev/shm"}]),
+            "mounts a volume where trainer or agent have what the system or the operator puts there",
+        ),
+    ),
+    Example(
+        rule_id="container-mounts",
+        good=False,
+        change=_container(volumeMounts=[{"name": "scratch"}]),
+        field=_CONTAINERS,
+        words="mounts a volume where",
+        server_words="resulted in error",
+    ),
+)
