@@ -93,6 +93,14 @@ build: setup ## Wheels of the five distributions and the page
 	mkdir -p dist
 	for part in $(MEMBERS) csrc; do $(BIN)/uv build --quiet --wheel --out-dir dist $$part; done
 
+images: frontend/dist/index.html ## Images of operator, analyzer and trainer, with docker or buildah (images/README.md)
+	scripts/build_images.sh
+
+e2e: setup ## A real Kubernetes of two nodes on this machine (root, 45 GB, 30 min the first time): images, gang, operator
+	scripts/system_packages.sh e2e
+	MEGATRONAPP_E2E=1 $(BIN)/python -m pytest tests/e2e/kubernetes --timeout 3600
+
+.PHONY: images e2e
 constraints: $(BIN)/.ready ## Export the exact versions of this environment
 	{ echo "# Exact versions; written by 'make constraints'."; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | grep -vE '^(uv|pip|setuptools)=='; } > constraints.tmp
 	mv constraints.tmp constraints.txt
