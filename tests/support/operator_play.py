@@ -76,6 +76,7 @@ class Play:
     api: CutApi
     machines: Machines
     namespace: str
+    settings: RenderSettings = SETTINGS
     skipped_s: float = 0.0
     store: Store = dataclasses.field(init=False)
     reconciler: Reconciler = dataclasses.field(init=False)
@@ -91,7 +92,7 @@ class Play:
         self.lives += 1
         self.store, self.due = Store(), {}
         executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}", limit=asyncio.Semaphore(50))
-        self.reconciler = Reconciler(self.api, self.store, executor, SETTINGS, clock=self.now)
+        self.reconciler = Reconciler(self.api, self.store, executor, self.settings, clock=self.now)
         await self.look()
 
     async def look(self) -> None:
@@ -147,12 +148,13 @@ class Play:
 
 
 @contextlib.asynccontextmanager
-async def play(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[Play]:
-    """An operator with all rights in a namespace of its own."""
+async def play(plane: kube.ControlPlane, namespace: str, **settings: Any) -> AsyncIterator[Play]:
+    """An operator with all rights in a namespace of its own; `settings` are fields of RenderSettings."""
     headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
     async with (
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
     ):
         cut = CutApi(api._client)
-        yield Play(api=cut, machines=Machines(api, namespace, client), namespace=namespace)
+        machines = Machines(api, namespace, client)
+        yield Play(api=cut, machines=machines, namespace=namespace, settings=dataclasses.replace(SETTINGS, **settings))

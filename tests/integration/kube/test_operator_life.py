@@ -1,6 +1,7 @@
 """Lives of jobs on a real API server: from the first look to the end, with failures on the way."""
 
 import contextlib
+import json
 from typing import Any
 
 import kube
@@ -17,6 +18,7 @@ from megatronapp_operator.backends.kubernetes.api import (
     Object,
     Resource,
 )
+from megatronapp_operator.backends.kubernetes.observe import Told
 
 pytestmark = pytest.mark.asyncio
 HUB = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
@@ -163,6 +165,35 @@ async def test_a_quota_releases_the_whole_gang_and_lets_it_try_again(plane: kube
         await stage.pass_time(3600)
         pods = await names(stage, PODS)
     assert pods == {"job-worker-0", "job-worker-1"}
+
+
+async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_config_map(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    for index, rack in enumerate(("r2", None)):
+        labels = {} if rack is None else {"example.com/rack": rack}
+        meta = {"name": f"node-of-{namespace}-worker-{index}", "labels": labels}
+        assert (
+            plane.kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Node", "metadata": meta}).returncode
+            == 0
+        )
+    async with play(plane, namespace, node_access=True) as stage:
+        network = {"rankOrder": "Topology", "topologyKey": "example.com/rack"}
+        await stage.api.create(JOBS, manifest(namespace, namespace, network=network))
+        await stage.begin()
+        await stage.rest()
+        pods = (await stage.machines.pods()).values()
+        racks = sorted(one["metadata"]["annotations"]["megatronapp.io/topology"] for one in pods)
+        assert racks == ["-", "r2"]
+        workers = [{"index": index, "address": "10.0.0.1", "node": "n", "ranks": [index]} for index in range(33)]
+        memory = stage.reconciler.memory((namespace, namespace))
+        assert memory is not None
+        memory.told = Told(rank_table={"attempt": 0, "digest": "d", "workers": workers})
+        await stage.rest()
+        table = (await stage.job(namespace))["status"]["rankTable"]
+        assert table == {"attempt": 0, "digest": "d", "ref": f"{namespace}-ranks"}
+        stored = await stage.machines.api.get(CONFIG_MAPS, namespace, f"{namespace}-ranks")
+        assert stored is not None and json.loads(stored["data"]["rank-table.json"])["workers"] == workers
 
 
 async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.ControlPlane, namespace: str) -> None:

@@ -61,6 +61,7 @@ PERSISTENT_VOLUME_CLAIMS = Resource("v1", "persistentvolumeclaims")
 VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
 KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
+NODES = Resource("v1", "nodes")
 EVENTS = Resource("events.k8s.io/v1", "events")
 
 
@@ -109,9 +110,9 @@ class Api:
         return Api(self._client, request_s=self._request_s, guard=guard, told=told)
 
     async def get(
-        self, resource: Resource, namespace: str, name: str, *, timeout_s: float | None = None
+        self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None
     ) -> Object | None:
-        """One object; None if there is none."""
+        """One object, of a namespace or of the cluster; None if there is none."""
         try:
             return await self._send("GET", resource, resource.path(namespace, name), timeout_s=timeout_s)
         except NotFoundError:
@@ -151,6 +152,13 @@ class Api:
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         path = resource.path(_namespace(obj), _name(obj))
         return await self._send("PATCH", resource, path, query=query, body=obj, content=APPLY_PATCH)
+
+    async def annotate(self, resource: Resource, namespace: str, name: str, annotations: Mapping[str, str]) -> Object:
+        """Set annotations of an object. Raises NotFoundError."""
+        body = {"metadata": {"annotations": dict(annotations)}}
+        query = {"fieldManager": FIELD_MANAGER}
+        path = resource.path(namespace, name)
+        return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None

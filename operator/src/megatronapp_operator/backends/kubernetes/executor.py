@@ -14,8 +14,8 @@ from megatronapp_common import tokens
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, PODS, SECRETS, Api, Object
-from megatronapp_operator.backends.kubernetes.errors import AlreadyExistsError, ApiError, NameTakenError
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, SECRETS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import AlreadyExistsError, ApiError, NameTakenError, NotFoundError
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
@@ -39,6 +39,8 @@ REMEMBERED = 20_000
 """So many attempts whose objects were applied by this process are remembered."""
 MAX_NOTE = 1024
 """Longest text of an event (events.k8s.io/v1)."""
+NO_PLACE = "-"
+"""Told of a node without the label, before all others in order; workers wait until they are told something."""
 MAX_INSTANCE = 128
 """Longest name of who tells it."""
 
@@ -85,6 +87,28 @@ class Executor:
                 raise
             return refusal
         return None
+
+    async def tell_ranks(self, work: Work, table: Object) -> None:
+        """Write down a rank table that is too long for the status."""
+        resource, obj = render.ranks(work.owner, table)
+        await self._limited(lambda: self._api.apply(resource, obj))
+
+    async def tell_topology(self, work: Work) -> None:
+        """Tell workers that have a node where that is: they wait for it, and may not read nodes themselves."""
+        key = work.job.spec.network.topology_key
+        if key is None or not work.settings.node_access:
+            return
+        waiting = [one for one in self._of_type(work, ReplicaType.WORKER) if one.node and not one.topology]
+        await self._all([self._place(record, key) for record in waiting])
+
+    async def _place(self, record: PodRecord, key: str) -> None:
+        node = await self._limited(lambda: self._api.get(NODES, None, record.node or ""))
+        place = ((node or {}).get("metadata", {}).get("labels") or {}).get(key) or NO_PLACE
+        annotations = {render.ANNOTATION_TOPOLOGY: place}
+        with contextlib.suppress(NotFoundError):
+            pod = await self._limited(lambda: self._api.annotate(PODS, record.namespace, record.name, annotations))
+            if pod is not None:
+                self._store.put_pod(pod)
 
     async def _remove(self, work: Work, action: Action) -> None:
         match action:

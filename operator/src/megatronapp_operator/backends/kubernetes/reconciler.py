@@ -16,7 +16,7 @@ from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, read_pinned
+from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, read_pinned
 from megatronapp_operator.backends.kubernetes.observe import Told, observe
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
@@ -60,6 +60,8 @@ class Memory:
     """The same as we sent it; the server may leave out what it does not know."""
     written_at: float = float("-inf")
     pinned: Pinned | None = None
+    table_told: str | None = None
+    """Digest of the rank table in the ConfigMap."""
     told: Told = dataclasses.field(default_factory=Told)
     refusal: Refusal | None = None
 
@@ -101,6 +103,7 @@ class Reconciler:
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
             made = self._plan(memory, document)
+        await self._tell_places(memory, document)
         written, wake_at = await self._write(key, memory, made)
         if made.actions:
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
@@ -167,6 +170,16 @@ class Reconciler:
         place = f"{job.metadata.name}-hub.{job.metadata.namespace}.svc.{self._settings.cluster_domain}:{HUB_PORT}"
         table, url = memory.told.rank_table or memory.written.get("rankTable"), f"http://{place}" if hub else None
         return facts(job, memory.status, table=table, pinned=memory.pinned, hub_url=url)
+
+    async def _tell_places(self, memory: Memory, document: Object) -> None:
+        """What workers wait for, and what is too long for the status."""
+        if memory.status.attempt_time is None or memory.status.phase in TERMINAL_PHASES:
+            return
+        await self._executor.tell_topology(self._work(memory, document))
+        table = memory.told.rank_table
+        if table is not None and is_long(table) and memory.table_told != table.get("digest"):
+            await self._executor.tell_ranks(self._work(memory, document), table)
+            memory.table_told = table.get("digest")
 
     async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
         known = self._store.job(key)

@@ -19,6 +19,7 @@ from megatronapp_common.names import (
     ReplicaType,
 )
 from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.plan import Outcome
 
 SIGNAL_BASE = 128
@@ -64,6 +65,8 @@ class PodRecord:
     scheduled: bool
     ready: bool
     main: Container
+    topology: bool = False
+    """Whether it was told its place in the topology of the cluster."""
     disrupted: str | None = None
     deleted_at: float | None = None
     """When it was asked to go."""
@@ -108,6 +111,7 @@ def read_pod(pod: Object) -> PodRecord | None:
         scheduled=bool((pod.get("spec") or {}).get("nodeName")),
         ready=_is_true(conditions.get("Ready")),
         main=_main(pod, status),
+        topology=ANNOTATION_TOPOLOGY in (metadata.get("annotations") or {}),
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,
         grace_s=grace_s,

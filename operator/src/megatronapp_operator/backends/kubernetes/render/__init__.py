@@ -1,7 +1,7 @@
 """From a MegatronJob to the objects that run it. Pure: the same job, attempt and settings give the same objects."""
 
 from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
-from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, secret
+from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_objects, hub_pod
 from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.objects import Names
@@ -20,6 +20,7 @@ __all__ = [
     "hub_objects",
     "hub_pod",
     "init_pod",
+    "ranks",
     "secret",
     "template_hash",
     "worker_pod",

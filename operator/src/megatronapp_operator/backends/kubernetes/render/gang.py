@@ -2,6 +2,9 @@
 
 import base64
 import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import yaml
 
@@ -15,6 +18,8 @@ from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, min
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker import render_worker
 from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
+
+RANKS_KEY = "rank-table.json"
 
 
 def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: RenderSettings) -> tuple[Rendered, ...]:
@@ -34,6 +39,12 @@ def secret(job: MegatronJob, owner: Owner, secret_hex: str) -> Rendered:
     meta = metadata(owner, Names(owner.name).secret, labels(owner, "tokens"))
     data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
     return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
+
+
+def ranks(owner: Owner, table: Mapping[str, Any]) -> Rendered:
+    """A rank table that is too long for the status."""
+    meta = metadata(owner, Names(owner.name).ranks, labels(owner, "ranks"))
+    return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANKS_KEY: json.dumps(table)})
 
 
 def _service(owner: Owner) -> Rendered:
