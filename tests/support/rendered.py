@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job.cluster import PodMetadata
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt, Owner, RenderSettings
 
@@ -182,6 +183,14 @@ def make_job(patch: Mapping[str, Any] | None = None, *, name: str = "gpt", names
     metadata = {"name": name, "namespace": namespace}
     kind = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob"}
     return load_job({**kind, "metadata": metadata, "spec": joined(BASE, patch or {})})
+
+
+def with_template(job: MegatronJob, spec: Object, metadata: Object | None = None) -> MegatronJob:
+    """The job with a pod template that nobody has judged: a cluster may lack the policy that does."""
+    template = job.spec.pod_template.model_copy(
+        update={"spec": spec, "metadata": PodMetadata.model_validate(metadata or {})}
+    )
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"pod_template": template})})
 
 
 def owner_of(job: MegatronJob, uid: str = UID) -> Owner:

@@ -1,0 +1,163 @@
+"""InfiniBand, attached networks, the node's own network, and the order of ranks."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import rendered
+
+from megatronapp_common.names import Env
+from megatronapp_operator.backends.kubernetes.render import annotations
+from megatronapp_operator.backends.kubernetes.render.network import LABEL_HOST_NETWORK, ucx_devices
+
+
+def network(patch: rendered.Object, **spec: object) -> rendered.Object:
+    """The first worker of a job with GPUs and this network."""
+    return rendered.make_worker(rendered.make_job({**rendered.GPUS, **spec, "network": patch}))
+
+
+IB = {"enabled": True, "resourceName": "rdma/ib", "hca": "mlx5_0,mlx5_1:2", "gidIndex": 3}
+
+
+def test_rdma_asks_for_its_devices_and_tells_the_libraries() -> None:
+    pod = network({"mode": "SharedDevice", "rdma": IB | {"count": 2}})
+    resources = rendered.container(pod)["resources"]
+    assert resources["limits"] == resources["requests"] == {"nvidia.com/gpu": "8", "rdma/ib": "2"}
+    told = rendered.environment(pod)
+    assert {name: value for name, value in told.items() if name.startswith(("NCCL_", "UCX_", "GLOO_"))} == {
+        "NCCL_IB_HCA": "mlx5_0,mlx5_1:2",
+        "NCCL_IB_GID_INDEX": "3",
+        "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:2",
+        "UCX_IB_GID_INDEX": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("hca", "devices"),
+    [
+        ("mlx5_0", "mlx5_0:1"),
+        ("=mlx5_0:2, mlx5_1", "mlx5_0:2,mlx5_1:1"),
+        ("^mlx5_3", None),
+        ("", None),
+        ("=", None),
+    ],
+)
+def test_adapters_in_the_spelling_of_ucx(hca: str, devices: str | None) -> None:
+    assert ucx_devices(hca) == devices
+
+
+def test_what_the_user_says_is_never_overridden() -> None:
+    env = [{"name": "NCCL_IB_HCA", "value": "mine"}, {"name": "UCX_NET_DEVICES", "value": "mine:1"}]
+    pod = network({"mode": "SharedDevice", "rdma": IB, "nccl": {"NCCL_IB_GID_INDEX": "0"}}, env=env)
+    told = rendered.environment(pod)
+    assert [told[name] for name in ("NCCL_IB_HCA", "UCX_NET_DEVICES", "NCCL_IB_GID_INDEX")] == ["mine", "mine:1", "0"]
+
+
+def test_without_rdma_nothing_is_said_to_the_libraries() -> None:
+    told = rendered.environment(network({"mode": "Default"}))
+    assert not [name for name in told if name.startswith(("NCCL_", "UCX_", "GLOO_"))]
+
+
+def test_pinning_needs_root_and_one_capability() -> None:
+    pinned = rendered.container(network({"mode": "SharedDevice", "rdma": IB}))["securityContext"]
+    assert (pinned["runAsUser"], pinned["runAsNonRoot"]) == (0, False)
+    assert pinned["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    plain = network({"mode": "SharedDevice", "rdma": IB | {"ipcLock": False}})
+    assert rendered.container(plain)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_root_keeps_its_own_home() -> None:
+    told = [
+        rendered.environment(network({"mode": "SharedDevice", "rdma": IB | {"ipcLock": pin}})) for pin in (True, False)
+    ]
+    assert ["HOME" in one for one in told] == [False, True]
+
+
+def test_the_interface_is_found_by_the_launcher() -> None:
+    told = rendered.environment(network({"mode": "SharedDevice", "rdma": IB | {"interface": "net[0-9]+"}}))
+    assert told[Env.INTERFACE] == "net[0-9]+"
+    assert told[Env.ADDRESS] == "status.podIP"
+    assert Env.NETWORK_STATUS not in told
+
+
+ATTACHED = {"mode": "Sriov", "attachments": ["fabric/a", "b@net2"], "rdma": IB | {"ipcLock": False}}
+
+
+def test_attached_networks_are_asked_for_and_waited_for() -> None:
+    pod = network(ATTACHED)
+    assert pod["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "fabric/a,b@net2"
+    path = "metadata.annotations['k8s.v1.cni.cncf.io/network-status']"
+    assert rendered.environment(pod)[Env.NETWORK_STATUS] == path
+    waiting = pod["spec"]["initContainers"][0]
+    volume = next(one for one in pod["spec"]["volumes"] if one["name"] == "annotations")
+    assert volume["downwardAPI"]["items"] == [{"path": "network-status", "fieldRef": {"fieldPath": path}}]
+    assert waiting["command"][-1] == "/run/megatronapp/annotations/network-status"
+    assert waiting["image"] == rendered.container(pod)["image"]
+
+
+def test_a_named_interface_needs_no_waiting() -> None:
+    pod = network(ATTACHED | {"rdma": IB | {"interface": "net1"}})
+    assert "initContainers" not in pod["spec"]
+    assert Env.NETWORK_STATUS not in rendered.environment(pod)
+
+
+def test_topology_is_told_where_the_operator_may_read_nodes() -> None:
+    job = rendered.make_job({"network": {"rankOrder": "Topology", "topologyKey": "rack"}})
+    pod, blind = rendered.make_worker(job), rendered.make_worker(job, node_access=False)
+    assert rendered.environment(pod)[Env.RANK_ORDER] == "topology"
+    assert rendered.environment(pod)[Env.TOPOLOGY] == "metadata.annotations['megatronapp.io/topology']"
+    assert pod["spec"]["initContainers"][0]["command"][-1] == "/run/megatronapp/annotations/topology"
+    assert rendered.environment(blind)[Env.RANK_ORDER] == "index"
+    assert "initContainers" not in blind["spec"]
+
+
+def run_wait(seconds: str, *paths: pathlib.Path) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", annotations.PROGRAM, seconds, *map(str, paths)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_waiting_ends_when_the_annotation_is_there(tmp_path: pathlib.Path) -> None:
+    """As the kubelet does it: the file is there, empty, and is replaced."""
+    status, draft = tmp_path / "network-status", tmp_path / "draft"
+    status.touch()
+    with run_wait("60", status) as waiting:
+        draft.write_text("[]", encoding="utf-8")
+        os.replace(draft, status)
+        assert waiting.wait() == 0
+
+
+def test_waiting_in_vain_says_for_what(tmp_path: pathlib.Path) -> None:
+    status, topology = tmp_path / "network-status", tmp_path / "topology"
+    status.touch()
+    topology.write_text("rack-1", encoding="utf-8")
+    with run_wait("0", status, topology) as waiting:
+        assert waiting.wait() == 1
+        assert waiting.stderr is not None
+        told = waiting.stderr.read()
+    assert "within 0 s: network-status; is what writes them installed?" in told
+
+
+def test_the_network_of_the_node() -> None:
+    spec = network({"mode": "HostNetwork", "policy": "None"})["spec"]
+    assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    assert [(one["containerPort"], one["hostPort"]) for one in spec["containers"][0]["ports"]] == [
+        (19400, 19400),
+        (19401, 19401),
+    ]
+    (term,) = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["namespaceSelector"] == {}
+    labels = network({"mode": "HostNetwork", "policy": "None"})["metadata"]["labels"]
+    assert term["labelSelector"] == {"matchLabels": {LABEL_HOST_NETWORK: labels[LABEL_HOST_NETWORK]}}
+
+
+def test_ports_of_a_pods_own_network_are_not_the_nodes() -> None:
+    spec = network({"mode": "Default"})["spec"]
+    assert not any("hostPort" in one for one in spec["containers"][0]["ports"])
+    assert "hostNetwork" not in spec
+    assert "affinity" not in spec

@@ -1,0 +1,106 @@
+"""Where workers may go: exclusion, topology, and what the user and the template say."""
+
+import pytest
+import rendered
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_operator.backends.kubernetes.render.placement import REQUIRED, without_nodes
+
+NODES = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3)
+LABELS = ("x", "y")
+
+
+def admits(affinity: rendered.Object, node: str, labels: rendered.Object) -> bool:
+    """Whether a node affinity lets a pod go to a node: any term, all of its requirements, an empty term never."""
+    required = affinity.get(REQUIRED)
+    if required is None:
+        return True
+
+    def meets(term: rendered.Object) -> bool:
+        fields, expressions = term.get("matchFields") or [], term.get("matchExpressions") or []
+        assert all(one["operator"] == "NotIn" and len(one["values"]) == 1 for one in fields)
+        return bool(fields or expressions) and (
+            all(node not in one["values"] for one in fields)
+            and all(labels.get(one["key"]) in one["values"] for one in expressions)
+        )
+
+    return any(map(meets, required["nodeSelectorTerms"]))
+
+
+TERM = st.builds(
+    lambda values: {"matchExpressions": [{"key": "k", "operator": "In", "values": values}]} if values else {},
+    st.lists(st.sampled_from(LABELS), unique=True, max_size=2),
+)
+AFFINITY = st.one_of(
+    st.just({}),
+    st.builds(lambda terms: {REQUIRED: {"nodeSelectorTerms": terms}}, st.lists(TERM, min_size=1, max_size=3)),
+)
+
+
+@given(affinity=AFFINITY, excluded=NODES.filter(bool))
+def test_exclusion_takes_these_nodes_away_and_no_others(affinity: rendered.Object, excluded: list[str]) -> None:
+    made = without_nodes(affinity, excluded)
+    for node in "abcd":
+        for label in (*LABELS, "z"):
+            before = admits(affinity, node, {"k": label})
+            assert admits(made, node, {"k": label}) == (before and node not in excluded)
+
+
+@given(affinity=AFFINITY)
+def test_what_the_user_wrote_is_not_changed(affinity: rendered.Object) -> None:
+    text = str(affinity)
+    without_nodes(affinity, ["a"])
+    assert str(affinity) == text
+
+
+def test_excluded_nodes_stay_excluded_whatever_the_template_says() -> None:
+    wanted = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "k", "operator": "In", "values": ["x"]}]}]}
+    template = {"spec": {"affinity": {"nodeAffinity": {REQUIRED: wanted}}}}
+    pod = rendered.make_worker(rendered.make_job({"podTemplate": template}), excluded=("a",))
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]
+    assert not admits(affinity, "a", {"k": "x"})
+    assert admits(affinity, "b", {"k": "x"})
+    assert not admits(affinity, "b", {"k": "y"})
+
+
+def test_other_affinities_stay_beside_the_exclusion() -> None:
+    preferred = {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {"matchExpressions": []}}]
+    }
+    pod = rendered.make_worker(rendered.make_job({"affinity": {"nodeAffinity": preferred}}), excluded=("a",))
+    assert set(pod["spec"]["affinity"]["nodeAffinity"]) == {REQUIRED, *preferred}
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_workers_near_to_each_other(required: bool) -> None:
+    job = rendered.make_job({"scheduling": {"topology": {"level": "rack", "required": required}}})
+    pod = rendered.make_worker(job)
+    affinity = pod["spec"]["affinity"]["podAffinity"]
+    if required:
+        (term,) = affinity[REQUIRED]
+    else:
+        (entry,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+        term = entry["podAffinityTerm"]
+    assert term["topologyKey"] == "rack"
+    assert term["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_a_toleration_that_the_user_gave_is_not_given_twice() -> None:
+    gpu = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    pod = rendered.make_worker(rendered.make_job({**rendered.GPUS, "tolerations": [gpu]}))
+    assert pod["spec"]["tolerations"] == [gpu]
+
+
+def test_priority_scheduler_runtime_and_account() -> None:
+    job = rendered.make_job(
+        {
+            "priorityClassName": "high",
+            "schedulerName": "mine",
+            "runtimeClassName": "nvidia",
+            "serviceAccountName": "puller",
+        }
+    )
+    spec = rendered.make_worker(job)["spec"]
+    assert (spec["priorityClassName"], spec["schedulerName"]) == ("high", "mine")
+    assert (spec["runtimeClassName"], spec["serviceAccountName"]) == ("nvidia", "puller")

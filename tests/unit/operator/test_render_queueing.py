@@ -1,0 +1,143 @@
+"""What schedulers of gangs see of a job."""
+
+import fractions
+
+import pytest
+import rendered
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.quantity import quantity_value
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_operator.backends.kubernetes.render.quantities import pod_requests, text_of
+
+
+def group(job: MegatronJob, attempt: int = 0) -> rendered.Object | None:
+    objects = render.gang_objects(job, rendered.owner_of(job), Attempt(number=attempt), rendered.SETTINGS)
+    found = [obj for _, obj in objects if obj["kind"] == "PodGroup"]
+    assert objects[-1][1] in found or not found, "the pod group comes last"
+    return found[0] if found else None
+
+
+def test_a_job_without_a_gang_has_no_marks() -> None:
+    job = rendered.make_job()
+    assert group(job) is None
+    pod = rendered.make_worker(job)
+    assert "schedulerName" not in pod["spec"]
+    assert not [name for name in pod["metadata"]["labels"] if "kueue" in name or "scheduling" in name]
+
+
+def test_kueue_sees_a_group_of_plain_pods() -> None:
+    job = rendered.make_job(rendered.VARIETY["kueue"])
+    assert group(job) is None
+    meta = rendered.make_worker(job, 1, attempt=3)["metadata"]
+    assert meta["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert meta["labels"]["kueue.x-k8s.io/pod-group-name"] == "gpt-a3"
+    marks = {name: value for name, value in meta["annotations"].items() if name.startswith("kueue.x-k8s.io/")}
+    assert marks == {
+        "kueue.x-k8s.io/pod-group-total-count": "2",
+        "kueue.x-k8s.io/retriable-in-group": "false",
+        "kueue.x-k8s.io/pod-group-pod-index-label": "megatronapp.io/replica-index",
+        "kueue.x-k8s.io/podset-preferred-topology": "example.com/rack",
+    }
+    assert meta["labels"]["megatronapp.io/replica-index"] == "1"
+
+
+def shape(pod: rendered.Object) -> rendered.Object:
+    """What Kueue tells pod sets apart by; a workload may have few of them."""
+    parts = ("nodeSelector", "affinity", "tolerations", "runtimeClassName", "topologySpreadConstraints", "overhead")
+    containers = [
+        [(one.get("resources", {}).get("requests"), one.get("ports")) for one in pod["spec"].get(kind, [])]
+        for kind in ("containers", "initContainers")
+    ]
+    return {"containers": containers, **{name: pod["spec"].get(name) for name in parts}}
+
+
+@pytest.mark.parametrize("kind", rendered.VARIETY)
+def test_workers_have_one_shape_for_each_group_of_workers(kind: str) -> None:
+    job = rendered.make_job(rendered.VARIETY[kind])
+    for alike in job.world.worker_groups:
+        shapes = [shape(rendered.make_worker(job, index, excluded=("a",))) for index in alike.workers]
+        assert all(one == shapes[0] for one in shapes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "labels", "annotations"),
+    [
+        ("volcano", "volcano", {}, {"scheduling.k8s.io/group-name": "gpt-a4"}),
+        ("coscheduling", "scheduler-plugins-scheduler", {"scheduling.x-k8s.io/pod-group": "gpt-a4"}, {}),
+        (
+            "kai",
+            "kai-scheduler",
+            {"kai.scheduler/queue": "team-a"},
+            {"pod-group-name": "gpt-a4", "kai.scheduler/skip-podgrouper": "true"},
+        ),
+    ],
+)
+def test_pods_name_their_group(kind: str, scheduler: str, labels: dict[str, str], annotations: dict[str, str]) -> None:
+    job = rendered.make_job(rendered.VARIETY[kind])
+    pod, made = rendered.make_worker(job, attempt=4), group(job, attempt=4)
+    assert made is not None
+    assert made["metadata"]["name"] == "gpt-a4"
+    assert pod["spec"]["schedulerName"] == scheduler
+    assert labels.items() <= pod["metadata"]["labels"].items()
+    assert annotations.items() <= pod["metadata"]["annotations"].items()
+
+
+def test_another_name_of_the_scheduler() -> None:
+    job = rendered.make_job({**rendered.VARIETY["volcano"], "schedulerName": "volcano-2"})
+    assert rendered.make_worker(job)["spec"]["schedulerName"] == "volcano-2"
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        (
+            "volcano",
+            {
+                "minMember": 2,
+                "queue": "team-a",
+                "priorityClassName": "high",
+                "minResources": {"cpu": "2100m", "memory": str(9 << 30), "nvidia.com/gpu": "16"},
+            },
+        ),
+        (
+            "coscheduling",
+            {
+                "minMember": 2,
+                "scheduleTimeoutSeconds": 60,
+                "minResources": {"cpu": "2100m", "memory": str(9 << 30), "nvidia.com/gpu": "16"},
+            },
+        ),
+        ("kai", {"minMember": 2, "queue": "team-a", "priorityClassName": "high"}),
+    ],
+)
+def test_pod_groups(kind: str, spec: rendered.Object) -> None:
+    asked = {"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "4480Mi"}}
+    patch = {**rendered.GPUS, **rendered.ANALYZED, "resources": asked, "priorityClassName": "high"}
+    made = group(rendered.make_job({**patch, **rendered.VARIETY[kind]}))
+    assert made is not None
+    assert made["spec"] == spec
+
+
+def test_a_gang_that_needs_fewer_asks_for_fewer() -> None:
+    scheduling = {"gang": "Volcano", "minAvailable": 3}
+    made = group(rendered.make_job({**rendered.VARIETY["forward-apart"], "scheduling": scheduling}))
+    assert made is not None
+    assert made["spec"]["minMember"] == 3
+    assert made["spec"]["minResources"] == {"nvidia.com/gpu": "16"}
+
+
+def test_an_init_container_counts_where_it_asks_for_more() -> None:
+    spec = {
+        "containers": [{"resources": {"requests": {"cpu": "1"}}}, {"resources": {"requests": {"cpu": "500m"}}}],
+        "initContainers": [{"resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}],
+    }
+    assert pod_requests(spec) == {"cpu": fractions.Fraction(3, 2), "memory": fractions.Fraction(1 << 30)}
+
+
+@given(st.integers(0, 10**15).map(lambda thousandths: fractions.Fraction(thousandths, 1000)))
+def test_sums_are_written_so_that_they_are_read_again(value: fractions.Fraction) -> None:
+    assert quantity_value(text_of(value)) == value
