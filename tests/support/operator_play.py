@@ -42,14 +42,19 @@ class CutApi(Api):
 
     cut_at: Callable[[int], str | None] = staticmethod(lambda _number: None)
     count = 0
+    dead = False
 
     async def _send(self, *words: Any, **options: Any) -> Object:
+        if self.dead:
+            raise Cut
         self.count += 1
         when = self.cut_at(self.count)
-        if when == "before":
+        self.dead = when == "before"
+        if self.dead:
             raise Cut
         answer = await super()._send(*words, **options)
-        if when == "after":
+        self.dead = when == "after"
+        if self.dead:
             raise Cut
         if when == "lost":
             raise UnavailableError("no answer came")
@@ -90,6 +95,7 @@ class Play:
     async def begin(self) -> None:
         """A new operator process: it remembers nothing and lists everything."""
         self.lives += 1
+        self.api.dead = False
         self.store, self.due = Store(), {}
         executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}", limit=asyncio.Semaphore(50))
         self.reconciler = Reconciler(self.api, self.store, executor, self.settings, clock=self.now)
@@ -110,9 +116,9 @@ class Play:
                 wake_at = await self.reconciler.reconcile(key)
                 again |= wake_at is not None and wake_at <= self.now()
                 self.due[key] = float("inf") if wake_at is None else wake_at
-            except (AgainError, ApiError):
+            except (AgainError, ApiError, Cut):  # of requests beside each other another one may have failed first
                 again = True
-            except Cut:
+            if self.api.dead:
                 await self.begin()
                 return True
         return again
