@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -64,9 +64,9 @@ if action in ("wait", "polite", "victim"):
 """
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = DEADLINE_S) -> None:
     """Fails after a time that only a broken program needs."""
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "deadline passed"
         time.sleep(0.01)
@@ -85,9 +85,9 @@ class Worker:
         wait_until(path.exists)
         return int(path.read_text())
 
-    def end(self) -> int:
+    def end(self, limit_s: float = DEADLINE_S) -> int:
         """Exit code."""
-        return self.process.wait(DEADLINE_S)
+        return self.process.wait(limit_s)
 
     def record(self) -> dict[str, Any]:
         """The outcome that it left."""
@@ -151,12 +151,13 @@ class Gang:
         only: int | None = None,
         prefix: Sequence[str] = (),
         each: Sequence[dict[str, str]] = (),
+        base: Mapping[str, str] | None = None,
         **changes: str,
     ) -> None:
-        """Start all launchers, or only one; `each`: further changes of the environment, by worker."""
+        """Start all launchers, or only one; `each`: further changes by worker; `base`: variables of other names."""
         for index in range(len(self.proc_per_node.split(","))) if only is None else [only]:
             own = changes | (each[index] if each else {})
-            environment = {**self.environment(index, **own), "ACTIONS": json.dumps(actions)}
+            environment = {**self.environment(index, **own), **(base or {}), "ACTIONS": json.dumps(actions)}
             run_dir = self.tmp / f"worker-{index}"
             with (run_dir / "launcher.log").open("w") as log:
                 process = subprocess.Popen(

@@ -1,0 +1,61 @@
+"""A gang of real ranks with uneven workers: one launcher is asked to stop, all save at the same step, and go on."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+from launchers import Gang, wait_until
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.pages import PageReader
+
+pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(900)]
+LIMIT_S = 300
+"""torch takes its time to start where others are at work, too."""
+
+FLAGS = (
+    "--pipeline-model-parallel-size 3 --num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--micro-batch-size 1 --global-batch-size 3 --lr 2e-3 --mock-data --vocab-size 100 --log-interval 1 --eval-iters 0"
+)
+RACKS = [{"TOPOLOGY": "rack-b"}, {"TOPOLOGY": "rack-a"}]
+
+
+@pytest.fixture
+def gang(tmp_path: pathlib.Path) -> Iterator[Gang]:
+    gang = Gang(tmp_path, "1,2", program="-m megatronapp_trainer.pretrain")
+    yield gang
+    gang.close()
+
+
+def start(gang: Gang, steps: int, attempt: int, *flags: str) -> None:
+    """The ranks of worker 1 come first; so the last stage, which reports, runs on worker 0."""
+    gang.arguments = [*FLAGS.split(), "--train-iters", str(steps), "--save", str(gang.tmp / "checkpoints")]
+    gang.arguments += ["--load", str(gang.tmp / "checkpoints"), *flags]
+    cpu = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    gang.start({}, each=RACKS, base=cpu, RANK_ORDER="topology", ATTEMPT=str(attempt))
+
+
+def test_one_launcher_that_is_asked_to_stop_makes_all_save_at_the_same_step(gang: Gang) -> None:
+    start(gang, 100_000, 0)
+    page = PageReader(gang.shm / "demo-w0.progress")
+    wait_until(lambda: (page.read() or {}).get("iteration", 0) >= 2, LIMIT_S)
+    gang.workers[1].process.terminate()
+    assert [worker.end(LIMIT_S) for worker in gang.workers] == [ExitCode.PREEMPTED] * 2
+    for worker in gang.workers:
+        record = worker.record()
+        assert (record["reason"], record["message"]) == ("Preempted", "checkpointed and stopped, as asked")
+    last = page.read()
+    page.close()
+    assert last is not None
+    saved = [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")]
+    assert saved == [f"iter_{last['iteration']:07d}"]
+    table = json.loads((gang.workers[1].run_dir / "rank-table.json").read_text())
+    assert [(one["index"], one["ranks"]) for one in table["workers"]] == [(1, [0, 1]), (0, [2])]
+
+    gang.workers.clear()
+    start(gang, last["iteration"], 1, "--override-opt_param-scheduler")  # nothing is left to train
+    assert [worker.end(LIMIT_S) for worker in gang.workers] == [ExitCode.OK] * 2
+    assert [worker.record()["reason"] for worker in gang.workers] == ["Completed"] * 2
+    assert f"goes on after step {last['iteration']} of" in (gang.workers[0].run_dir / "rank-2.log").read_text()
+    assert [path.name for path in (gang.tmp / "checkpoints").glob("iter_*")] == saved
