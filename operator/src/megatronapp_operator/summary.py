@@ -85,6 +85,11 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _moment(time: float | None) -> float | None:
+    """Seconds since the epoch, to the microsecond, as a status keeps them."""
+    return None if time is None or not math.isfinite(time) else round(time, 6)
+
+
 def _verdict(entry: Mapping[str, Any]) -> SlowRank:
     subject, effect, since = entry["subject"], entry.get("effect") or {}, entry.get("since") or {}
     return SlowRank(
@@ -94,7 +99,11 @@ def _verdict(entry: Mapping[str, Any]) -> SlowRank:
         cause=entry["cause"],
         state=entry["state"],
         sentence=entry["sentence"],
+        worker=subject.get("worker"),
+        node=subject.get("node"),
+        since_attempt=since.get("attempt"),
         since_step=since.get("step"),
+        since_time=_moment(since.get("time")),
         slowdown=_finite(effect.get("slowdown")),
         seconds_per_step=_finite(effect.get("secondsPerStep")),
     )

@@ -1,6 +1,7 @@
 """The plan against generated histories: a world that fails, lies late, and carries out only part of what it is told."""
 
 import dataclasses
+import json
 from typing import Any
 
 from hypothesis import settings
@@ -8,35 +9,61 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatronapp_common.names import ExitCode
+from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
     Backoff,
+    CleanPodPolicy,
     ConditionType,
+    CreateInit,
     CreateWorker,
     DeleteHub,
+    DeleteInit,
+    DeleteJob,
     DeleteWorker,
     Deletion,
     EnsureHub,
     EnsureSecret,
+    FailureAction,
     Hub,
     HubPhase,
+    Init,
     Job,
     JobSpec,
+    Match,
+    NodeExclusion,
     Observed,
     Outcome,
     Phase,
     Plan,
     Progress,
     RecordEvent,
+    Refusal,
+    Rule,
     RunPolicy,
+    SlowNodeAction,
+    SlowNodePolicy,
+    SlowRank,
     Stop,
+    SuccessPolicy,
     Worker,
     WorkerPhase,
     plan,
 )
+from megatronapp_operator.status_reader import read_status
 
-CODES = [*ExitCode, 137, 2]
+CODES = [*ExitCode, 137, 2, 201]
+RULES = [
+    (),
+    (Rule(match=Match(exit_codes=(137,)), action=FailureAction.IGNORE),),
+    (
+        Rule(match=Match(workers=(0,)), action=FailureAction.RESTART_IGNORE_MAX),
+        Rule(match=Match(message_regex="lost|words"), action=FailureAction.EXCLUDE_AND_RESTART),
+    ),
+]
+SOON = 1e-5
+"""A plan wakes up to the microsecond."""
 LONG_ENOUGH = 400
 """Wake-ups after which a silent job must have ended."""
 
@@ -50,8 +77,33 @@ class History(RuleBasedStateMachine):
         hub=st.booleans(),
         active=st.none() | st.floats(10, 500),
         reset=st.floats(1, 200),
+        cluster=st.fixed_dictionaries(
+            {
+                "initializers": st.booleans(),
+                "gang": st.booleans(),
+                "success": st.sampled_from(SuccessPolicy),
+                "slow_node": st.builds(SlowNodePolicy, action=st.sampled_from(SlowNodeAction), min_s=st.just(30)),
+            }
+        ),
+        end=st.fixed_dictionaries(
+            {
+                "rules": st.sampled_from(RULES),
+                "clean": st.sampled_from(CleanPodPolicy),
+                "ttl_s": st.none() | st.floats(0, 100),
+            }
+        ),
     )
-    def start(self, workers: int, max_restarts: int, hub: bool, active: float | None, reset: float) -> None:
+    def start(
+        self,
+        *,
+        workers: int,
+        max_restarts: int,
+        hub: bool,
+        active: float | None,
+        reset: float,
+        cluster: dict[str, Any],
+        end: dict[str, Any],
+    ) -> None:
         policy = RunPolicy(
             max_restarts=max_restarts,
             backoff=Backoff(initial_s=5, max_s=20),
@@ -59,13 +111,17 @@ class History(RuleBasedStateMachine):
             active_deadline_s=active,
             start_deadline_s=60,
             progress_deadline_s=90,
+            exclusion=NodeExclusion(max_nodes=2, ttl_s=200),
+            **end,
         )
-        spec = JobSpec(name="job", uid="u", workers=workers, hub=hub, hub_retain_s=30, policy=policy)
+        spec = JobSpec(name="job", uid="u", workers=workers, hub=hub, hub_retain_s=30, policy=policy, **cluster)
         self.job = Job(spec=spec)
         self.world = Observed()
         self.now = 1000.0
         self.last: Plan | None = None
         self.counters = (0, 0)
+        self.room = True
+        self.judged: set[tuple[int, int]] = set()
 
     # What may happen in the world.
 
@@ -78,7 +134,9 @@ class History(RuleBasedStateMachine):
         """Plan; then the backend may die after the first few actions."""
         made = plan(self.job, self.world, self.now)
         assert made == plan(self.job, self.world, self.now), "the plan must be a function"
+        self.judged |= {(one.attempt, one.index) for one in self.world.workers if not one.live}
         self.job = dataclasses.replace(self.job, status=made.status)
+        self.check_memory()
         for action in made.actions[:carried_out]:
             self.carry_out(action)
         self.last, self.planned_before_the_stop = made, self.job.stop is None
@@ -119,6 +177,48 @@ class History(RuleBasedStateMachine):
         self.world = dataclasses.replace(
             self.world, workers=tuple(one for one in self.world.workers if one.deletion is None)
         )
+
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data(), reason=st.none() | st.just("Evicted"), grace=st.floats(1, 60))
+    def worker_is_taken_away(self, data: st.DataObject, reason: str | None, grace: float) -> None:
+        """By the cluster, or by somebody's hand."""
+        worker = data.draw(st.sampled_from(self.world.workers))
+        if worker.live and worker.deletion is None:
+            self.replace(worker, disrupted=reason, deletion=Deletion(since=self.now, grace_s=grace))
+
+    @rule(room=st.booleans())
+    def room_changes(self, room: bool) -> None:
+        self.room = room
+
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data())
+    def worker_is_placed(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.world.workers))
+        if worker.live:
+            self.replace(worker, scheduled=True, node=f"node-{worker.index + worker.attempt}")
+
+    @rule(final=st.integers(0, 4))
+    def creation_is_refused(self, final: int) -> None:
+        refusal = Refusal(attempt=self.job.status.attempt, final=final == 0, reason="QuotaExceeded", message="full")
+        self.world = dataclasses.replace(self.world, refusal=refusal)
+
+    @precondition(lambda self: self.world.init is not None)
+    @rule(phase=st.sampled_from(WorkerPhase), gone=st.booleans())
+    def init_changes(self, phase: WorkerPhase, gone: bool) -> None:
+        init = self.world.init
+        if gone or init is None:
+            self.world = dataclasses.replace(self.world, init=None)
+        elif init.live:
+            self.world = dataclasses.replace(self.world, init=dataclasses.replace(init, phase=phase))
+
+    @rule(node=st.integers(0, 3), old=st.floats(0, 60), none=st.booleans())
+    def hub_judges(self, node: int, old: float, none: bool) -> None:
+        verdict = SlowRank(
+            id=f"v{node}", subject="node", ranks=(), cause="compute", state="confirmed", sentence="Slow.",
+            slowdown=1.5, node=f"node-{node}", since_attempt=self.job.status.attempt,
+            since_time=round(self.now - old, 6),
+        )  # fmt: skip
+        self.world = dataclasses.replace(self.world, slow_ranks=() if none else (verdict,))
 
     @rule(iteration=st.integers(0, 50), attempt=st.integers(0, 5))
     def progress_is_read(self, iteration: int, attempt: int) -> None:
@@ -176,11 +276,28 @@ class History(RuleBasedStateMachine):
         elif hasattr(self, "job") and self.job.status.phase in TERMINAL_PHASES:
             self.ended_as = (self.job.status.phase, self.job.status.completion_time)
 
+    @invariant()
+    def budgets_hold(self) -> None:
+        if hasattr(self, "job"):
+            status, policy = self.job.status, self.job.spec.policy
+            assert status.init_restarts <= policy.max_restarts
+            nodes = [one.node for one in status.excluded_nodes]
+            assert len(nodes) == len(set(nodes)) <= policy.exclusion.max_nodes
+
+    def check_memory(self) -> None:
+        """An operator that starts again here goes on as this one would."""
+        written = json.loads(json.dumps(status_document(self.job.status)))
+        assert read_status(written) == self.job.status
+
     def check_idempotent(self) -> None:
-        if any(isinstance(action, DeleteWorker) and action.grace_s == 0 for action in self.last_actions()):
-            return  # a worker that went by force is gone by now, so the next look is at another world
+        if any(
+            isinstance(action, DeleteJob) or action == DeleteInit(force=True)
+            or (isinstance(action, DeleteWorker) and action.grace_s == 0)
+            for action in self.last_actions()
+        ):  # fmt: skip
+            return  # what went by force is gone by now, so the next look is at another world
         again = plan(self.job, self.world, self.now)
-        if any(isinstance(action, EnsureHub | CreateWorker) for action in self.last_actions()):
+        if any(isinstance(action, EnsureHub | CreateInit | CreateWorker) for action in self.last_actions()):
             # what was created is seen now for the first time; only the count of replicas may follow from it
             self.job = dataclasses.replace(self.job, status=again.status)
             assert again.actions == ()
@@ -191,13 +308,15 @@ class History(RuleBasedStateMachine):
     def check_wakes(self, made: Plan) -> None:
         """Whatever can time out has a time at which it is looked at again."""
         status, policy = made.status, self.job.spec.policy
-        timed = status.phase in {Phase.STARTING, Phase.RUNNING, Phase.RESTARTING}
+        spec = self.job.spec
+        open_end = (spec.initializers and not status.initialized) or (spec.gang and status.holding_time is None)
+        timed = status.phase in {Phase.STARTING, Phase.RUNNING, Phase.RESTARTING} and not open_end
         if timed:
             assert made.wake_at is not None
         deciding = timed and not status.is_true(ConditionType.FAILURE_TARGET)
         if policy.active_deadline_s is not None and status.start_time is not None and deciding:
             limit = status.start_time + policy.active_deadline_s
-            assert made.wake_at is not None and (made.wake_at <= limit or limit <= self.now)
+            assert made.wake_at is not None and (made.wake_at <= limit + SOON or limit <= self.now + SOON)
         if any(isinstance(action, DeleteWorker) and action.grace_s for action in made.actions):
             assert made.wake_at is not None
 
@@ -205,6 +324,7 @@ class History(RuleBasedStateMachine):
         """From here on nobody says a word, and workers go by force alone: the job must still come to its end."""
         if not hasattr(self, "job"):
             return
+        self.all_is_placed()
         for _ in range(LONG_ENOUGH):
             made = plan(self.job, self.world, self.now)
             self.job = dataclasses.replace(self.job, status=made.status)
@@ -222,6 +342,15 @@ class History(RuleBasedStateMachine):
         assert self.job.status.phase in resting
         assert not any(one.live for one in self.world.workers)
 
+    def all_is_placed(self) -> None:
+        """A queue, and initializers that run, may take for ever; the silence begins after them."""
+        self.room = True
+        for worker in self.world.workers:
+            self.replace(worker, scheduled=True)
+        init = self.world.init
+        if init is not None and init.phase is WorkerPhase.RUNNING:
+            self.world = dataclasses.replace(self.world, init=dataclasses.replace(init, phase=WorkerPhase.SUCCEEDED))
+
     # How the world obeys.
 
     def last_actions(self) -> tuple[Action, ...]:
@@ -237,6 +366,18 @@ class History(RuleBasedStateMachine):
             case DeleteHub():
                 assert self.world.hub is not None
                 self.world = dataclasses.replace(self.world, hub=dataclasses.replace(self.world.hub, deleting=True))
+            case CreateInit():
+                assert self.job.status.phase not in TERMINAL_PHASES
+                assert self.world.init is None and not self.job.status.initialized
+                new = Init(phase=WorkerPhase.PENDING, created_at=self.now)
+                self.world = dataclasses.replace(self.world, init=new)
+            case DeleteInit():
+                assert self.world.init is not None
+                gone = None if action.force else dataclasses.replace(self.world.init, deleting=True)
+                self.world = dataclasses.replace(self.world, init=gone)
+            case DeleteJob():
+                assert self.job.status.phase in TERMINAL_PHASES
+                self.job = dataclasses.replace(self.job, deletion_requested=True)
             case CreateWorker():
                 self.create(action)
             case DeleteWorker():
@@ -244,8 +385,13 @@ class History(RuleBasedStateMachine):
 
     def create(self, action: CreateWorker) -> None:
         assert self.job.status.phase not in TERMINAL_PHASES
+        assert self.job.status.initialized or not self.job.spec.initializers
         assert all(one.index != action.index for one in self.world.workers)
-        new = Worker(index=action.index, attempt=action.attempt, phase=WorkerPhase.PENDING, started_at=self.now)
+        assert (action.attempt, action.index) not in self.judged, "a worker that has ended is started again"
+        new = Worker(
+            index=action.index, attempt=action.attempt, phase=WorkerPhase.PENDING, started_at=self.now,
+            scheduled=self.room,
+        )  # fmt: skip
         self.world = dataclasses.replace(self.world, workers=(*self.world.workers, new))
 
     def delete(self, action: DeleteWorker) -> None:
@@ -262,4 +408,4 @@ class History(RuleBasedStateMachine):
 
 
 TestHistories = History.TestCase
-TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

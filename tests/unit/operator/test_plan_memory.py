@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
@@ -91,6 +91,7 @@ def statuses(draw: st.DrawFn) -> Status:
     return draw(made)
 
 
+@settings(max_examples=40)
 @given(statuses())
 def test_a_status_is_read_as_it_was_written_and_the_types_keep_all_of_it(status: Status) -> None:
     text = json.dumps(status_document(status), allow_nan=False)

@@ -81,15 +81,15 @@ def _failed(draft: Draft, message: str) -> None:
 
 def _clear(draft: Draft, init: Init) -> None:
     """Wait until the pod that has failed, or that somebody deleted, is gone: the next one has its name."""
-    force_at = (draft.status.init_failed_time or draft.now) + draft.job.spec.policy.lost_worker_s
+    if not draft.status.init_clearing:
+        draft.update(init_clearing=True, init_failed_time=draft.now)
+    lost_s = draft.job.spec.policy.lost_worker_s
+    force_at = (draft.status.init_failed_time or 0.0) + lost_s
     if not init.deleting:
         draft.actions.append(DeleteInit())
-        draft.wake(max(force_at, draft.now + draft.job.spec.policy.lost_worker_s))
-    elif draft.status.init_clearing and draft.now >= force_at:
+    elif draft.now >= force_at:
         draft.actions.append(DeleteInit(force=True))
-        draft.wake(draft.now + draft.job.spec.policy.lost_worker_s)
-    else:
-        draft.wake(force_at if draft.status.init_clearing else draft.now + draft.job.spec.policy.lost_worker_s)
+    draft.wake(force_at if draft.now < force_at else draft.now + lost_s)
 
 
 def _wait(draft: Draft, init: Init) -> None:

@@ -135,8 +135,9 @@ class Status:
     init_restarts: int = 0
     """How often they were started again."""
     init_failed_time: float | None = None
+    """When they failed last, or were taken away."""
     init_clearing: bool = False
-    """Their pod has failed and is not seen to be gone yet."""
+    """Since then their pod is not seen to be gone."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     """Machines that the next workers avoid, oldest first."""
     succeeded: tuple[int, ...] = ()
