@@ -108,4 +108,16 @@ ADMISSION_EXAMPLES = (
         words="mounts a volume where",
         server_words="resulted in error",
     ),
+    *good(
+        "failure-rule-regex",
+        {"spec.runPolicy.rules": [{"action": "FailJob", "match": {"messageRegex": r"^Xid \(\d+\)|\pL"}}]},
+    ),
+    Example(
+        rule_id="failure-rule-regex",
+        good=False,
+        change={"spec.runPolicy.rules": [{"action": "FailJob", "match": {"messageRegex": "Xid ("}}]},
+        field="spec.runPolicy.rules",
+        words="holds a messageRegex that is no regular expression of RE2",
+        server_words="resulted in error",
+    ),
 )

@@ -1,13 +1,16 @@
 """The CRD on a real API server: what it takes, what it refuses, what it fills in, and what kubectl shows of it."""
 
+import contextlib
 import json
 import pathlib
+import uuid
 from typing import Any
 
 import kube
 import pytest
 import yaml
 
+from megatronapp_common.errors import JobError
 from megatronapp_common.job import load_job
 from megatronapp_operator.backends.kubernetes.api import JOBS
 
@@ -35,6 +38,89 @@ def test_the_api_server_fills_in_the_same_defaults(plane: kube.ControlPlane, nam
     assert status == 201, stored
     local = load_job(example()).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert stored["spec"] == local["spec"]
+
+
+CLUSTER: dict[str, Any] = {
+    "image": "registry.example/trainer:1",
+    "imagePullSecrets": [{"name": "pull"}],
+    "resources": {"limits": {"cpu": "7500m", "memory": "64Gi", "example.com/fpga": "1"}, "requests": {"cpu": "4"}},
+    "nodeSelector": {"pool": "a"},
+    "affinity": {"nodeAffinity": {"anything": [{"kept": True, "as": 1.5, "it": None}]}},
+    "tolerations": [{"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}],
+    "priorityClassName": "high",
+    "schedulerName": "mine",
+    "runtimeClassName": "kata",
+    "serviceAccountName": "trainer",
+    "podTemplate": {"metadata": {"labels": {"team": "a"}}, "spec": {"containers": [{"name": "proxy", "image": "p"}]}},
+    "shm": {"sizeLimit": "8Gi"},
+    "network": {
+        "mode": "Sriov",
+        "rdma": {"enabled": True, "resourceName": "rdma/hca", "gidIndex": 3, "hca": "mlx5_0", "interface": "net1"},
+        "attachments": ["fabric/ib-0"],
+        "nccl": {"NCCL_DEBUG": "INFO"},
+        "rankOrder": "Topology",
+        "topologyKey": "topology.kubernetes.io/zone",
+        "preflight": {"enabled": True},
+    },
+    "data": {"path": ["/data/corpus"], "volume": {"claim": "corpus", "mountPath": "/data", "subPath": "a"}},
+    "checkpoint": {"save": "/runs/a", "volume": {"claim": "runs", "mountPath": "/runs"}},
+    "initializers": [
+        {"name": "fetch", "image": "f", "storageUri": "s3://b/c", "target": "/data", "secretRef": {"name": "s3"}}
+    ],
+    "scheduling": {
+        "gang": "Kueue",
+        "queue": "team-a",
+        "minAvailable": 2,
+        "topology": {"level": "cloud.provider.com/rack", "required": True},
+    },
+    "managedBy": "example.com/other",
+    "analyzer": {
+        "enabled": True,
+        "image": "a:1",
+        "resources": {"limits": {"memory": "1Gi"}},
+        "slowNode": {"action": "ExcludeAndRestart"},
+        "volume": {"claim": "verdicts"},
+    },
+    "fbd": {"enabled": True, "forward": {"nodes": 2, "nodeSelector": {}, "resources": {"limits": {"cpu": "8"}}}},
+    "runPolicy": {
+        "ttlSecondsAfterFinished": 0,
+        "rules": [
+            {"match": {"exitCodes": {"in": [201, 202]}, "workers": [0]}, "action": "ExcludeNodeAndRestart"},
+            {"match": {"exitCodes": {"notIn": [1]}, "conditionTypes": ["DisruptionTarget"]}, "action": "Ignore"},
+        ],
+    },
+    "successPolicy": "Rank0",
+}
+
+
+def test_every_block_of_a_cluster_is_kept_with_the_same_defaults(plane: kube.ControlPlane, namespace: str) -> None:
+    job = example()
+    job["spec"] |= CLUSTER
+    status, stored = create(plane, namespace, job)
+    assert status == 201, stored
+    assert stored["spec"] == load_job(job).model_dump(mode="json", by_alias=True, exclude_none=True)["spec"]
+    listed = plane.kubectl("get", "mgj", "-n", namespace, "-o", "wide").stdout.splitlines()[0].split()
+    assert listed[-4:] == ["AGE", "ATTEMPT", "WORLD", "QUEUE"]
+    told = plane.kubectl("explain", "mgj.spec.network.rdma.resourceName").stdout
+    assert "Resource that the device plugin offers" in told
+
+
+def test_a_quantity_is_a_number_or_a_text(plane: kube.ControlPlane, namespace: str) -> None:
+    for value, taken in (
+        (8, True),
+        ("8", True),
+        ("8Gi", True),
+        (-8, False),
+        ("-8", False),
+        ("8GB", False),
+        (0.5, False),
+    ):
+        job = example()
+        job["spec"]["resources"] = {"limits": {"memory": value}}
+        status, answer = create(plane, namespace, job | {"metadata": {"name": f"a{uuid.uuid4().hex[:8]}"}})
+        assert (status == 201) == taken, answer
+        with contextlib.nullcontext() if taken else pytest.raises(JobError):
+            load_job(job)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,11 @@ def test_examples_of_a_rule_break_that_rule(monkeypatch: pytest.MonkeyPatch) -> 
         load_job(manifest(example))
 
 
+@pytest.mark.parametrize("value", [2**63, -(10**30), 10**400, 1e300, None, [], {"a": [None]}])
+def test_whatever_stands_in_a_pod_template_is_judged(value: Any) -> None:
+    load_job(changed({"spec.podTemplate.spec": {"unknown": value}, "spec.affinity": {"unknown": value}}))
+
+
 def test_the_mode_stays() -> None:
     rule = next(rule for rule in CHANGE_RULES if rule.id == "mode-stays")
     new, old = load_job(BASE).spec.to_dict() | {"mode": "serve"}, load_job(BASE).spec.to_dict()

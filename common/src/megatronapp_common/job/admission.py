@@ -1,8 +1,8 @@
-"""What a podTemplate may not change: the rules that the schema of the CRD cannot hold, as an admission policy.
+"""What a podTemplate may not change, and other rules that the schema of the CRD cannot hold, as an admission policy.
 
 The API server keeps what stands below `podTemplate.spec` as it is, and rules of the schema cannot look into it. A
 ValidatingAdmissionPolicy can. It carries the texts of `ADMISSION_RULES`, over `object`; `judge` evaluates the same
-ones on this side. Where a text cannot be evaluated (a list that is none), both sides refuse.
+ones on this side. Where a text cannot be evaluated (a list that is none, a broken expression), both sides refuse.
 """
 
 from typing import Any
@@ -90,6 +90,13 @@ ADMISSION_RULES = (
         rule=no_item(_MOUNTS, "mounts", f"mounts.exists(mount, {is_taken('mount.mountPath')})"),
         says="mounts a volume where trainer or agent have what the system or the operator puts there; "
         "write another mountPath",
+    ),
+    Rule(
+        id="failure-rule-regex",
+        field=".runPolicy.rules",
+        rule="object.spec.runPolicy.rules.all(one, !has(one.match.messageRegex) || "
+        "type(''.matches(one.match.messageRegex)) == bool)",
+        says="holds a messageRegex that is no regular expression of RE2",
     ),
 )
 """Over `object`, the whole job with its defaults."""

@@ -1,7 +1,9 @@
 """The rules of a MegatronJob, judged on this side as the API server judges them."""
 
 import functools
+import math
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.spec import Spec
 
 Path = tuple[str, ...]
+_LARGEST_FLOAT = int(sys.float_info.max)
 _RESERVED = re.compile(r"\b__(in)__\b")
 """How the API server writes a field whose name is a word of CEL."""
 _MENTION = re.compile(r"\b(?:self|object\.spec)((?:\.\w+)+)")
@@ -39,7 +42,7 @@ def judge(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool
 
     `refuse_errors`: the data has no types (`object`); a rule that cannot be evaluated on it is broken.
     """
-    activation = _environment().Activation(data=data)
+    activation = _environment().Activation(data=_in_64_bits(data))
     found = []
     for rule in rules:
         holds = _evaluate(rule.rule, activation)
@@ -48,6 +51,17 @@ def judge(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool
             said = _evaluate(rule.message, activation) if rule.message and holds is not None else None
             found.append(f"spec{rule.field}: {rule.says if said is None else said}")
     return found
+
+
+def _in_64_bits(value: Any) -> Any:  # noqa: ANN401 - plain data
+    """Whole numbers that CEL has no room for as the API server reads them: as floating point."""
+    if isinstance(value, Mapping):
+        return {key: _in_64_bits(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_in_64_bits(item) for item in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return math.inf if abs(value) > _LARGEST_FLOAT else float(value)
+    return value
 
 
 def _evaluate(text: str, activation: Any) -> Any:  # noqa: ANN401 - an Activation; bool or text

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megatronapp_common.job.admission import ADMISSION_RULES
 from megatronapp_common.job.fields import describe_type, fields_by_alias, model_of, without_none
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.types import MegatronJob
@@ -26,6 +27,14 @@ _RULES = """\
 ## Rules between fields
 
 Judged by the API server and by `megatronapp`; the messages hold the values and what to write.
+
+| field | refused with |
+|---|---|
+{}
+
+## Pod templates
+
+Judged by an admission policy of the Helm chart, as the schema cannot look into them, and by `megatronapp`.
 
 | field | refused with |
 |---|---|
@@ -49,7 +58,7 @@ def render_reference() -> str:
 
 
 def _rules() -> str:
-    return _RULES.format(_rule_rows(SPEC_RULES), _rule_rows(CHANGE_RULES)).rstrip()
+    return _RULES.format(*map(_rule_rows, (SPEC_RULES, ADMISSION_RULES, CHANGE_RULES))).rstrip()
 
 
 def _rule_rows(rules: Iterable[Rule]) -> str:
