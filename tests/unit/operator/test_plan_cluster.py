@@ -1,0 +1,377 @@
+"""Policies that matter on a cluster only: placing the gang, initializers, exclusion of machines, cleaning up."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    CleanPodPolicy,
+    ConditionType,
+    CreateInit,
+    CreateWorker,
+    DeleteInit,
+    DeleteJob,
+    DeleteWorker,
+    ExcludedNode,
+    FailureAction,
+    Init,
+    NodeExclusion,
+    Phase,
+    RecordEvent,
+    Refusal,
+    SlowNodeAction,
+    SlowNodePolicy,
+    SlowRank,
+    SuccessPolicy,
+    WorkerPhase,
+)
+from megatronapp_operator.plan.restart import jitter
+
+Maker = Callable[..., Any]
+
+
+def deeds(made: Any) -> list[Any]:
+    """Actions other than events."""
+    return [action for action in made.actions if not isinstance(action, RecordEvent)]
+
+
+def reason_of(made: Any, kind: ConditionType) -> tuple[bool, str]:
+    found = made.status.condition(kind)
+    return found.status, found.reason
+
+
+def unplaced(worker: Any) -> Any:
+    return dataclasses.replace(worker, scheduled=False)
+
+
+def test_a_gang_without_all_its_machines_is_released_whole_and_comes_again_outside_the_budget(
+    scene: Maker, worker: Maker
+) -> None:
+    made = scene(start_deadline_s=900, max_restarts=0)
+    made.plan()
+    made.see(worker(0, "Pending"), unplaced(worker(1, "Pending")))
+    waiting = made.plan()
+    assert reason_of(waiting, ConditionType.PODS_SCHEDULED) == (False, "Scheduling")
+    assert waiting.wake_at == made.now + 900
+    made.now += 900
+    released = made.plan()
+    assert deeds(released) == [DeleteWorker(index=one, attempt=0, grace_s=0) for one in (0, 1)]
+    assert (released.status.phase, released.status.attempt) == (Phase.PENDING, 1)
+    assert (released.status.restarts, released.status.restarts_towards_max, released.status.released) == (0, 0, 1)
+    assert reason_of(released, ConditionType.PODS_SCHEDULED) == (False, "Unschedulable")
+    made.see()
+    pause = made.plan().wake_at - made.now
+    assert 7.5 <= pause <= 22.5
+    made.now += pause
+    assert deeds(made.plan()) == [CreateWorker(index=one, attempt=1) for one in (0, 1)]
+    made.see(worker(0, "Pending", attempt=1), unplaced(worker(1, "Pending", attempt=1)))
+    assert reason_of(made.plan(), ConditionType.PODS_SCHEDULED) == (False, "Unschedulable")
+    made.see(worker(0, attempt=1), worker(1, attempt=1))
+    whole = made.plan()
+    assert reason_of(whole, ConditionType.PODS_SCHEDULED) == (True, "AllScheduled")
+    assert whole.status.released == 0
+
+
+@given(st.integers(1, 100_000))
+def test_two_jobs_that_wait_for_each_other_do_not_come_again_together(attempt: int) -> None:
+    assert jitter("one", attempt) == jitter("one", attempt) != jitter("other", attempt)
+    assert 0 <= jitter("one", attempt) < 1
+
+
+def test_the_pause_before_a_released_gang_grows_to_its_cap(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=60)
+    pauses = []
+    for attempt in range(9):
+        made.plan()
+        made.see(unplaced(worker(0, "Pending", attempt=attempt)), unplaced(worker(1, "Pending", attempt=attempt)))
+        made.plan()
+        made.now += 60
+        made.plan()
+        made.see()
+        pauses.append(made.plan().wake_at - made.now)
+        made.now += pauses[-1]
+    spread = [pause / min(600.0, 15.0 * 2**number) for number, pause in enumerate(pauses)]
+    assert all(0.5 <= part < 1.5 for part in spread)
+    assert len({round(part, 6) for part in spread}) == len(spread)
+    assert made.job.status.phase not in {Phase.FAILED, Phase.SUCCEEDED}
+
+
+def test_a_quota_in_the_middle_of_the_gang_releases_it_at_once(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    refusal = Refusal(attempt=0, final=False, reason="QuotaExceeded", message="exceeded quota: gpus")
+    made.see(worker(0, "Pending"), refusal=refusal)
+    released = made.plan()
+    assert deeds(released) == [DeleteWorker(index=0, attempt=0, grace_s=0)]
+    assert reason_of(released, ConditionType.PODS_SCHEDULED) == (False, "QuotaExceeded")
+    made.see(refusal=refusal)
+    again = made.plan()
+    assert (again.status.attempt, deeds(again)) == (1, [])
+
+
+def test_what_can_never_be_accepted_fails_the_job_with_the_reason(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    message = "violates PodSecurity restricted: runAsNonRoot"
+    made.see(worker(0, "Pending"), refusal=Refusal(attempt=0, final=True, reason="PodForbidden", message=message))
+    made.plan()
+    made.see()
+    failed = made.plan().status
+    assert (failed.phase, failed.condition(ConditionType.FAILED).reason) == (Phase.FAILED, "PodForbidden")
+    assert failed.condition(ConditionType.FAILED).message == message
+    assert failed.attempt == 0
+
+
+def test_a_container_that_never_starts_fails_the_job_with_what_it_waits_for(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    made.plan()
+    stuck = dataclasses.replace(worker(1, "Pending"), waiting="ImagePullBackOff: no such image")
+    made.now += 600
+    made.see(worker(0), stuck)
+    assert made.plan().wake_at == made.now + 900
+    made.now += 900
+    message = made.plan().status.condition(ConditionType.FAILURE_TARGET).message
+    assert message == "1 of 2 workers did not start within 900 s; worker 1: ImagePullBackOff: no such image"
+
+
+def test_launchers_that_gave_up_to_gather_without_all_machines_are_no_failure(scene: Maker, worker: Maker) -> None:
+    made = scene(max_restarts=0)
+    made.plan()
+    made.see(worker(0, "Failed", ExitCode.RENDEZVOUS), unplaced(worker(1, "Pending")))
+    made.plan()
+    made.now += 5
+    status = made.plan().status
+    assert (status.attempt, status.released, status.restarts, status.failures) == (1, 1, 0, ())
+
+
+def test_a_queue_may_let_the_gang_wait_for_ever_until_it_holds_something(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=60)
+    made.spec(gang=True)
+    assert made.plan().status.phase is Phase.QUEUED
+    made.see(unplaced(worker(0, "Pending")), unplaced(worker(1, "Pending")))
+    made.now += 10_000
+    waiting = made.plan()
+    assert (waiting.status.phase, waiting.status.released, waiting.wake_at) == (Phase.QUEUED, 0, None)
+    assert reason_of(waiting, ConditionType.PODS_SCHEDULED) == (False, "Queued")
+    made.see(worker(0, "Pending"), unplaced(worker(1, "Pending")))
+    assert made.plan().wake_at == made.now + 60
+    made.see(worker(0, "Pending"), worker(1, "Pending"))
+    assert made.plan().status.phase is Phase.STARTING
+
+
+def init(phase: str, message: str = "", **others: Any) -> Init:
+    return Init(phase=WorkerPhase(phase), message=message, created_at=1000.0, **others)
+
+
+def test_initializers_come_before_the_gang_and_once(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.spec(initializers=True)
+    assert deeds(made.plan()) == [CreateInit()]
+    made.see(init=init("Running"))
+    running = made.plan()
+    assert (deeds(running), running.status.phase) == ([], Phase.STARTING)
+    assert reason_of(running, ConditionType.INITIALIZED) == (False, "InitializersRunning")
+    made.see(init=init("Succeeded"))
+    done = made.plan()
+    assert deeds(done) == [CreateWorker(index=0, attempt=0), CreateWorker(index=1, attempt=0)]
+    assert reason_of(done, ConditionType.INITIALIZED) == (True, "InitializersSucceeded")
+    made.see(worker(0), worker(1, "Failed", 1), init=None)
+    made.plan()
+    made.see()
+    made.now += 10
+    assert deeds(made.plan()) == [CreateWorker(index=0, attempt=1), CreateWorker(index=1, attempt=1)]
+
+
+def test_an_initializer_that_fails_is_tried_again_after_the_back_off_and_then_fails_the_job(scene: Maker) -> None:
+    made = scene(max_restarts=1)
+    made.spec(initializers=True)
+    made.plan()
+    made.see(init=init("Failed", "no such bucket"))
+    assert deeds(made.plan()) == [DeleteInit()]
+    made.see(init=init("Failed", "no such bucket", deleting=True))
+    assert (deeds(made.plan()), made.job.status.init_restarts) == ([], 1)
+    made.see(init=None)
+    waiting = made.plan()
+    assert (deeds(waiting), waiting.wake_at) == ([], made.now + 10)
+    made.now += 10
+    assert deeds(made.plan()) == [CreateInit()]
+    made.see(init=init("Failed", "no such bucket"))
+    status = made.plan().status
+    assert status.phase is Phase.FAILED
+    assert status.condition(ConditionType.FAILED).message == "the initializers were started 2 times; no such bucket"
+
+
+def test_an_initializer_that_cannot_start_is_given_up_after_the_start_deadline(scene: Maker) -> None:
+    made = scene(start_deadline_s=60, max_restarts=0)
+    made.spec(initializers=True)
+    made.plan()
+    made.see(init=init("Pending", "ErrImagePull"))
+    assert made.plan().wake_at == made.now + 60
+    made.now += 60
+    assert "did not start within 60 s: ErrImagePull" in made.plan().status.failures[-1].message
+
+
+@pytest.mark.parametrize("kind", ["suspend", "delete"])
+def test_initializers_stop_with_their_job(scene: Maker, kind: str) -> None:
+    made = scene()
+    made.spec(initializers=True)
+    made.plan()
+    made.see(init=init("Running"))
+    if kind == "suspend":
+        made.spec(suspend=True)
+    else:
+        made.job = dataclasses.replace(made.job, deletion_requested=True)
+    assert deeds(made.plan()) == [DeleteInit()]
+
+
+def slow(**changes: Any) -> SlowRank:
+    verdict = SlowRank(
+        id="v", subject="rank", ranks=(2,), cause="compute", state="confirmed", sentence="Rank 2 is slow.",
+        slowdown=1.5, worker=1, node="gpu-7", since_attempt=0, since_time=1000.0,
+    )  # fmt: skip
+    return dataclasses.replace(verdict, **changes)
+
+
+def with_slow_node(made: Any, action: SlowNodeAction, *verdicts: SlowRank) -> Any:
+    made.spec(slow_node=SlowNodePolicy(action=action, min_slowdown=1.2, min_s=120))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=verdicts)
+    return made
+
+
+def test_a_slow_machine_is_excluded_and_the_gang_saves_and_starts_again_without_it(running: Maker) -> None:
+    made = with_slow_node(running(grace_s=600, max_restarts=0), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    early = made.plan()
+    assert (early.status.slow_node, early.status.excluded_nodes, early.wake_at) == ("gpu-7", (), 1120.0)
+    made.now = 1120.0
+    restarted = made.plan()
+    assert [one.grace_s for one in deeds(restarted)] == [600, 600]
+    status = restarted.status
+    assert status.excluded_nodes == (ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=1120.0 + 86400),)
+    assert (status.phase, status.restarts, status.restarts_towards_max) == (Phase.RESTARTING, 1, 0)
+    assert (status.failures[-1].reason, status.failures[-1].node) == ("SlowNodeExcluded", "gpu-7")
+
+
+def test_a_slow_machine_is_excluded_from_the_next_attempt_only(running: Maker) -> None:
+    made = with_slow_node(running(), SlowNodeAction.EXCLUDE, slow())
+    made.now = 1120.0
+    status = made.plan().status
+    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-7"], 0)
+    assert made.plan().actions == ()
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        slow(slowdown=1.1),
+        slow(state="recovering"),
+        slow(cause="undetermined"),
+        slow(subject="link", cause="link"),
+        slow(since_attempt=5),
+        slow(since_time=1100.0),
+        slow(node=None),
+    ],
+    ids=["mild", "recovering", "unknown cause", "link", "other attempt", "short", "nowhere"],
+)
+def test_only_what_is_slow_enough_for_long_enough_and_has_a_machine_is_excluded(
+    running: Maker, verdict: SlowRank
+) -> None:
+    made = with_slow_node(running(), SlowNodeAction.EXCLUDE_AND_RESTART, verdict)
+    made.now = 1120.0
+    assert (made.plan().status.excluded_nodes, made.job.status.attempt) == ((), 0)
+
+
+def test_a_full_list_takes_no_more_slow_machines_and_says_so(running: Maker) -> None:
+    made = running(exclusion=NodeExclusion(max_nodes=1))
+    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=9000.0),))
+    with_slow_node(made, SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.now = 1120.0
+    status = made.plan().status
+    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
+    message = status.condition(ConditionType.SLOW_NODE_DETECTED).message
+    assert message.endswith("runPolicy.nodeExclusion.maxNodes (1) is reached: gpu-7.")
+    made.now = 9000.0
+    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-7"]
+
+
+def test_a_broken_device_excludes_its_machine_in_place_of_the_oldest(running: Maker, worker: Maker) -> None:
+    made = running(exclusion=NodeExclusion(max_nodes=1, ttl_s=100))
+    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="Old", until=9000.0),))
+    made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))
+    status = made.plan().status
+    assert status.excluded_nodes == (ExcludedNode(node="gpu-2", reason="Because", until=made.now + 100),)
+    assert (status.restarts_towards_max, status.failures[-1].action) == (1, FailureAction.EXCLUDE_AND_RESTART)
+    made.now += 100
+    assert made.plan().status.excluded_nodes == ()
+
+
+def test_a_worker_on_a_machine_that_does_not_answer_is_given_up(running: Maker, worker: Maker) -> None:
+    made = running(lost_worker_s=300)
+    gone = dataclasses.replace(worker(1, grace=30.0), node="gpu-3")
+    made.see(worker(0), gone)
+    assert made.plan().wake_at == made.now + 330
+    made.now += 330
+    lost = made.plan()
+    assert DeleteWorker(index=1, attempt=0, grace_s=0) in deeds(lost)
+    assert (lost.status.failures[-1].reason, lost.status.failures[-1].node) == ("LostNode", "gpu-3")
+    assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 0)
+
+
+def test_the_end_of_a_worker_is_known_after_its_pod_has_vanished(running: Maker, worker: Maker) -> None:
+    made = running(settle_s=5)
+    made.see(worker(0, "Succeeded", 0), worker(1))
+    assert made.plan().status.succeeded == (0,)
+    made.see(worker(1, "Succeeded", 0))
+    assert made.plan().status.phase is Phase.SUCCEEDED
+
+
+def test_a_lost_peer_that_vanished_too_is_judged_by_what_it_had_said(running: Maker, worker: Maker) -> None:
+    made = running(settle_s=5)
+    made.see(worker(0), worker(1, "Failed", ExitCode.PEER_LOST))
+    made.plan()
+    made.see(worker(0, "Failed", ExitCode.DATA))
+    status = made.plan().status
+    assert [(one.worker, one.action) for one in status.failures] == [(0, FailureAction.FAIL_JOB)]
+
+
+def test_victims_of_a_worker_that_vanished_are_not_the_reason(running: Maker, worker: Maker) -> None:
+    made = running(settle_s=5, max_restarts=0)
+    made.see(worker(0, "Failed", ExitCode.PEER_LOST))
+    status = made.plan().status
+    assert (status.failures[-1].reason, status.restarts, status.restarts_towards_max) == ("WorkerLost", 1, 0)
+
+
+def test_the_success_of_worker_0_is_enough_where_the_job_says_so(running: Maker, worker: Maker) -> None:
+    made = running(grace_s=60, active_deadline_s=30)
+    made.spec(success=SuccessPolicy.RANK0)
+    made.see(worker(0, "Succeeded", 0), worker(1))
+    stopping = made.plan()
+    assert deeds(stopping) == [DeleteWorker(index=1, attempt=0, grace_s=60)]
+    assert stopping.status.phase is Phase.RUNNING
+    made.see(worker(1, "Failed", ExitCode.PREEMPTED, grace=60.0))
+    made.now += 50
+    done = made.plan().status
+    assert (done.phase, done.condition(ConditionType.COMPLETE).reason) == (Phase.SUCCEEDED, "Rank0Succeeded")
+
+
+@pytest.mark.parametrize(
+    ("clean", "removed"), [(CleanPodPolicy.NONE, []), (CleanPodPolicy.RUNNING, []), (CleanPodPolicy.ALL, [0, 1])]
+)
+def test_ended_workers_stay_to_be_read_unless_all_are_to_go(
+    running: Maker, worker: Maker, clean: CleanPodPolicy, removed: list[int]
+) -> None:
+    made = running(clean=clean)
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
+    assert [one.index for one in deeds(made.plan())] == removed
+
+
+def test_the_job_is_deleted_when_its_time_after_the_end_is_over(running: Maker, worker: Maker) -> None:
+    made = running(ttl_s=100)
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
+    assert made.plan().wake_at == made.now + 100
+    made.now += 100
+    assert deeds(made.plan()) == [DeleteJob()]

@@ -1,0 +1,166 @@
+"""Failure rules: what the first failed worker leads to, by the user's rules and then by our own."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import (
+    Deletion,
+    FailureAction,
+    Match,
+    NodeExclusion,
+    Outcome,
+    Phase,
+    Progress,
+    Rule,
+)
+from megatronapp_operator.plan.rules import Evidence, asked_for, fits
+
+Maker = Callable[..., Any]
+FOUND = Evidence(worker=3, reason="RankFailed", message="rank 6: CUDA error: Xid 79", code=137, signal=9)
+
+
+@pytest.mark.parametrize(
+    ("match", "yes"),
+    [
+        (Match(), True),
+        (Match(exit_codes=(1, 137)), True),
+        (Match(exit_codes=(1,)), False),
+        (Match(not_exit_codes=(1,)), True),
+        (Match(not_exit_codes=(137,)), False),
+        (Match(signals=(9,)), True),
+        (Match(signals=(15,)), False),
+        (Match(reasons=("OOMKilled", "RankFailed")), True),
+        (Match(reasons=("OOMKilled",)), False),
+        (Match(message_regex="Xid [0-9]+$"), True),
+        (Match(message_regex="^CUDA"), False),
+        (Match(message_regex="("), False),
+        (Match(condition_types=("DisruptionTarget",)), False),
+        (Match(workers=(3,)), True),
+        (Match(workers=(0,)), False),
+        (Match(exit_codes=(137,), workers=(0,)), False),
+    ],
+    ids=str,
+)
+def test_a_rule_fits_where_all_that_it_asks_holds(match: Match, yes: bool) -> None:
+    assert fits(match, FOUND) is yes
+
+
+def test_a_worker_that_the_cluster_took_away_fits_its_condition_and_reason() -> None:
+    evicted = dataclasses.replace(FOUND, disrupted="Evicted")
+    assert fits(Match(condition_types=("DisruptionTarget",), reasons=("Evicted",)), evicted)
+    assert not fits(Match(condition_types=("Ready",)), evicted)
+
+
+@pytest.mark.parametrize("match", [Match(exit_codes=(0,)), Match(not_exit_codes=(1,))])
+def test_without_an_exit_code_no_rule_about_codes_fits(match: Match) -> None:
+    assert not fits(match, dataclasses.replace(FOUND, code=None))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(FailureAction)), max_size=6))
+def test_the_first_rule_that_fits_decides(rules: list[tuple[bool, FailureAction]]) -> None:
+    made = tuple(Rule(match=Match(workers=(3,) if fit else (4,)), action=action) for fit, action in rules)
+    assert asked_for(made, FOUND) == next((action for fit, action in rules if fit), None)
+
+
+def judged(made: Any) -> tuple[FailureAction, int]:
+    """What was done about the first failure, and how much of the budget it took."""
+    status = made.plan().status
+    return status.failures[-1].action, status.restarts_towards_max
+
+
+def ended(worker: Any, **changes: Any) -> Any:
+    return dataclasses.replace(worker, **changes)
+
+
+def test_the_rules_of_the_user_come_before_our_own(running: Maker, worker: Maker) -> None:
+    rule = Rule(match=Match(exit_codes=(ExitCode.DATA,)), action=FailureAction.RESTART_IGNORE_MAX)
+    made = running(rules=(rule,))
+    made.see(worker(0), worker(1, "Failed", ExitCode.DATA))
+    assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
+
+
+def test_an_ignored_worker_counts_as_one_that_succeeded(running: Maker, worker: Maker) -> None:
+    made = running(rules=(Rule(match=Match(workers=(1,)), action=FailureAction.IGNORE),))
+    made.see(worker(0), worker(1, "Failed", 1))
+    going = made.plan().status
+    assert (going.phase, going.succeeded, going.failures) == (Phase.RUNNING, (1,), ())
+    made.see(worker(0, "Succeeded", 0))
+    assert made.plan().status.phase is Phase.SUCCEEDED
+
+
+def test_an_exclusion_without_a_list_or_a_machine_is_a_restart(running: Maker, worker: Maker) -> None:
+    made = running(exclusion=NodeExclusion(enabled=False))
+    made.see(worker(0), ended(worker(1, "Failed", 201), node="gpu-1"))
+    assert judged(made) == (FailureAction.RESTART, 1)
+    made = running()
+    made.see(worker(0), worker(1, "Failed", 202))
+    assert judged(made) == (FailureAction.RESTART, 1)
+
+
+@pytest.mark.parametrize("code", [137, 1, ExitCode.DATA])
+def test_what_the_cluster_takes_away_is_a_preemption_whatever_its_exit_code(
+    running: Maker, worker: Maker, code: int
+) -> None:
+    made = running(max_restarts=0)
+    made.see(worker(0), ended(worker(1, "Failed", code), disrupted="Evicted"))
+    assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
+    assert made.job.status.failures[-1].reason == "Evicted"
+
+
+@pytest.mark.parametrize("how", ["disrupted", "deletion"])
+def test_the_victims_of_one_that_is_being_taken_away_are_preempted(running: Maker, worker: Maker, how: str) -> None:
+    going = {"disrupted": "Evicted"} if how == "disrupted" else {"deletion": Deletion(since=1000.0, grace_s=600.0)}
+    made = running(max_restarts=0, settle_s=5)
+    made.see(ended(worker(0), **going), worker(1, "Failed", ExitCode.PEER_LOST))
+    made.now += 5
+    assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
+
+
+def test_a_job_out_of_memory_is_restarted_and_people_are_told(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.see(worker(0), ended(worker(1, "Failed", 137), outcome=Outcome(code=137, reason="OOMKilled")))
+    first = made.plan()
+    assert (first.status.failures[-1].action, first.status.restarts_towards_max) == (FailureAction.RESTART, 1)
+    told = next((one.type, one.reason) for one in first.actions if hasattr(one, "reason"))
+    assert told == ("Warning", "OOMKilled")
+
+
+def short_lived(worker: Any, seconds: float) -> Any:
+    return dataclasses.replace(worker, started_at=worker.finished_at - seconds)
+
+
+def test_a_gang_whose_programs_end_at_once_has_wrong_arguments(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.plan()
+    made.see(short_lived(worker(0, "Failed", 2), 5), short_lived(worker(1, "Failed", 1), 59))
+    assert judged(made)[0] is FailureAction.FAIL_JOB
+
+
+@pytest.mark.parametrize("case", ["late", "signal", "trained", "second attempt", "one of them late", "not started"])
+def test_other_early_ends_are_restarted(scene: Maker, worker: Maker, case: str) -> None:
+    made = scene()
+    made.plan()
+    first = short_lived(worker(0, "Failed", 1), 61 if case == "late" else 5)
+    second = short_lived(worker(1, "Failed", 1), 61 if case in {"late", "one of them late"} else 5)
+    if case == "signal":
+        first = ended(first, outcome=Outcome(code=1, reason="RankKilled", signal=9))
+    if case == "not started":
+        first = ended(first, outcome=Outcome(code=1, reason="WorkerNotStarted"))
+    if case == "second attempt":
+        made.status(restarts=1)
+    page = Progress(attempt=0, iteration=3) if case == "trained" else None
+    made.see(first, second, progress=page)
+    assert judged(made) == (FailureAction.RESTART, 1)
+
+
+def test_a_rule_may_fail_a_job_whose_worker_vanished(running: Maker, worker: Maker) -> None:
+    rule = Rule(match=Match(reasons=("WorkerLost",)), action=FailureAction.FAIL_JOB)
+    made = running(rules=(rule,))
+    made.see(worker(0))
+    assert judged(made) == (FailureAction.FAIL_JOB, 0)
