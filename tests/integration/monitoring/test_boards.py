@@ -1,0 +1,121 @@
+"""Every query of every board against a real Prometheus that has scraped a real job returns data."""
+
+import json
+import pathlib
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from scraped_job import CHART, JOB, RESTARTED, TEAM, Jobs, Prometheus, scraped_job, until
+
+pytestmark = [pytest.mark.process, pytest.mark.torch, pytest.mark.timeout(600)]
+BOARDS = sorted((CHART / "dashboards").glob("*.json"))
+INTERVALS = {"$__rate_interval": "15s", "$__range": "10m", "$__interval": "1s"}
+Object = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Jobs, float]]:
+    began = time.time()
+    with scraped_job(tmp_path_factory.mktemp("boards")) as (prometheus, jobs):
+        yield prometheus, jobs, began
+
+
+def read(path: pathlib.Path) -> Object:
+    document: Object = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def panels(board: Object) -> list[Object]:
+    return [panel for panel in board["panels"] if panel["type"] != "row"]
+
+
+def filled(query: str, job: str) -> str:
+    for name, value in {**INTERVALS, "$namespace": TEAM, "$name": job}.items():
+        query = query.replace(name, value)
+    assert "$" not in query, query
+    return query
+
+
+def answers(prometheus: Prometheus, target: Object, began: float) -> bool:
+    """Whether the query has data for one of the two jobs that a person can choose."""
+    since = None if target.get("instant") else began
+    return any(prometheus.values(filled(target["expr"], job), since=since) for job in (JOB, RESTARTED))
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_every_query_returns_data(scraped: tuple[Prometheus, Jobs, float], path: pathlib.Path) -> None:
+    prometheus, jobs, began = scraped
+    pending = [(panel["title"], target) for panel in panels(read(path)) for target in panel["targets"]]
+    assert len(pending) > 10
+
+    def none_is_left() -> bool:
+        jobs.look()
+        pending[:] = [(title, target) for title, target in pending if not answers(prometheus, target, began)]
+        return not pending
+
+    try:
+        until(none_is_left, "data for every query", 60)
+    except AssertionError:
+        pytest.fail("no data for " + "; ".join(f"{title}: {target['expr']}" for title, target in pending))
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_every_variable_offers_the_job(scraped: tuple[Prometheus, Jobs, float], path: pathlib.Path) -> None:
+    for variable in read(path)["templating"]["list"]:
+        if variable["type"] != "query":
+            continue
+        found = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
+        assert found is not None, variable["query"]
+        match = {"match[]": filled(found[1], ".*")}
+        assert {TEAM, JOB} & set(scraped[0].get(f"label/{found[2]}/values", **match)), variable["name"]
+
+
+def test_the_slow_node_is_named_with_its_cost(scraped: tuple[Prometheus, Jobs, float]) -> None:
+    prometheus = scraped[0]
+    named = {(row["node"], row["cause"]) for row in prometheus.labels("megatron_job_slow_node")}
+    assert ("node-1", "compute") in named
+    (cost,) = prometheus.values('megatron_job_slow_node_seconds_per_step{node="node-1", cause="compute"}')
+    assert cost > 0
+
+
+def test_series_of_hubs_are_of_the_job_that_is_scraped(scraped: tuple[Prometheus, Jobs, float]) -> None:
+    rows = scraped[0].labels('{__name__=~"megascan_.+"}')
+    assert {(row["namespace"], row["job_id"]) for row in rows} == {(TEAM, JOB)}
+    assert not {label for row in rows for label in row if label.startswith("exported_")}
+    workers = {row["pod"] for row in rows if row["__name__"] == "megascan_phase_duration_seconds_sum"}
+    assert workers == {f"{JOB}-worker-0", f"{JOB}-worker-1"}
+
+
+def test_the_alerts_are_evaluated_and_the_slow_node_is_pending(scraped: tuple[Prometheus, Jobs, float]) -> None:
+    prometheus = scraped[0]
+
+    def rules() -> dict[str, Object]:
+        groups = prometheus.get("rules")["groups"]
+        return {rule["name"]: rule for group in groups for rule in group["rules"]}
+
+    until(lambda: {rule["health"] for rule in rules().values()} == {"ok"}, "all rules are evaluated")
+    until(lambda: rules()["MegatronJobSlowNode"]["state"] == "pending", "the alert of the slow node is pending")
+    for name in ("MegatronOperatorNoLeader", "MegatronOperatorWatchStale", "MegascanHubDown", "MegatronJobStalled"):
+        assert rules()[name]["state"] == "inactive", name
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_board_fits_any_grafana(path: pathlib.Path) -> None:
+    board = read(path)
+    assert not {"id", "uid"} & set(board)
+    assert [one["name"] for one in board["templating"]["list"]][:2] == ["datasource", "namespace"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    for panel in panels(board):
+        assert panel["title"]
+        assert {json.dumps(one["datasource"]) for one in [panel, *panel["targets"]]} == {
+            json.dumps({"type": "prometheus", "uid": "${datasource}"})
+        }
+    places = [panel["gridPos"] for panel in board["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(set(cells)) == len(cells), "panels overlap"
+    assert all(x < 24 for x, _ in cells)

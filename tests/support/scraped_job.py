@@ -1,0 +1,261 @@
+"""A real Prometheus that scrapes the hub of a real job, and an operator's metrics of its statuses.
+
+What is scraped, and how series are renamed, is taken from the ServiceMonitors that the chart renders.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import kube
+import yaml
+from chaos_job import Cli
+from prometheus_client import CollectorRegistry, start_http_server
+
+from megatronapp_operator.metrics import JobFacts, OperatorMetrics
+from megatronapp_operator.plan import (
+    Backoff,
+    Job,
+    JobSpec,
+    Observed,
+    Outcome,
+    RunPolicy,
+    Status,
+    Worker,
+    WorkerPhase,
+    plan,
+)
+from megatronapp_operator.status_reader import read_status
+
+CHART = kube.ROOT / "charts" / "megatronapp"
+HOME, TEAM, JOB, RESTARTED = "megatronapp", "team", "boards", "restarted"
+SCRAPE = "1s"
+PATIENCE_S = 240.0
+POLL_S = 0.25
+FAULTS = [
+    {"rank": 1, "kind": "compute", "factor": 4, "fromStep": 20, "steps": 1_000_000},
+    {"rank": 0, "kind": "link", "factor": 6, "peer": 1, "fromStep": 20, "steps": 1_000_000},
+]
+Object = dict[str, Any]
+
+
+def manifest() -> Object:
+    """Two ranks, a pipeline of two stages; one computes slowly, and so does the way back between them."""
+    model = {"type": "gpt", "numLayers": 2, "hiddenSize": 32, "numAttentionHeads": 2, "seqLength": 16, "vocabSize": 64}
+    training = {"microBatchSize": 1, "globalBatchSize": 4, "trainIters": 1_000_000, "lr": 1e-3, "evalIters": 0}
+    return {
+        "apiVersion": "megatronapp.io/v1alpha1",
+        "kind": "MegatronJob",
+        "metadata": {"name": JOB},
+        "spec": {
+            "nodes": 2,
+            "procPerNode": 1,
+            "gpusPerNode": 0,
+            "parallelism": {"pipeline": 2},
+            "model": model,
+            "training": training,
+            "data": {"mock": True},
+            "trace": {"enabled": True},
+            "analyzer": {"enabled": True, "retainSeconds": 0},
+            "runPolicy": {"terminationGracePeriodSeconds": 1},
+            "faults": FAULTS,
+        },
+    }
+
+
+class Prometheus:
+    """Queries of a running server."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=f"{url}/api/v1", timeout=30, trust_env=False)
+
+    def close(self) -> None:
+        """End the connections."""
+        self._client.close()
+
+    def get(self, path: str, **parameters: str | float) -> Any:
+        """The data of an answer. Fails with Prometheus's words where it refuses."""
+        answer = self._client.get(path, params=parameters).json()
+        assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
+        return answer["data"]
+
+    def values(self, query: str, *, since: float | None = None) -> list[float]:
+        """All values that are numbers: of now, or of every second since then."""
+        if since is None:
+            rows = [[row["value"]] for row in self._vector(self.get("query", query=query))]
+        else:
+            found = self.get("query_range", query=query, start=since, end=time.time(), step=1)
+            rows = [row["values"] for row in found["result"]]
+        numbers = [float(value) for row in rows for _, value in row]
+        return [number for number in numbers if not math.isnan(number)]
+
+    def labels(self, query: str) -> list[dict[str, str]]:
+        """Labels of the series that answer now."""
+        return [row["metric"] for row in self._vector(self.get("query", query=query))]
+
+    @staticmethod
+    def _vector(data: Any) -> list[Any]:
+        return [{"metric": {}, "value": data["result"]}] if data["resultType"] == "scalar" else list(data["result"])
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
+    """Wait for it."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
+        time.sleep(POLL_S)
+
+
+def monitors() -> dict[str, Object]:
+    """Endpoints of the rendered ServiceMonitors by name."""
+    words = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4", "--set", "serviceMonitor.enabled=true")
+    shown = ("--show-only", "templates/monitoring/servicemonitors.yaml")
+    done = subprocess.run(
+        [kube.programs("helm") / "helm", "template", *words, *shown], capture_output=True, text=True, check=True
+    )
+    return {one["metadata"]["name"]: one["spec"]["endpoints"][0] for one in yaml.safe_load_all(done.stdout) if one}
+
+
+def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: Mapping[str, str]) -> Object:
+    """What Prometheus's operator makes of an endpoint, for one target whose labels are given."""
+
+    def snake(rule: Mapping[str, Any]) -> Object:
+        return {re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", key): value for key, value in rule.items()}
+
+    return {
+        "job_name": name,
+        "scrape_interval": SCRAPE,
+        "scrape_timeout": SCRAPE,
+        "honor_labels": endpoint.get("honorLabels", False),
+        "static_configs": [{"targets": [target], "labels": dict(labels)}],
+        "relabel_configs": [snake(rule) for rule in endpoint.get("relabelings", ())],
+        "metric_relabel_configs": [snake(rule) for rule in endpoint.get("metricRelabelings", ())],
+    }
+
+
+@contextlib.contextmanager
+def running_prometheus(folder: pathlib.Path, hub: str, operator: str) -> Iterator[Prometheus]:
+    """Scrapes both every second, and evaluates the chart's rules."""
+    endpoints = monitors()
+    service = {"__meta_kubernetes_service_label_megatronapp_io_job_name": JOB}
+    hubs = {"namespace": TEAM, "pod": f"{JOB}-hub", **service}
+    config = {
+        "global": {"evaluation_interval": SCRAPE},
+        "rule_files": [str(CHART / "rules" / "*.yaml")],
+        "scrape_configs": [
+            scrape_config("hubs", endpoints["megatronapp-hubs"], hub, hubs),
+            scrape_config(
+                "operator", endpoints["megatronapp-operator"], operator, {"namespace": HOME, "pod": "operator-0"}
+            ),
+        ],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (port,) = kube.free_ports(1)
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *("setpriv", "--pdeathsig", "KILL", "prometheus", f"--config.file={folder / 'prometheus.yaml'}"),
+                *(f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"),
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    server = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        until(lambda: process.poll() is not None or _answers(f"http://127.0.0.1:{port}/-/ready"), "Prometheus is ready")
+        assert process.poll() is None, (folder / "prometheus.log").read_text(encoding="utf-8")
+        yield server
+    finally:
+        server.close()
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.contextmanager
+def operator_endpoint() -> Iterator[tuple[OperatorMetrics, str]]:
+    """Metrics of an operator that leads, and where they are served."""
+    registry = CollectorRegistry()
+    metrics = OperatorMetrics(registry, version="0.1.0")
+    metrics.leader(True)
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        yield metrics, f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Jobs:
+    """Tells the metrics what an operator would: statuses of the real job, and of one that the plan restarts."""
+
+    def __init__(self, metrics: OperatorMetrics, root: pathlib.Path) -> None:
+        self._metrics, self._root = metrics, root
+        policy = RunPolicy(max_restarts=1000, backoff=Backoff(initial_s=2, max_s=2))
+        self._restarted = Job(
+            spec=JobSpec(name=RESTARTED, uid="u", workers=1, hub=False, policy=policy), status=Status()
+        )
+
+    def look(self) -> bool:
+        """One look at both; whether the real job has been given its slow nodes."""
+        began = time.monotonic()
+        status = self._read()
+        if status is not None:
+            self._metrics.observe_job(TEAM, JOB, status, now=time.time(), facts=JobFacts(workers=2, world_size=2))
+        self._restart()
+        self._metrics.request("patch", "megatronjobs", 200)
+        self._metrics.watch_event("megatronjobs", time.time())
+        self._metrics.queue(1, time.monotonic() - began)
+        self._metrics.reconciled(time.monotonic() - began, "ok")
+        return status is not None and {one.cause for one in status.slow_ranks} >= {"compute", "link"}
+
+    def _read(self) -> Status | None:
+        path = self._root / "status.json"
+        return read_status(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+    def _restart(self) -> None:
+        """Its only worker runs at one look and has failed at the next."""
+        status = self._restarted.status
+        worker = Worker(index=0, attempt=status.attempt, phase=WorkerPhase.RUNNING, started_at=time.time())
+        if status.running_time is not None:
+            failed = Outcome(code=137, reason="RankKilled", message="words", rank=0, signal=9)
+            worker = dataclasses.replace(worker, phase=WorkerPhase.FAILED, finished_at=time.time(), outcome=failed)
+        workers = (worker,) if status.attempt_time is not None else ()
+        made = plan(self._restarted, Observed(secret=True, workers=workers), time.time())
+        self._restarted = Job(spec=self._restarted.spec, status=made.status)
+        self._metrics.observe_job(TEAM, RESTARTED, made.status, now=time.time())
+
+
+@contextlib.contextmanager
+def scraped_job(folder: pathlib.Path) -> Iterator[tuple[Prometheus, Jobs]]:
+    """Everything runs, and Prometheus has seen the slow nodes of the job."""
+    cli = Cli(folder)
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(manifest()), encoding="utf-8")
+    root = cli.state / "megatronapp" / "jobs" / JOB
+    with operator_endpoint() as (metrics, operator):
+        cli.told("run", str(path), "--detach")
+        try:
+            until((root / "hub.json").exists, "the job has a hub")
+            hub = json.loads((root / "hub.json").read_text(encoding="utf-8"))["url"].removeprefix("http://")
+            with running_prometheus(folder, hub, operator) as prometheus:
+                jobs = Jobs(metrics, root)
+                until(jobs.look, "both faults of the job are named")
+                yield prometheus, jobs
+        finally:
+            cli("delete", JOB, "--ignore-not-found")
