@@ -1,5 +1,7 @@
 """Waiting for annotations that others write on a pod once it has its place."""
 
+import dataclasses
+
 from megatronapp_common.names import RankOrder
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import network
@@ -13,24 +15,37 @@ FOLDER = "/run/megatronapp/annotations"
 WAIT_S = 120
 PROGRAM = """
 import pathlib, sys, time
-until = time.monotonic() + float(sys.argv[1])
-def missing():
-    return [path for path in sys.argv[2:] if not pathlib.Path(path).read_text().strip()]
-while missing() and time.monotonic() < until:
+seconds, given = sys.argv[1], sys.argv[2:]
+needed, wanted = given[: given.index("--")], given[given.index("--") + 1 :]
+until = time.monotonic() + float(seconds)
+def missing(paths):
+    return [path.rpartition("/")[2] for path in paths if not pathlib.Path(path).read_text().strip()]
+while missing(needed + wanted) and time.monotonic() < until:
     time.sleep(0.2)
-if missing():
-    names = ", ".join(path.rpartition("/")[2] for path in missing())
-    sys.exit(f"nobody has written these annotations within {sys.argv[1]} s: {names}; is what writes them installed?")
+if names := ", ".join(missing(needed + wanted)):
+    print(f"nobody has written these annotations within {seconds} s: {names}", file=sys.stderr)
+sys.exit("is what attaches networks installed in this cluster?" if missing(needed) else 0)
 """.strip()
+"""Waits for files that others fill: those before `--` must be there in the end, those behind it may stay empty."""
 
 
-def awaited(draft: Draft) -> dict[str, str]:
-    """Files and annotations that the launcher's environment is made of."""
-    made: dict[str, str] = {}
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """An annotation that the launcher's environment is made of."""
+
+    file: str
+    annotation: str
+    needed: bool
+    """Whether ranks without it would not be what the user asked for."""
+
+
+def awaited(draft: Draft) -> list[Awaited]:
+    """What is written on a worker's pod after it has its place, and read by its launcher."""
+    made: list[Awaited] = []
     if network.waits_for_networks(draft):
-        made["network-status"] = network.ANNOTATION_NETWORK_STATUS
+        made.append(Awaited(file="network-status", annotation=network.ANNOTATION_NETWORK_STATUS, needed=True))
     if rank_order(draft) is RankOrder.TOPOLOGY:
-        made["topology"] = ANNOTATION_TOPOLOGY
+        made.append(Awaited(file="topology", annotation=ANNOTATION_TOPOLOGY, needed=False))
     return made
 
 
@@ -44,11 +59,12 @@ def waiting_containers(draft: Draft, image: Object) -> list[Object]:
     files = awaited(draft)
     if not files:
         return []
+    needed, wanted = ([f"{FOLDER}/{one.file}" for one in files if one.needed is must] for must in (True, False))
     return [
         {
             "name": NAME,
             **image,
-            "command": ["python3", "-c", PROGRAM, str(WAIT_S), *(f"{FOLDER}/{name}" for name in files)],
+            "command": ["python3", "-c", PROGRAM, str(WAIT_S), *needed, "--", *wanted],
             "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER, "readOnly": True}],
             "securityContext": container_security(read_only=True),
             "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -59,7 +75,7 @@ def waiting_containers(draft: Draft, image: Object) -> list[Object]:
 def waiting_volumes(draft: Draft) -> list[Object]:
     """Where that init container reads them; the kubelet writes them anew when they change."""
     items = [
-        {"path": name, "fieldRef": {"fieldPath": f"metadata.annotations['{annotation}']"}}
-        for name, annotation in awaited(draft).items()
+        {"path": one.file, "fieldRef": {"fieldPath": f"metadata.annotations['{one.annotation}']"}}
+        for one in awaited(draft)
     ]
     return [{"name": VOLUME, "downwardAPI": {"items": items}}] if items else []

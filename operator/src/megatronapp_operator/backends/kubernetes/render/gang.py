@@ -22,6 +22,13 @@ from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 RANKS_KEY = "rank-table.json"
 
 
+class _Plain(yaml.SafeDumper):
+    """Without aliases, which manifests may not have."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
 def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: RenderSettings) -> tuple[Rendered, ...]:
     """Everything but the Secret, in the order in which it must exist."""
     made = (
@@ -70,7 +77,7 @@ def _document(job: MegatronJob, owner: Owner) -> Rendered:
         "metadata": identity,
         "spec": given["spec"],
     }
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(document, Dumper=_Plain, sort_keys=False, allow_unicode=True)
     meta = metadata(owner, Names(owner.name).document, labels(owner, "manifest"))
     return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={storage.JOB_KEY: text})
 

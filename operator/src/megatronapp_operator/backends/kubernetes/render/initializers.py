@@ -1,5 +1,7 @@
 """Containers that bring data or weights before the ranks start."""
 
+import hashlib
+
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.cluster import Initializer
 from megatronapp_common.names import ReplicaType
@@ -12,13 +14,14 @@ from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rend
 
 PREFIX = "init-"
 """Before the names of initializers, so that none takes the name of a container of ours."""
+MAX_NAME = 63
 
 
 def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
     """The container of an initializer. Its words may hold $(STORAGE_URI) and $(TARGET), as everywhere in Kubernetes."""
     told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
     made: Object = {
-        "name": (PREFIX + one.name)[:63].rstrip("-"),
+        "name": container_name(one.name),
         "image": one.image,
         "imagePullPolicy": job.spec.image_pull_policy,
         "env": variables({**UNPRIVILEGED_HOME, **{name: value for name, value in told.items() if value is not None}}),
@@ -30,6 +33,12 @@ def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Obj
     made |= {"args": list(one.args)} if one.args else {}
     made |= {"envFrom": [{"secretRef": {"name": one.secret_ref.name}}]} if one.secret_ref is not None else {}
     return made
+
+
+def container_name(name: str) -> str:
+    """Name of an initializer's container: one of its own even where it must be shortened."""
+    made = PREFIX + name
+    return made if len(made) <= MAX_NAME else f"{made[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def node_containers(job: MegatronJob) -> list[Object]:
