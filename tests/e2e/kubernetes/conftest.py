@@ -6,10 +6,14 @@ MEGATRONAPP_E2E=standing takes the cluster that `python -m cluster up` brought u
 import os
 from collections.abc import Iterator
 
+import kube
 import pytest
 from cluster import machine
+from cluster.layout import ROOT
 from cluster.runtime import Cluster, running, standing
 
+HOME = "megatronapp-system"
+CHART = ROOT / "charts" / "megatronapp"
 WANTED = os.environ.get("MEGATRONAPP_E2E", "")
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
 
@@ -32,3 +36,14 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     cluster.namespace(name)
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def release(cluster: Cluster) -> str:
+    """The chart, installed as its README says, in a namespace under the restricted standard."""
+    cluster.namespace(HOME)
+    helm = kube.programs("helm") / "helm"
+    config = ("--kubeconfig", cluster.layout.kubeconfig("admin"), "--namespace", HOME)
+    done = cluster.inside(helm, "upgrade", "--install", "megatronapp", CHART, *config, "--wait", seconds=400)
+    assert done.returncode == 0, f"{done.stderr}\n{cluster.problems()}"
+    return "megatronapp"

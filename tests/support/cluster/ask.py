@@ -1,0 +1,22 @@
+"""Run inside a hub's pod: `ask.py PATH` prints what the hub answers to whoever holds the job's secret."""
+
+import pathlib
+import sys
+import urllib.request
+
+from megatronapp_common.tokens import Role, derive, read_secret
+
+SECRET = pathlib.Path("/run/megatronapp/secret/secret")
+
+
+def main() -> None:
+    token = derive(read_secret(SECRET), Role.VIEWER)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:8080{sys.argv[1]}", headers={"Authorization": f"Bearer {token}"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        print(answer.read().decode())
+
+
+if __name__ == "__main__":
+    main()
