@@ -1,4 +1,4 @@
-"""The status that a backend writes, on a real API server: nothing of it is refused, and nothing is dropped."""
+"""The status that a backend writes, on a real API server: nothing of it is refused, dropped or changed."""
 
 import dataclasses
 from typing import Any
@@ -12,21 +12,29 @@ from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,
+    Deletion,
+    ExcludedNode,
     Failure,
     FailureAction,
+    Outcome,
     Phase,
     Progress,
     Replicas,
+    SlowRank,
     Status,
+    Worker,
+    WorkerPhase,
 )
-from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.status_reader import read_status
 
 SECOND = 1_700_000_000.0
+MOMENT = 1_700_000_000.123456
+ENDS = {ConditionType.COMPLETE, ConditionType.FAILED, ConditionType.SUSPENDED}
 FIRST = Status(phase=Phase.PENDING, conditions=(), generation=1, replicas=Replicas(desired=2, pending=2))
 RUNNING = Status(
     phase=Phase.RUNNING,
     conditions=tuple(
-        Condition(type=kind, status=True, reason="Seen", message="a sentence", since=SECOND, generation=1)
+        Condition(type=kind, status=kind not in ENDS, reason="Seen", message="a sentence", since=SECOND, generation=1)
         for kind in ConditionType
     ),
     generation=1,
@@ -34,14 +42,33 @@ RUNNING = Status(
     restarts=2,
     restarts_towards_max=1,
     start_time=SECOND,
-    attempt_time=SECOND,
+    attempt_time=MOMENT,
+    holding_time=MOMENT,
+    scheduled_time=MOMENT,
     running_time=SECOND,
-    last_restart_time=SECOND,
+    last_restart_time=MOMENT,
+    released=3,
+    released_time=MOMENT,
+    initialized=True,
+    init_restarts=1,
+    init_failed_time=MOMENT,
+    init_clearing=True,
+    excluded_nodes=(ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=MOMENT),),
+    succeeded=(0, 1, 2, 5),
+    ended=(
+        Worker(
+            index=3, attempt=2, phase=WorkerPhase.FAILED, started_at=SECOND, finished_at=MOMENT, node="gpu-1",
+            disrupted="Evicted", deletion=Deletion(since=MOMENT, grace_s=600.0),
+            outcome=Outcome(code=137, reason="OOMKilled", message="words", rank=6, signal=9),
+        ),
+    ),
+    progress_time=MOMENT,
+    slow_node="gpu-7",
     progress=Progress(attempt=2, iteration=5, total_iterations=10, loss=1.25, tokens_per_second=1234.5),
     slow_ranks=(
         SlowRank(
             id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="It is.", since_step=7,
-            seconds_per_step=0.5, slowdown=1.5,
+            seconds_per_step=0.5, slowdown=1.5, worker=1, node="gpu-7", since_attempt=2, since_time=MOMENT,
         ),
     ),
     hung_ranks=(3,),
@@ -49,7 +76,7 @@ RUNNING = Status(
     failures=(
         Failure(
             time=SECOND, attempt=1, reason="WorkerFailed", message="rank 3 on worker 1 failed\nmore words",
-            action=FailureAction.RESTART, worker=1, rank=3, exit_code=1, signal=9,
+            action=FailureAction.RESTART, worker=1, node="gpu-1", rank=3, exit_code=1, signal=9,
         ),
     ),
 )  # fmt: skip
@@ -65,11 +92,14 @@ FACTS = {
         "workers": [{"index": 0, "address": "127.0.0.2", "node": "node-0", "ranks": [0, 1]}],
     },
 }
-ENDED = dataclasses.replace(RUNNING, phase=Phase.SUCCEEDED, completion_time=SECOND)
+ENDED = dataclasses.replace(RUNNING, phase=Phase.SUCCEEDED, completion_time=MOMENT)
+QUEUED = dataclasses.replace(FIRST, phase=Phase.QUEUED)
 
 
-@pytest.mark.parametrize("status", [FIRST, RUNNING, ENDED], ids=lambda status: str(status.phase.value))
-def test_a_status_is_stored_as_it_was_written(plane: kube.ControlPlane, namespace: str, status: Status) -> None:
+@pytest.mark.parametrize("status", [FIRST, QUEUED, RUNNING, ENDED], ids=lambda status: str(status.phase.value))
+def test_a_status_is_stored_as_it_was_written_and_read_back(
+    plane: kube.ControlPlane, namespace: str, status: Status
+) -> None:
     job = yaml.safe_load((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
     document: dict[str, Any] = status_document(status) | FACTS
     url, strict = JOBS.path(namespace), {"fieldValidation": "Strict"}
@@ -83,3 +113,4 @@ def test_a_status_is_stored_as_it_was_written(plane: kube.ControlPlane, namespac
         )
     assert answer.status_code == 200, answer.text
     assert answer.json()["status"] == document
+    assert read_status(answer.json()["status"]) == status
