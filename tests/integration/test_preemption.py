@@ -10,8 +10,8 @@ from launchers import Gang, wait_until
 from megatronapp_common.names import ExitCode
 from megatronapp_common.pages import PageReader
 
-pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(900)]
-LIMIT_S = 300
+pytestmark = [pytest.mark.torch, pytest.mark.process, pytest.mark.timeout(1800)]
+LIMIT_S = 600
 """torch takes its time to start where others are at work, too."""
 
 FLAGS = (
