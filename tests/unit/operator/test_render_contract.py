@@ -1,0 +1,97 @@
+"""The programs of the other parts understand what rendered pods tell them."""
+
+import pathlib
+
+import pytest
+import rendered
+
+from megatronapp_analyzer.agent.__main__ import main as run_agent
+from megatronapp_analyzer.agent.settings import load_settings
+from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
+from megatronapp_analyzer.hub.settings import check_bind, load_job_file
+from megatronapp_common.names import Env, RankOrder
+from megatronapp_common.tokens import Role, derive
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.render import Attempt
+from megatronapp_trainer.launch.interface import attachment
+from megatronapp_trainer.launch.main import build_parser as launcher_parser
+from megatronapp_trainer.launch.settings import Settings
+
+FIELDS = {
+    "status.podIP": "10.1.2.3",
+    "spec.nodeName": "gpu-7",
+    "metadata.annotations['megatronapp.io/topology']": "rack-2",
+    "metadata.annotations['k8s.v1.cni.cncf.io/network-status']": '[{"name": "fabric/ib-a", "ips": ["192.168.7.4"]}]',
+}
+"""What the kubelet puts in the place of fields."""
+
+
+def kubelet(pod: rendered.Object, name: str = "trainer") -> dict[str, str]:
+    """The environment that a container gets."""
+    told = rendered.environment(pod, name)
+    return {key: FIELDS.get(value, value).replace("$$", "$") for key, value in told.items()}
+
+
+@pytest.mark.parametrize("kind", rendered.VARIETY)
+def test_launchers_understand_their_environment(kind: str) -> None:
+    job = rendered.make_job(rendered.VARIETY[kind])
+    for index in range(job.world.nodes):
+        pod = rendered.make_worker(job, index, attempt=2)
+        found = Settings.from_environment(kubelet(pod), host_name="pod")
+        assert (found.job, found.uid, found.attempt, found.index) == ("gpt", rendered.UID, 2, index)
+        assert found.proc_per_node == job.world.proc_per_node
+        assert found.node == "gpu-7"
+        assert (found.status_port is not None) == (index == 0)
+        assert found.log_to_stdout
+        assert bool(found.hub_url) == job.spec.analyzer.enabled
+
+
+def test_launchers_understand_rank_order_preflight_and_networks() -> None:
+    told = kubelet(rendered.make_worker(rendered.make_job(rendered.VARIETY["sriov"])))
+    found = Settings.from_environment(told, host_name="pod")
+    assert (found.rank_order, found.topology) == (RankOrder.TOPOLOGY, "rack-2")
+    assert found.preflight is not None
+    assert attachment(told[Env.NETWORK_STATUS]) == ("192.168.7.4", None)
+
+
+def test_the_launchers_flags_end_where_those_of_the_ranks_begin() -> None:
+    job = rendered.make_job({"runPolicy": {"startDeadlineSeconds": 77}})
+    command = rendered.container(rendered.make_worker(job))["command"]
+    flags = command[3 : command.index("--")]
+    assert launcher_parser().parse_args(flags).gather_timeout_s == 77
+
+
+def test_agents_understand_their_environment(tmp_path: pathlib.Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("ab" * 32 + "\n", encoding="ascii")
+    pod = rendered.make_worker(rendered.make_job(rendered.ANALYZED), 1, attempt=3)
+    told = kubelet(pod, "agent") | {Env.SECRET_FILE: str(secret), Env.SHM_DIR: str(tmp_path)}
+    found = load_settings(told)
+    assert (found.job, found.worker, found.attempt, found.node) == ("gpt", 1, 3, "gpu-7")
+    assert found.socket_url == "ws://gpt-hub.default.svc.cluster.local:8080/api/v1/agent"
+    assert found.token == derive("ab" * 32, Role.AGENT)
+    assert found.shm_prefix == kubelet(pod)[Env.SHM_PREFIX]
+
+
+def test_agents_know_their_flags(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes as far as its settings, which are not there."""
+    for name in Env:
+        monkeypatch.delenv(name, raising=False)
+    command = rendered.container(rendered.make_worker(rendered.make_job(rendered.ANALYZED)), "agent")["command"]
+    assert run_agent(command[3:]) == 64
+    assert "is not set" in capsys.readouterr().err
+
+
+def test_hubs_know_their_flags_and_their_job(tmp_path: pathlib.Path) -> None:
+    job = rendered.make_job(rendered.ANALYZED)
+    owner = rendered.owner_of(job)
+    command = rendered.container(render.hub_pod(job, owner, rendered.SETTINGS, starts=1), "hub")["command"]
+    flags = hub_parser().parse_args(command[3:])
+    check_bind(flags.host, allow_remote=flags.allow_remote)
+    assert (flags.port, flags.die_with_parent, flags.frontend) == (8080, False, None)
+    objects = render.gang_objects(job, owner, Attempt(number=0), rendered.SETTINGS)
+    (text,) = [obj["data"]["job.yaml"] for _, obj in objects if obj["kind"] == "ConfigMap"]
+    manifest = tmp_path / flags.job_file.name
+    manifest.write_text(text, encoding="utf-8")
+    found = load_job_file(manifest, name=None, uid=None)
+    assert (found.name, found.uid, found.namespace, found.traced) == ("gpt", rendered.UID, "default", True)
