@@ -174,7 +174,7 @@ def test_a_usage_error_fails_the_job_at_once(desk: Any) -> None:
 
 
 def test_the_budget_of_restarts_ends(desk: Any) -> None:
-    desk.end(1, "-1")
+    desk.end(67, "-1")
     backend = desk.run(desk.manifest())
     assert backend.wait(90) == 1
     status = desk.status()

@@ -138,8 +138,22 @@ def short_lived(worker: Any, seconds: float) -> Any:
 def test_a_gang_whose_programs_end_at_once_has_wrong_arguments(scene: Maker, worker: Maker) -> None:
     made = scene()
     made.plan()
-    made.see(short_lived(worker(0, "Failed", 2), 5), short_lived(worker(1, "Failed", 1), 59))
+    early = short_lived(worker(0, "Failed", 2), 5)
+    made.see(early, worker(1))
+    assert (made.plan().status.failures, made.plan().wake_at) == ((), made.now + made.job.spec.policy.settle_s)
+    made.see(early, short_lived(worker(1, "Failed", 1), 59))
     assert judged(made)[0] is FailureAction.FAIL_JOB
+
+
+def test_one_worker_that_ends_at_once_is_restarted_when_the_others_had_time_to_follow(
+    scene: Maker, worker: Maker
+) -> None:
+    made = scene(settle_s=5)
+    made.plan()
+    made.see(short_lived(worker(0, "Failed", 1), 5), worker(1))
+    made.plan()
+    made.now += 5
+    assert judged(made) == (FailureAction.RESTART, 1)
 
 
 @pytest.mark.parametrize("case", ["late", "signal", "trained", "second attempt", "one of them late", "not started"])

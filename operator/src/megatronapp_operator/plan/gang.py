@@ -46,7 +46,7 @@ def judge_end(draft: Draft) -> bool:
         message = f"{draft.job.spec.all_workers_words} ended with success"
         complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
         return True
-    settle_at = outcome.settles_at(culprits, gang, draft.job.spec.policy.settle_s)
+    settle_at = rules.settles_at(draft, culprits[0])
     if settle_at is not None and draft.now < settle_at:
         draft.wake(settle_at)
         return True

@@ -127,12 +127,28 @@ def _somebody_was_taken_away(draft: Draft) -> bool:
     return any(one.disrupted is not None or one.deletion is not None for one in draft.gang)
 
 
+def settles_at(draft: Draft, culprit: Worker) -> float | None:
+    """Until when to wait for the ends of the others before this one is judged; None: it can be judged now.
+
+    The victims' launchers may report before the culprit's does (`outcome.settles_at`), and only when all have ended at
+    once it is known that their arguments are wrong.
+    """
+    settle_s = draft.job.spec.policy.settle_s
+    at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
+    if at is None and any(one.live for one in draft.gang) and _begins(draft) and _ended_at_once(culprit):
+        at = (culprit.finished_at or 0.0) + settle_s
+    return at
+
+
+def _begins(draft: Draft) -> bool:
+    """Whether this is the first gang, and it has not trained yet."""
+    return draft.status.restarts == 0 and not draft.status.trains
+
+
 def _hopeless(draft: Draft) -> bool:
     """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do."""
-    if draft.status.restarts > 0 or draft.status.trains:
-        return False
-    own = [one for one in outcome.failed(draft.gang) if outcome.suspicion(one) == 0]
-    return all(_ended_at_once(one) for one in own)
+    whole = len(draft.gang) >= draft.job.spec.workers
+    return whole and _begins(draft) and all(_ended_at_once(one) for one in draft.gang)
 
 
 def _ended_at_once(worker: Worker) -> bool:
