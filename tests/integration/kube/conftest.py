@@ -16,9 +16,8 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
     with kube.control_plane(tmp_path_factory.mktemp("control-plane"), users=("nobody",)) as plane:
         apply(plane, CRD)
-        established = "--for=condition=Established"
-        done = plane.kubectl("wait", established, "crd/megatronjobs.megatronapp.io", "--timeout=60s")
-        assert done.returncode == 0, done.stderr
+        with plane.client() as client:
+            door.wait_for(lambda: client.get("/apis/megatronapp.io/v1alpha1/megatronjobs").is_success)
         yield plane
 
 

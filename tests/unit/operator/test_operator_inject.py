@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from megatronapp_operator.cli import commands
-from megatronapp_operator.cli.inject import _problem, check
+from megatronapp_operator.cli.inject import check, problem_of
 from megatronapp_operator.cli.run import read_job
 from megatronapp_operator.errors import OperatorError
 
@@ -63,6 +63,6 @@ def test_bad_numbers_are_a_wrong_command_line(
 
 def test_hints_of_the_hub_go_on_in_small_letters_and_without_paths_for_programs() -> None:
     answer = {"code": "c", "message": "rank 1 is not running", "hint": "Running now: 0."}
-    assert _problem(httpx.Response(409, json=answer)) == "rank 1 is not running; running now: 0."
+    assert problem_of(httpx.Response(409, json=answer)) == "rank 1 is not running; running now: 0."
     answer["hint"] = "See /api/v1/openapi.json for the fields."
-    assert _problem(httpx.Response(422, json=answer)) == "rank 1 is not running"
+    assert problem_of(httpx.Response(422, json=answer)) == "rank 1 is not running"

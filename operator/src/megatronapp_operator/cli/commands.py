@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.command_parser import JOB_NAMES
+from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.durations import parse_duration
 from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
 
 Subparsers = Any
 """argparse's own type is private and generic over the parser class."""
+LOCAL = frozenset({"validate"})
+"""Subcommands that know no cluster."""
+WHERE = f"""One of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), means jobs of a cluster; without,
+those of this machine are meant."""
 
 
 def register(subparsers: Subparsers) -> None:
@@ -21,7 +26,8 @@ def register(subparsers: Subparsers) -> None:
 
 def _command(module: str) -> Callable[[argparse.Namespace], int]:
     def call(arguments: argparse.Namespace) -> int:
-        loaded = importlib.import_module(f"megatronapp_operator.cli.{module}")
+        folder = "cli.cluster" if cluster.meant(arguments) and module not in LOCAL else "cli"
+        loaded = importlib.import_module(f"megatronapp_operator.{folder}.{module}")
         code: int = loaded.main(arguments)
         return code
 
@@ -31,7 +37,23 @@ def _command(module: str) -> Callable[[argparse.Namespace], int]:
 def _add(subparsers: Subparsers, name: str, text: str, *, description: str | None = None) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=description or text)
     parser.set_defaults(func=_command(name))
+    if name not in LOCAL:
+        _add_cluster(parser)
     return parser
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_argument_group("on a cluster", WHERE)
+    where.add_argument("--context", metavar="NAME", help="context of the kubeconfig")
+    where.add_argument("-n", "--namespace", metavar="NAME", help="namespace; left out: the context's")
+    where.add_argument("--kubeconfig", metavar="FILE", help="kubeconfig; left out: KUBECONFIG or ~/.kube/config")
+    where.add_argument("--cluster", action="store_true", help="the kubeconfig's own context and namespace")
+
+
+def _add_door(parser: argparse.ArgumentParser) -> None:
+    """Only for those subcommands that talk to hubs."""
+    text = "on a cluster: the door's URL, or NAMESPACE/SERVICE; left out: the one that is found"
+    parser.add_argument("--door", metavar="WHERE", help=text)
 
 
 def _add_job(parser: argparse.ArgumentParser, text: str = "name of a job", *, nargs: str | None = None) -> None:
@@ -41,13 +63,14 @@ def _add_job(parser: argparse.ArgumentParser, text: str = "name of a job", *, na
 
 
 def _run(subparsers: Subparsers) -> None:
-    text = """Run a MegatronJob on this machine: every worker is a group of processes.
+    text = """Run a MegatronJob on this machine: every worker is a group of processes. Or hand it to a
+cluster, and follow it there: then Ctrl-C ends the following only, and the log is left to `megatronapp logs -f`.
 
 Without --detach the job lives in front of you: the first Ctrl-C asks for a checkpoint and stops it, the second kills
 it. On a terminal the pages stay open for spec.analyzer.retainSeconds after the end, or until Ctrl-C.
 Paths in the manifest are relative to the current folder.
 Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
-    parser = _add(subparsers, "run", "run a job on this machine", description=text)
+    parser = _add(subparsers, "run", "run a job on this machine or a cluster", description=text)
     parser.add_argument("file", metavar="FILE", help="MegatronJob in YAML or JSON; - reads standard input")
     parser.add_argument("--name", help="name of the job, in place of metadata.name")
     how = parser.add_mutually_exclusive_group()
@@ -68,6 +91,7 @@ def _get(subparsers: Subparsers) -> None:
     _add_job(parser, "name of a job; left out: all", nargs="?")
     parser.add_argument("-o", "--output", choices=("json", "yaml", "wide", "name"), help="form of the output")
     parser.add_argument("-w", "--watch", action="store_true", help="go on printing a line whenever something changes")
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="on a cluster: of all namespaces")
     parser.add_argument("--no-headers", action="store_true", help="leave the line of column names out")
 
 
@@ -77,7 +101,8 @@ def _describe(subparsers: Subparsers) -> None:
 
 
 def _logs(subparsers: Subparsers) -> None:
-    text = """Print the log of one process of a job: of the rank that reports the loss, unless another one is named."""
+    text = """Print the log of one process of a job: of the rank that reports the loss, unless another one is named.
+On a cluster only the newest attempt has one."""
     parser = _add(subparsers, "logs", "print the log of a rank or a worker", description=text)
     _add_job(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
@@ -128,10 +153,14 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
     )
     parser.add_argument("--from-step", type=parse_index, required=True, metavar="N", help="first step")
     parser.add_argument("--steps", type=parse_count, required=True, metavar="M", help="number of steps")
+    _add_door(parser)
     parser.add_argument("--peer", type=parse_index, metavar="R", help="with link: only what comes from this rank")
 
 
 def _ui(subparsers: Subparsers) -> None:
-    parser = _add(subparsers, "ui", "open the pages of a job")
-    _add_job(parser)
+    text = """Open the pages of a job. On a cluster a port is forwarded to the door until Ctrl-C, and the address logs
+the browser in once, with your own rights; without JOB it shows the list of jobs."""
+    parser = _add(subparsers, "ui", "open the pages of a job", description=text)
+    _add_job(parser, nargs="?")
+    _add_door(parser)
     parser.add_argument("--print", action="store_true", dest="print_only", help="print the address, and nothing else")

@@ -1,14 +1,16 @@
 """`megatronapp describe`."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatronapp_operator.backends.process import files, registry
 from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.cli.jobs import Job
 from megatronapp_operator.cli.tables import NONE, age, format_table, iteration, number
 
 EVENTS_SHOWN = 30
+Pairs = Sequence[tuple[str, str]]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -19,16 +21,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def describe(job: JobView) -> Iterator[str]:
-    """Lines about a job."""
-    yield from _pairs(_head(job))
+    """Lines about a job of this machine."""
+    backend = ("Backend", "running" if job.alive else "ended")
+    yield from lines(job, files.read_lines(job.paths.events), place=[backend], end=[("State", str(job.paths.root))])
+
+
+def lines(job: Job, events: list[dict[str, Any]], *, place: Pairs, end: Pairs = ()) -> Iterator[str]:
+    """Lines about a job; what only its backend knows stands in `place`, after the phase, and at the head's `end`."""
+    yield from _pairs([*_head(job, place), *end])
     yield from _conditions(job.status)
     yield from _workers(job.status)
     yield from _slow_ranks(job.status)
     yield from _failures(job.status)
-    yield from _events(files.read_lines(job.paths.events))
+    yield from _events(events)
 
 
-def _head(job: JobView) -> list[tuple[str, str]]:
+def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
     metadata, spec, status = job.document["metadata"], job.document["spec"], job.status
     layout = ", ".join(f"{name} {size}" for name, size in spec.get("parallelism", {}).items())
     replicas = ", ".join(f"{count} {name}" for name, count in status.get("replicaStatuses", {}).items())
@@ -37,7 +45,7 @@ def _head(job: JobView) -> list[tuple[str, str]]:
         ("Name", job.name),
         ("UID", metadata["uid"]),
         ("Phase", job.phase),
-        ("Backend", "running" if job.alive else "ended"),
+        *place,
         ("Created", metadata.get("creationTimestamp", NONE)),
         ("Started", status.get("startTime", NONE)),
         ("Completed", status.get("completionTime", NONE)),
@@ -49,11 +57,10 @@ def _head(job: JobView) -> list[tuple[str, str]]:
         ("Iteration", iteration(progress)),
         ("Loss", number(progress.get("loss"), ".4f")),
         ("Hub", status.get("hubUrl", NONE)),
-        ("State", str(job.paths.root)),
     ]
 
 
-def _pairs(pairs: list[tuple[str, str]]) -> Iterator[str]:
+def _pairs(pairs: Pairs) -> Iterator[str]:
     width = max(len(name) for name, _ in pairs) + 3
     return (f"{name + ':':<{width}}{value}" for name, value in pairs)
 

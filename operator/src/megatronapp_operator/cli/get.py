@@ -4,12 +4,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from megatronapp_operator.backends.process import registry
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.cli.jobs import Job, Jobs
 from megatronapp_operator.cli.tables import COLUMNS, WIDE_COLUMNS, Table, job_row
 from megatronapp_operator.errors import JobNotFoundError
 
@@ -17,53 +18,78 @@ WATCH_S = 0.5
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print one job or all; returns the exit code."""
-    jobs = _jobs(arguments.job)
+    """Print one job or all of this machine; returns the exit code."""
+    return show(registry, arguments)
+
+
+def show(place: Jobs, arguments: argparse.Namespace, *, watch_s: float = WATCH_S, namespaces: bool = False) -> int:
+    """Print one job or all, wherever they are; with `namespaces` the table says which they are in."""
+    jobs = _jobs(place, arguments.job)
     if not jobs and not arguments.watch:
         if arguments.output in {"json", "yaml"}:
             _print_documents(jobs, single=False, output=arguments.output)
         else:
             print("No jobs found.", file=sys.stderr)
         return 0
-    table = Table()
-    _print(jobs, arguments, table, headers=not arguments.no_headers)
+    printer = _Printer(arguments, namespaces=namespaces)
+    printer.print(jobs, headers=not arguments.no_headers)
     if arguments.watch:
-        _watch(arguments, table, {job.name: job.document for job in jobs})
+        _watch(place, arguments, printer, watch_s, {_key(job): job.document for job in jobs})
     return 0
 
 
-def _jobs(name: str | None) -> list[JobView]:
-    return registry.views() if name is None else [registry.view(name)]
+def _jobs(place: Jobs, name: str | None) -> Sequence[Job]:
+    return place.views() if name is None else [place.view(name)]
 
 
-def _print(jobs: list[JobView], arguments: argparse.Namespace, table: Table, *, headers: bool) -> None:
-    output = arguments.output
-    if output in {"json", "yaml"}:
-        _print_documents(jobs, single=arguments.job is not None, output=output)
-    elif output == "name":
-        print("".join(f"megatronjob.megatronapp.io/{job.name}\n" for job in jobs), end="", flush=True)
-    else:
-        wide = output == "wide"
-        heading = [WIDE_COLUMNS if wide else COLUMNS] if headers else []
-        table.print([*heading, *(job_row(job, wide=wide) for job in jobs)])
+def _key(job: Job) -> tuple[str, str]:
+    return str(job.document["metadata"].get("namespace")), job.name
 
 
-def _print_documents(jobs: list[JobView], *, single: bool, output: str) -> None:
+class _Printer:
+    def __init__(self, arguments: argparse.Namespace, *, namespaces: bool) -> None:
+        self._arguments = arguments
+        self._namespaces = namespaces
+        self._table = Table()
+
+    def print(self, jobs: Sequence[Job], *, headers: bool) -> None:
+        """Print jobs in the form that was asked for."""
+        output = self._arguments.output
+        if output in {"json", "yaml"}:
+            _print_documents(jobs, single=self._arguments.job is not None, output=output)
+        elif output == "name":
+            print("".join(f"megatronjob.megatronapp.io/{job.name}\n" for job in jobs), end="", flush=True)
+        else:
+            self._table.print(self._rows(jobs, wide=output == "wide", headers=headers))
+
+    def _rows(self, jobs: Sequence[Job], *, wide: bool, headers: bool) -> Iterator[Sequence[str]]:
+        if headers:
+            yield self._row("NAMESPACE", WIDE_COLUMNS if wide else COLUMNS)
+        for job in jobs:
+            yield self._row(_key(job)[0], job_row(job, wide=wide))
+
+    def _row(self, namespace: str, cells: Sequence[str]) -> Sequence[str]:
+        return [namespace, *cells] if self._namespaces else cells
+
+
+def _print_documents(jobs: Sequence[Job], *, single: bool, output: str) -> None:
     items = [job.document for job in jobs]
     document: dict[str, Any] = items[0] if single else {"apiVersion": "v1", "kind": "List", "items": items}
     text = json.dumps(document, indent=4) if output == "json" else yaml.safe_dump(document, sort_keys=False)
     print(text.rstrip("\n"), flush=True)
 
 
-def _watch(arguments: argparse.Namespace, table: Table, seen: dict[str, dict[str, Any]]) -> None:
+def _watch(
+    place: Jobs, arguments: argparse.Namespace, printer: _Printer, every_s: float, seen: dict[tuple[str, str], Any]
+) -> None:
     """Print every job again that changed; ends with a named job that is deleted, else by Ctrl-C."""
     while True:
-        time.sleep(WATCH_S)
+        time.sleep(every_s)
         try:
-            jobs = _jobs(arguments.job)
+            jobs = _jobs(place, arguments.job)
         except JobNotFoundError:
             return
-        changed = [job for job in jobs if seen.get(job.name) != job.document]
-        seen = {job.name: job.document for job in jobs}
+        changed = [job for job in jobs if seen.get(_key(job)) != job.document]
+        seen = {_key(job): job.document for job in jobs}
         if changed:
-            _print(changed, arguments, table, headers=False)
+            printer.print(changed, headers=False)

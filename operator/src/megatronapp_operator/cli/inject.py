@@ -21,7 +21,13 @@ def main(arguments: argparse.Namespace) -> int:
         raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
     check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
     url, token = hub_access(job.paths)
-    fault = without_none(
+    print(told(post(f"{url}/api/v1/faults", token=token, document=fault_of(arguments)), arguments))
+    return 0
+
+
+def fault_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fault as the hub takes it."""
+    return without_none(
         {
             "rank": arguments.rank,
             "kind": arguments.kind,
@@ -31,14 +37,16 @@ def main(arguments: argparse.Namespace) -> int:
             "peer": arguments.peer,
         }
     )
-    answer = post(f"{url}/api/v1/faults", token=token, document=fault)
+
+
+def told(answer: dict[str, Any], arguments: argparse.Namespace) -> str:
+    """What was given, in words."""
     last = arguments.from_step + arguments.steps - 1
     peer = "" if arguments.peer is None else f" from rank {arguments.peer}"
-    print(
+    return (
         f"fault {answer['id']}: rank {arguments.rank}, {arguments.kind}{peer} x {arguments.factor:g}, "
         f"steps {arguments.from_step} to {last}"
     )
-    return 0
 
 
 def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
@@ -67,12 +75,12 @@ def post(url: str, *, token: str, document: dict[str, Any]) -> dict[str, Any]:
     except httpx.HTTPError as error:
         raise HubError(f"{url}: the hub does not answer: {error}") from error
     if not answer.is_success:
-        raise HubError(_problem(answer))
+        raise HubError(problem_of(answer))
     result: dict[str, Any] = answer.json()
     return result
 
 
-def _problem(answer: httpx.Response) -> str:
+def problem_of(answer: httpx.Response) -> str:
     """What the hub says is wrong, with its hint."""
     try:
         problem = answer.json()

@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.cli.durations import human_duration
+from megatronapp_operator.cli.jobs import Job
 from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan.report import HANG, NAMED_STATES
 
@@ -43,7 +43,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return Table().format(rows)
 
 
-def job_row(job: JobView, *, wide: bool) -> list[str]:
+def job_row(job: Job, *, wide: bool) -> list[str]:
     """One job as a line of the table."""
     status, replicas = job.status, job.status.get("replicaStatuses", {})
     progress = status.get("progress", {})

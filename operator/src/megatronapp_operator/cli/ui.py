@@ -8,7 +8,7 @@ import httpx
 
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.cli.addresses import hub_access, page_address
-from megatronapp_operator.errors import HubError
+from megatronapp_operator.errors import HubError, OperatorError
 
 READY_S = 30.0
 POLL_S = 0.1
@@ -16,6 +16,8 @@ POLL_S = 0.1
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the address of the pages, and open it; returns the exit code."""
+    if arguments.job is None:
+        raise OperatorError("name a job of this machine; `megatronapp get` lists them")
     job = registry.view(arguments.job)
     url, _ = hub_access(job.paths)
     wait_ready(url)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from megatronapp_operator.backends.process import registry
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.cli.jobs import Job, Jobs
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 from megatronapp_operator.plan import ConditionType
 
@@ -25,14 +25,14 @@ class Wanted:
     type: str
     status: str = "True"
 
-    def holds(self, job: JobView) -> bool:
+    def holds(self, job: Job) -> bool:
         """Whether it is so."""
         conditions = job.status.get("conditions", ())
         return any(
             self._equal(one["type"], self.type) and self._equal(one["status"], self.status) for one in conditions
         )
 
-    def hopeless(self, job: JobView) -> bool:
+    def hopeless(self, job: Job) -> bool:
         """Whether it can never be so, because the job has ended in another way."""
         return bool(self.type) and job.ended and not self.holds(job)
 
@@ -42,17 +42,22 @@ class Wanted:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Wait; returns the exit code."""
+    """Wait for a job of this machine; returns the exit code."""
+    return wait(registry, arguments)
+
+
+def wait(place: Jobs, arguments: argparse.Namespace, *, poll_s: float = POLL_S) -> int:
+    """Wait for a job, wherever it is; returns the exit code."""
     wanted = parse_condition(arguments.condition)
     deadline = time.monotonic() + arguments.timeout if arguments.timeout >= 0 else float("inf")
     while True:
-        if _reached(arguments.job, wanted):
+        if _reached(place, arguments.job, wanted):
             word = "condition met" if wanted.type else "deleted"
             print(f"megatronjob.megatronapp.io/{arguments.job} {word}")
             return 0
         if time.monotonic() >= deadline:
             raise OperatorError(f"timed out waiting for the condition on megatronjobs/{arguments.job}")
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
 
 
 def parse_condition(text: str) -> Wanted:
@@ -77,9 +82,9 @@ def _known(text: str, word: str, known: Sequence[str]) -> str:
     raise OperatorError(f"--for={text}: {word!r} is not known; {meant}known: {', '.join(known)}")
 
 
-def _reached(name: str, wanted: Wanted) -> bool:
+def _reached(place: Jobs, name: str, wanted: Wanted) -> bool:
     try:
-        job = registry.view(name)
+        job = place.view(name)
     except JobNotFoundError:
         if wanted.type:
             raise

@@ -1,0 +1,27 @@
+"""`megatronapp delete` on a cluster."""
+
+import argparse
+
+from megatronapp_common.names import LABEL_JOB_UID
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS
+from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.errors import JobNotFoundError
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Delete a job; its pods end after it, and write a checkpoint if they may. Returns the exit code."""
+    with opened(arguments) as cluster:
+        try:
+            job = cluster.view(arguments.job)
+        except JobNotFoundError:
+            if arguments.ignore_not_found:
+                return 0
+            raise
+        cluster.run(cluster.api.delete(JOBS, job.document))
+        if arguments.force:
+            print("stopping at once; no checkpoint is written", flush=True)
+            pods = cluster.run(cluster.api.list_objects(PODS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}"))
+            for pod in pods.items:
+                cluster.run(cluster.api.delete(PODS, pod, grace_s=0))
+    print(f'megatronjob.megatronapp.io "{job.name}" deleted')
+    return 0

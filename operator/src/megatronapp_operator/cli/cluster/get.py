@@ -1,0 +1,30 @@
+"""`megatronapp get` on a cluster."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from megatronapp_operator.cli import get
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.errors import OperatorError
+
+WATCH_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Everywhere:
+    cluster: Cluster
+
+    def view(self, name: str) -> ClusterJob:
+        raise OperatorError(f"a job is looked up in one namespace; write -n NAMESPACE in place of -A beside {name}")
+
+    def views(self) -> Sequence[ClusterJob]:
+        return self.cluster.views_of(None)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print one job or all; returns the exit code."""
+    with opened(arguments) as cluster:
+        if arguments.all_namespaces:
+            return get.show(_Everywhere(cluster), arguments, watch_s=WATCH_S, namespaces=True)
+        return get.show(cluster, arguments, watch_s=WATCH_S)

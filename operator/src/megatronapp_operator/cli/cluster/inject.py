@@ -1,0 +1,26 @@
+"""`megatronapp inject` on a cluster: through the door to the job's hub, and from there to its agents and ranks."""
+
+import argparse
+
+from megatronapp_common.job import load_job
+from megatronapp_operator.cli import inject
+from megatronapp_operator.cli.cluster import doors
+from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.errors import HubError, OperatorError
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Hand a fault to the job's hub; returns the exit code."""
+    with opened(arguments) as cluster:
+        job = cluster.view(arguments.job)
+        if job.ended:
+            raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
+        inject.check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
+        with doors.reached(cluster) as (door, _):
+            token = doors.token_for(cluster, door, job)
+            path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"
+            answer = doors.call(door, "POST", path, token=token, json=inject.fault_of(arguments))
+    if not answer.is_success:
+        raise HubError(inject.problem_of(answer))
+    print(inject.told(answer.json(), arguments))
+    return 0

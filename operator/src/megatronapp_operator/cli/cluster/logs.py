@@ -1,0 +1,159 @@
+"""`megatronapp logs` on a cluster: the log of a worker's trainer container, by rank.
+
+There the launcher writes the lines of its ranks to its own log, each with its rank in front. A pod takes its log with
+it, so that only the newest attempt has one; what is older lies where the cluster collects logs.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import aiohttp
+
+from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.names import LABEL_ATTEMPT
+from megatronapp_common.topology import Placement
+from megatronapp_operator.backends.kubernetes.api import PODS, Object
+from megatronapp_operator.backends.kubernetes.errors import ApiError, UnavailableError
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.follower import reporting_rank
+from megatronapp_operator.errors import JobNotFoundError, OperatorError
+
+CONTAINER = "trainer"
+POLL_S = 2.0
+_OF_RANK = re.compile(r"\[rank (\d+)\] ?(.*)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print a log; returns the exit code."""
+    with opened(arguments) as cluster:
+        job = cluster.view(arguments.job)
+        loaded = load_job({key: value for key, value in job.document.items() if key != "status"})
+        log = WorkerLog(cluster, job, *_wanted(loaded, arguments))
+        if arguments.follow:
+            _follow(log, arguments)
+            return 0
+        lines = list(log.lines(log.pod(arguments.attempt)))
+        _print(lines if arguments.tail is None else lines[max(0, len(lines) - arguments.tail) :])
+        if not lines:
+            read = f"the launchers tell of starts and ends: megatronapp logs {job.name} --worker 0"
+            print(f"note: {log.whose} has written nothing (yet); {read}", file=sys.stderr)
+    return 0
+
+
+def _wanted(job: MegatronJob, arguments: argparse.Namespace) -> tuple[int, int | None]:
+    """Worker, and rank (None: its launcher)."""
+    if arguments.worker is not None:
+        if not 0 <= arguments.worker < job.world.nodes:
+            raise OperatorError(
+                f"{job.metadata.name}: there is no worker {arguments.worker}; take 0 to {job.world.nodes - 1}"
+            )
+        return arguments.worker, None
+    rank = reporting_rank(job) if arguments.rank is None else arguments.rank
+    return Placement(job.world.proc_per_node).worker_of(rank), rank
+
+
+class WorkerLog:
+    """The log of one rank, or of a launcher, in the pod of its worker."""
+
+    def __init__(self, cluster: Cluster, job: ClusterJob, worker: int, rank: int | None) -> None:
+        self._cluster = cluster
+        self.job = job
+        self._pod = f"{job.name}-worker-{worker}"
+        self._rank = rank
+        self.whose = f"the launcher of worker {worker}" if rank is None else f"rank {rank}"
+
+    def pod(self, attempt: int | None = None) -> Object:
+        """The worker's pod. Raises OperatorError if there is none, or not of this attempt."""
+        pod = self._cluster.run(self._cluster.api.get(PODS, self.job.namespace, self._pod))
+        if pod is None:
+            raise OperatorError(f"there is no pod {self.job.namespace}/{self._pod} (any more), and so no log of it")
+        found = pod["metadata"].get("labels", {}).get(LABEL_ATTEMPT, "0")
+        if attempt is not None and str(attempt) != found:
+            raise OperatorError(
+                f"{self._pod} is of attempt {found}; the log of attempt {attempt} went with its pod, "
+                "and lies where the cluster collects logs"
+            )
+        return pod
+
+    def lines(self, pod: Object, *, follow: bool = False) -> Iterator[str]:
+        """Lines of the rank or launcher; with `follow` until the container has ended. Raises ApiError."""
+        path = PODS.path(self.job.namespace, pod["metadata"]["name"], "log")
+        query = {"container": CONTAINER} | ({"follow": "true"} if follow else {})
+        answer = self._cluster.open("GET", path, query=query)
+        try:
+            yield from select(_lines(lambda: self._cluster.run(answer.content.readany())), self._rank)
+        except aiohttp.ClientError as error:
+            raise UnavailableError(f"the log of {self._pod} broke off: {error}") from error
+        finally:
+            answer.close()
+
+    def over(self) -> bool:
+        """Whether nothing more can come."""
+        try:
+            return self._cluster.view(self.job.name).ended
+        except JobNotFoundError:
+            return True
+
+
+def _lines(read: Callable[[], bytes]) -> Iterator[str]:
+    """Whole lines of what comes in pieces; the last one may have no end."""
+    rest = b""
+    while piece := read():
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from (line.decode(errors="replace") for line in whole)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def select(lines: Iterable[str], rank: int | None) -> Iterator[str]:
+    """The lines of one rank without their mark, or (None) those of the launcher itself."""
+    for line in lines:
+        found = _OF_RANK.fullmatch(line)
+        if found is None:
+            if rank is None:
+                yield line
+        elif rank is not None and int(found[1]) == rank:
+            yield found[2]
+
+
+def _follow(log: WorkerLog, arguments: argparse.Namespace) -> None:
+    """Print what comes until the job has ended; go over to the pod of the next attempt."""
+    told: Any = None
+    tail = arguments.tail
+    while True:
+        try:
+            pod = log.pod(arguments.attempt)
+            if pod["metadata"]["uid"] != told:
+                for line in log.lines(pod, follow=True) if tail is None else _tailed(log, pod, tail):
+                    _print([line])
+                told, tail = pod["metadata"]["uid"], None
+        except (OperatorError, ApiError) as error:
+            if arguments.attempt is not None:
+                raise
+            if not _is_late(error):
+                raise
+        if log.over() or arguments.attempt is not None:
+            return
+        time.sleep(POLL_S)
+
+
+def _tailed(log: WorkerLog, pod: Object, count: int) -> Iterator[str]:
+    """The last lines so far, then what follows."""
+    known = list(log.lines(pod))
+    for number, line in enumerate(log.lines(pod, follow=True)):
+        if number >= len(known) - count:
+            yield line
+
+
+def _is_late(error: OperatorError) -> bool:
+    """Whether it only says that the pod is not there yet, or its container has not started."""
+    return not isinstance(error, ApiError) or error.status in {0, 400, 404, 500, 502, 503, 504}
+
+
+def _print(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

@@ -1,0 +1,117 @@
+"""`megatronapp run` on a cluster: store the job, then tell what becomes of it."""
+
+import argparse
+import time
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.kubernetes.api import JOBS
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
+from megatronapp_operator.cli.tables import iteration, number
+from megatronapp_operator.errors import JobConflictError, JobNotFoundError, ManifestError, OperatorError
+from megatronapp_operator.plan.report import NAMED_STATES
+
+POLL_S = 2.0
+INTERRUPTED_EXIT_CODE = 130
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run a job; returns the exit code."""
+    try:
+        job = read_manifest(arguments.file, name=arguments.name)
+    except ManifestError as error:
+        print_problems(error)
+        return BAD_MANIFEST_EXIT_CODE
+    with opened(arguments) as cluster:
+        _settle_namespace(cluster, job)
+        stored = _store(cluster, job)
+        if arguments.detach:
+            return 0
+        try:
+            return _follow(cluster, stored, verbose=arguments.follow)
+        except KeyboardInterrupt:
+            print(f"\n{stored.name} goes on in the cluster; `megatronapp delete {stored.name}` ends it")
+            return INTERRUPTED_EXIT_CODE
+
+
+def _settle_namespace(cluster: Cluster, job: MegatronJob) -> None:
+    """The manifest may name its namespace; the command line may not name another."""
+    named = job.metadata.namespace if "namespace" in job.metadata.model_fields_set else None
+    if named is not None and cluster.arguments.namespace not in {None, named}:
+        raise OperatorError(f"metadata.namespace is {named!r}, and -n says {cluster.namespace!r}; leave one out")
+    cluster.namespace = named or cluster.namespace
+
+
+def _store(cluster: Cluster, job: MegatronJob) -> ClusterJob:
+    """Store the job and say what has changed. Raises JobConflictError for one that is over."""
+    name = job.metadata.name
+    before = cluster.run(cluster.api.get(JOBS, cluster.namespace, name))
+    if before is not None and ClusterJob(before).ended:
+        raise JobConflictError(
+            f"{cluster.namespace}/{name} has ended ({ClusterJob(before).phase}); forget it by "
+            f"`megatronapp delete {name}` (checkpoints stay) and run it again, or take another --name"
+        )
+    document = job.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    document["metadata"]["namespace"] = cluster.namespace
+    stored = cluster.apply({key: value for key, value in document.items() if key != "status"})
+    same = before is not None and before["metadata"]["generation"] == stored.document["metadata"]["generation"]
+    print(f"megatronjob.megatronapp.io/{name} {'created' if before is None else 'unchanged' if same else 'configured'}")
+    return stored
+
+
+def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
+    teller = Teller(verbose=verbose)
+    while True:
+        try:
+            now = cluster.view(job.name)
+        except JobNotFoundError:
+            now = None
+        if now is None or now.uid != job.uid:
+            print(f"{job.name} was deleted")
+            return 1
+        for line in teller.tell(now, cluster.events(now)):
+            print(line, flush=True)
+        if now.ended:
+            return 0 if now.phase == "Succeeded" else 1
+        time.sleep(POLL_S)
+
+
+class Teller:
+    """What is new of a job, in lines."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._verbose = verbose
+        self._told: set[str] = set()
+        self._phase = ""
+
+    def tell(self, job: ClusterJob, events: list[dict[str, str]]) -> list[str]:
+        """Lines about what was not told yet: events, the phase, and (if `verbose`) progress and verdicts."""
+        found = [line for event in events for line in self._once(event["uid"] + event["time"], _event_line(event))]
+        if self._verbose:
+            found += self._details(job)
+        if job.phase != self._phase:
+            self._phase = job.phase
+            found.append(f"{job.name}: {job.phase}")
+        return found
+
+    def _details(self, job: ClusterJob) -> list[str]:
+        found = []
+        progress = job.status.get("progress") or {}
+        if "iteration" in progress:
+            loss = number(progress.get("loss"), ".4f")
+            line = f"step {iteration(progress)}  loss {loss}"
+            found += self._once(f"{progress.get('attempt')} {progress['iteration']}", line)
+        for verdict in job.status.get("slowRanks", ()):
+            if verdict.get("state") in NAMED_STATES:
+                found += self._once(f"{verdict.get('id')} {verdict['state']}", f">> {verdict['sentence']}")
+        return found
+
+    def _once(self, key: str, line: str) -> list[str]:
+        if key in self._told:
+            return []
+        self._told.add(key)
+        return [line]
+
+
+def _event_line(event: dict[str, str]) -> str:
+    return event["message"] if event["type"] == "Normal" else f"warning: {event['message']}"

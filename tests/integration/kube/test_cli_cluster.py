@@ -1,0 +1,337 @@
+"""`megatronapp` on a cluster: a real API server, a real door and hub; only what a kubelet would do is played."""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import door
+import httpx
+import kube
+import pytest
+import yaml
+
+from megatronapp_common import cli
+from megatronapp_common.names import LABEL_ATTEMPT
+from megatronapp_common.tokens import job_secret
+from megatronapp_operator.cli.cluster import doors, meant
+from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
+from megatronapp_operator.cli.cluster.logs import select
+
+ALL = door.on_jobs("get", "list", "create", "update", "patch", "delete")
+PODS = {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list", "delete"]}
+EVENTS = {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]}
+Run = Callable[..., tuple[int, str, str]]
+LOG = "launcher: starts\n[rank 0] step 1\n[rank 1] loss 7.5\n[rank 10] other\n[rank 1] [odd] text\nlauncher: ends\n"
+
+
+@pytest.fixture
+def token(plane: kube.ControlPlane, namespace: str) -> str:
+    return door.account(plane, namespace, "user", grants=[ALL, PODS, EVENTS])
+
+
+@pytest.fixture
+def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, token: str) -> pathlib.Path:
+    """The kubeconfig of somebody with all rights in one namespace, which is its context's."""
+    return door.kubeconfig(plane, tmp_path, token, namespace=namespace)
+
+
+@pytest.fixture
+def run(config: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """One `megatronapp` on the cluster: exit code, output, errors."""
+
+    def call(command: str, *words: str) -> tuple[int, str, str]:
+        code = cli.main([command, "--kubeconfig", str(config), *words])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def manifest(tmp_path: pathlib.Path) -> pathlib.Path:
+    document = yaml.safe_load((kube.ROOT / "examples" / "demo.yaml").read_text(encoding="utf-8"))
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(document | {"metadata": {"name": "demo"}}), encoding="utf-8")
+    return path
+
+
+def test_a_job_is_run_seen_and_deleted(
+    plane: kube.ControlPlane, namespace: str, run: Run, manifest: pathlib.Path
+) -> None:
+    assert run("run", "--detach", str(manifest)) == (0, "megatronjob.megatronapp.io/demo created\n", "")
+    assert run("run", "--detach", str(manifest))[1] == "megatronjob.megatronapp.io/demo unchanged\n"
+    job = found(plane, namespace)
+    progress = {"iteration": 5, "totalIterations": 9, "loss": 2.5}
+    replicas = {"desired": 2, "running": 2}
+    door.set_status(plane, job, phase="Running", progress=progress, replicaStatuses=replicas)
+    code, table, _ = run("get")
+    head, row = (line.split() for line in table.splitlines())
+    assert head == ["NAME", "PHASE", "WORKERS", "RESTARTS", "ITERATION", "SLOW", "AGE"]
+    assert (code, row[:6]) == (0, ["demo", "Running", "2/2", "0", "5/9", "<none>"])
+    assert json.loads(run("get", "demo", "-o", "json")[1])["metadata"]["uid"] == job.uid
+    assert run("get", "-A")[0] == 1  # no right beyond the namespace
+    event(plane, job, "Trains.")
+    _, text, _ = run("describe", "demo")
+    assert f"Namespace:    {namespace}" in text
+    assert "Trains." in text
+    assert run("delete", "demo")[1] == 'megatronjob.megatronapp.io "demo" deleted\n'
+    code, _, problem = run("describe", "demo")
+    assert (code, problem) == (
+        1,
+        f"error: megatronjobs.megatronapp.io \"demo\" not found in namespace '{namespace}'; "
+        "`megatronapp get -A` lists the jobs\n",
+    )
+    assert run("delete", "demo", "--ignore-not-found") == (0, "", "")
+    assert run("wait", "demo", "--for", "delete")[0] == 0
+
+
+def test_all_namespaces_are_a_column_more(plane: kube.ControlPlane, namespace: str) -> None:
+    door.make_job(plane, namespace, "mine", hub=False)
+    admin = str(plane.kubeconfig())
+    command = [sys.executable, "-m", "megatronapp_common.cli", "get", "-A", "--kubeconfig", admin]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split()[:3] for line in done.stdout.splitlines()]
+    assert rows[0] == ["NAMESPACE", "NAME", "PHASE"]
+    assert [namespace, "mine", "Pending"] in rows
+
+
+def test_following_tells_what_happens_and_ends_with_the_job(
+    plane: kube.ControlPlane, namespace: str, run: Run, manifest: pathlib.Path
+) -> None:
+    assert run("run", "--detach", str(manifest))[0] == 0
+    job = found(plane, namespace)
+    verdict = {"id": "v", "state": "confirmed", "sentence": "Rank 1 is slow."}
+    door.set_status(plane, job, phase="Running", progress={"iteration": 5, "attempt": 0}, slowRanks=[verdict])
+    event(plane, job, "Rank 1 is slow, they say.", kind="Warning")
+    end = threading.Timer(3, lambda: door.set_status(plane, job, phase="Failed"))
+    end.start()
+    code, text, _ = run("run", "--follow", str(manifest))
+    end.join()
+    assert code == 1
+    assert text.splitlines() == [
+        "megatronjob.megatronapp.io/demo unchanged",
+        "warning: Rank 1 is slow, they say.",
+        "step 5  loss <none>",
+        ">> Rank 1 is slow.",
+        "demo: Running",
+        "demo: Failed",
+    ]
+    code, _, problem = run("run", str(manifest))
+    assert code == 1
+    assert "has ended (Failed)" in problem
+    assert "megatronapp delete demo" in problem
+
+
+def test_ctrl_c_ends_the_following_and_not_the_job(
+    plane: kube.ControlPlane, namespace: str, config: pathlib.Path, manifest: pathlib.Path
+) -> None:
+    command = [sys.executable, "-m", "megatronapp_common.cli", "run", "--kubeconfig", str(config), str(manifest)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [
+            "megatronjob.megatronapp.io/demo created\n",
+            "demo: Pending\n",
+        ]
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "demo goes on in the cluster" in rest
+    assert found(plane, namespace).name == "demo"
+
+
+def test_a_bad_manifest_and_another_namespace_are_refused(
+    run: Run, manifest: pathlib.Path, config: pathlib.Path
+) -> None:
+    document = yaml.safe_load(manifest.read_text(encoding="utf-8"))
+    document["metadata"]["namespace"] = "elsewhere"
+    manifest.write_text(yaml.safe_dump(document), encoding="utf-8")
+    assert "metadata.namespace is 'elsewhere'" in run("run", "-n", "here", str(manifest))[2]
+    assert 'cannot get resource "megatronjobs"' in run("run", str(manifest))[2]
+    manifest.write_text(yaml.safe_dump(document | {"spec": {"nodes": 0}}), encoding="utf-8")
+    assert run("run", str(manifest))[0] == 2
+    code, _, problem = run("get", "--context", "none")
+    assert code == 1
+    assert "name one by --kubeconfig FILE and --context NAME" in problem
+
+
+def test_waiting_ends_when_it_is_so_or_cannot_be(plane: kube.ControlPlane, namespace: str, run: Run) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    moment = {"lastTransitionTime": "2026-01-01T00:00:00Z", "reason": "Seen", "message": "It trains."}
+    running = {"type": "Running", "status": "True", **moment}
+    door.set_status(plane, job, phase="Running", conditions=[running])
+    met = "megatronjob.megatronapp.io/demo condition met\n"
+    assert run("wait", "demo", "--for", "condition=Running")[:2] == (0, met)
+    door.set_status(plane, job, phase="Failed", conditions=[{**running, "type": "Failed"}])
+    assert "Complete cannot become True" in run("wait", "demo", "--for", "condition=Complete")[2]
+
+
+def test_a_fault_goes_through_the_door_with_the_callers_own_token(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, tmp_path: pathlib.Path
+) -> None:
+    job = door.make_job(plane, namespace, "demo")
+    words = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
+    with door.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
+        code, text, problem = run("inject", "--door", reviewing.url, *words)
+        assert (code, problem) == (0, "")
+        assert text.endswith("rank 1, compute x 2, steps 90 to 92\n")
+        with reviewing.client(reviewing.job_token(job.uid)) as client:
+            door.wait_for(lambda: client.get(f"{job.path}/faults").is_success)
+            assert [fault["rank"] for fault in client.get(f"{job.path}/faults").json()][-1] == 1
+    assert "outside of this world" in run("inject", "--door", reviewing.url, *words[:2], "99", *words[3:])[2]
+
+
+def test_the_pages_open_by_an_address_that_holds_no_token(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, token: str
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    code, text, _ = run("ui", "demo", "--door", reviewing.url, "--print")
+    assert code == 0
+    assert token not in text
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(text.strip()).query)
+    assert query["job"] == [f"{namespace}/demo"]
+    with httpx.Client(trust_env=False, follow_redirects=True) as browser:
+        assert browser.get(text.strip()).status_code == 200
+        assert browser.get(reviewing.url + job.path).json()["uid"] == job.uid
+
+
+def test_who_has_no_token_opens_a_job_by_its_secret(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path, token: str
+) -> None:
+    """A kubeconfig with a token that the door refuses, whose owner may read the job's Secret."""
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    body = {"metadata": {"name": "demo-tokens"}, "stringData": {"secret": job_secret(reviewing.key, job.uid)}}
+    door.create(plane, f"/api/v1/namespaces/{namespace}/secrets", body)
+    reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
+    poor = door.account(plane, namespace, "poor", grants=[reader])
+    config = door.kubeconfig(plane, tmp_path, poor, namespace=namespace)
+    with reviewing.client(poor) as client:
+        assert client.get(job.path).status_code == 403
+    arguments = argparse.Namespace(kubeconfig=str(config), context=None, namespace=None, door=reviewing.url)
+    with opened(arguments) as cluster:
+        found = doors.token_for(cluster, reviewing.url, ClusterJob(job.document))
+    assert found == reviewing.job_token(job.uid)
+
+
+def test_no_door_is_told_with_what_to_write(run: Run, plane: kube.ControlPlane, namespace: str) -> None:
+    door.make_job(plane, namespace, "demo", hub=False)
+    code, _, problem = run("ui", "demo", "--door", f"{namespace}/none", "--print")
+    assert code == 1
+    assert 'cannot get resource "services"' in problem
+
+
+@pytest.mark.parametrize(
+    ("rank", "lines"),
+    [
+        (0, ["step 1"]),
+        (1, ["loss 7.5", "[odd] text"]),
+        (10, ["other"]),
+        (2, []),
+        (None, ["launcher: starts", "launcher: ends"]),
+    ],
+)
+def test_lines_are_told_apart_by_their_rank(rank: int | None, lines: list[str]) -> None:
+    assert list(select(LOG.splitlines(), rank)) == lines
+
+
+def test_logs_come_from_the_pod_of_the_ranks_worker(
+    plane: kube.ControlPlane, namespace: str, run: Run, kubelet: str
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    code, _, problem = run("logs", "demo", "--rank", "1")
+    assert code == 1
+    assert f"there is no pod {namespace}/demo-worker-0" in problem
+    door.make_pod(plane, job, "demo-worker-0", address=job.address, nodeName=kubelet)
+    label = {"metadata": {"labels": {LABEL_ATTEMPT: "2"}}}
+    door.patch(plane, f"/api/v1/namespaces/{namespace}/pods/demo-worker-0", label)
+    assert run("logs", "demo", "--rank", "1")[:2] == (0, "loss 7.5\n[odd] text\n")
+    assert run("logs", "demo", "--rank", "1", "--tail", "1")[1] == "[odd] text\n"
+    assert run("logs", "demo", "--worker", "0", "--attempt", "2")[1] == "launcher: starts\nlauncher: ends\n"
+    assert (
+        "is of attempt 2; the log of attempt 1 went with its pod"
+        in run("logs", "demo", "--rank", "1", "--attempt", "1")[2]
+    )
+    assert "there is no worker 9" in run("logs", "demo", "--worker", "9")[2]
+    door.set_status(plane, job, phase="Succeeded")
+    assert run("logs", "demo", "--rank", "0", "-f")[:2] == (0, "step 1\n")
+
+
+def test_a_cluster_is_meant_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGATRONAPP_CONTEXT", raising=False)
+    assert not meant(argparse.Namespace(context=None, namespace=None, kubeconfig=None, cluster=False))
+    for name in ("context", "namespace", "kubeconfig", "cluster"):
+        assert meant(argparse.Namespace(**{name: "x"}))
+    monkeypatch.setenv("MEGATRONAPP_CONTEXT", "there")
+    assert meant(argparse.Namespace())
+
+
+def found(plane: kube.ControlPlane, namespace: str, name: str = "demo") -> door.Job:
+    """The job that the command has stored."""
+    with plane.client() as client:
+        document = client.get(f"{door.JOBS}/{namespace}/megatronjobs/{name}").json()
+    return door.Job(namespace=namespace, name=name, uid=document["metadata"]["uid"], document=document, address="")
+
+
+def event(plane: kube.ControlPlane, job: door.Job, note: str, *, kind: str = "Normal") -> None:
+    """An Event as the operator writes it."""
+    regarding = {"kind": "MegatronJob", "name": job.name, "namespace": job.namespace, "uid": job.uid}
+    body: dict[str, Any] = {
+        "metadata": {"name": f"{job.name}.{kind.lower()}"},
+        "regarding": regarding,
+        "reason": "Seen",
+        "type": kind,
+        "note": note,
+        "eventTime": "2026-01-01T00:00:00.000000Z",
+        "reportingController": "megatron-operator",
+        "reportingInstance": "one",
+        "action": "Report",
+    }
+    door.create(plane, f"/apis/events.k8s.io/v1/namespaces/{job.namespace}/events", body)
+
+
+class _Kubelet(BaseHTTPRequestHandler):
+    """Answers the one request of a kubelet that `logs` leads to."""
+
+    def do_GET(self) -> None:
+        good = self.path.startswith("/containerLogs/") and "/trainer" in self.path
+        self.send_response(200 if good else 404)
+        self.end_headers()
+        self.wfile.write(LOG.encode() if good else b"")
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def kubelet(plane: kube.ControlPlane, namespace: str) -> Iterator[str]:
+    """A node whose kubelet knows one log; its certificate is the API server's own, which nobody checks here."""
+    name = f"node-{namespace}"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Kubelet)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificates = plane.folder / "certificates"
+    context.load_cert_chain(certificates / "apiserver.crt", certificates / "apiserver.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    door.create(plane, "/api/v1/nodes", {"metadata": {"name": name}})
+    status = {
+        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": server.server_port}},
+    }
+    door.patch(plane, f"/api/v1/nodes/{name}/status", {"status": status})
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(socket.error):
+            server.shutdown()
+        server.server_close()
+        thread.join()
