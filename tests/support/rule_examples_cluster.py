@@ -28,7 +28,23 @@ def _rules(*rules: dict[str, Any]) -> Changes:
 
 _GPUS: Changes = {"spec.gpusPerNode": 4}
 _RDMA = {"enabled": True, "resourceName": "rdma/hca"}
+_LESS = {"requests": {"cpu": "1500m", "memory": "1G", "other.io/x": 1}, "limits": {"cpu": "1.5", "memory": "1Gi"}}
+_MORE = {"requests": {"cpu": "1501m"}, "limits": {"cpu": "1.5"}}
+
+
+def _requests(place: str, beside: Changes) -> list[Example]:
+    rule_id = f"requests-within-limits-of.{place}"
+    said = "requests more of a resource than its limit"
+    return [
+        *good(rule_id, {**beside, f"spec.{place}": _LESS}),
+        *bad(rule_id, f"spec.{place}", ({**beside, f"spec.{place}": _MORE}, said)),
+    ]
+
+
 _RESOURCES = [
+    *_requests("resources", {}),
+    *_requests("analyzer.resources", {}),
+    *_requests("fbd.forward.resources", {"spec.fbd.enabled": True}),
     *good(
         "gpus-named-once",
         {**_GPUS, "spec.resources": {"limits": {"nvidia.com/gpu": 4, "cpu": "7500m"}, "requests": {"cpu": 2}}},

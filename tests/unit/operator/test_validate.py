@@ -48,6 +48,25 @@ def test_what_only_a_cluster_can_do_is_valid(tmp_path: pathlib.Path) -> None:
     assert cli.main(["validate", str(write(tmp_path, "job.yaml", suspend=True))]) == 0
 
 
+def test_fields_of_a_cluster_are_judged_as_there(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = write(
+        tmp_path,
+        "bad.yaml",
+        network={"mode": "HostNetwork"},
+        resources={"limits": {"memory": "16GB"}},
+        podTemplate={"spec": {"hostIPC": True}},
+        scheduling={"gang": "Kueue"},
+    )
+    assert cli.main(["validate", str(bad)]) == 2
+    places = {line.split(": ")[1] for line in capsys.readouterr().err.splitlines()}
+    assert places == {
+        "spec.network.policy",
+        "spec.resources.limits.memory",
+        "spec.podTemplate.spec.hostIPC",
+        "spec.scheduling.queue",
+    }
+
+
 def give(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
 

@@ -54,7 +54,26 @@ def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str
     )
 
 
+def _within_limits(field: str, when: str = "true") -> Rule:
+    """The API server would refuse the pods."""
+    block = f"self{field}"
+    over = (
+        f"name in {block}.limits && "
+        f"quantity(string({block}.requests[name])).isGreaterThan(quantity(string({block}.limits[name])))"
+    )
+    return Rule(
+        id=f"requests-within-limits-of{field}",
+        field=field,
+        rule=f"!({when}) || {no_item(f'{block}.requests', 'name', over)}",
+        says="requests more of a resource than its limit; write less, or leave the request out",
+    )
+
+
+_FORWARD = "self.fbd.forward"
 _RESOURCES = (
+    _within_limits(".resources"),
+    _within_limits(".analyzer.resources"),
+    _within_limits(".fbd.forward.resources", f"has({_FORWARD}) && has({_FORWARD}.resources)"),
     named_once(
         "gpus-named-once",
         ".resources",
