@@ -33,7 +33,7 @@ class NodeExclusion(ManifestModel):
     enabled: bool = True
     """Keep such a list; false: no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
-    """So many at most; the oldest is forgotten for a new one."""
+    """So many at most; a node that fails takes the place of the oldest, a slow one waits until there is room."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""
 
@@ -86,7 +86,8 @@ class RunPolicy(ManifestModel):
     active_deadline_seconds: Seconds | None = None
     """Longest life of the job over all attempts; left out: no limit."""
     start_deadline_seconds: Seconds = 900
-    """Longest time until all workers of an attempt run; then all of them are given back and tried again later."""
+    """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
+    The same again until all run; then the job fails, because an image or a volume is wrong."""
     progress_deadline_seconds: Seconds | None = None
     """Longest time without a finished step; left out: no limit."""
     lost_node_timeout_seconds: Seconds = 300
