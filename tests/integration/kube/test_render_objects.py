@@ -110,6 +110,17 @@ def test_the_network_of_the_node_adds_itself_and_its_ports(server: httpx.Client)
     ]
 
 
+def test_containers_of_ours_cost_a_pod_no_guarantee(server: httpx.Client) -> None:
+    """The server itself says which class of service a pod has."""
+    sure = {"cpu": "4", "memory": "8Gi"}
+    patch = {**rendered.ANALYZED, "resources": {"requests": sure, "limits": sure}}
+    for kind in ("plain", "initializers", "sriov"):
+        given = rendered.joined(patch, rendered.VARIETY[kind])
+        job = rendered.make_job(given, namespace="privileged")
+        answer = try_out(server, next(pods(job)))
+        assert answer.json()["status"]["qosClass"] == "Guaranteed", kind
+
+
 def test_a_hub_of_a_job_with_special_rights_has_none(server: httpx.Client) -> None:
     job = rendered.make_job(rendered.VARIETY["rdma-analyzed"], namespace="restricted")
     hub = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)

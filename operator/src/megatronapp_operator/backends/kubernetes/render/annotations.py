@@ -13,6 +13,8 @@ NAME = "await-annotations"
 VOLUME = "annotations"
 FOLDER = "/run/megatronapp/annotations"
 WAIT_S = 120
+RESOURCES = {"cpu": "100m", "memory": "128Mi"}
+"""Asked for and limited alike, or a pod with guaranteed resources would be none."""
 PROGRAM = """
 import pathlib, sys, time
 seconds, given = sys.argv[1], sys.argv[2:]
@@ -65,6 +67,7 @@ def waiting_containers(draft: Draft, image: Object) -> list[Object]:
             "name": NAME,
             **image,
             "command": ["python3", "-c", PROGRAM, str(WAIT_S), *needed, "--", *wanted],
+            "resources": {"requests": RESOURCES, "limits": RESOURCES},
             "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER, "readOnly": True}],
             "securityContext": container_security(read_only=True),
             "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -11,6 +11,7 @@ from megatronapp_operator.backends.kubernetes.render.environment import UNPRIVIL
 from megatronapp_operator.backends.kubernetes.render.objects import Names, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 PREFIX = "init-"
 """Before the names of initializers, so that none takes the name of a container of ours."""
@@ -41,10 +42,15 @@ def container_name(name: str) -> str:
     return made if len(made) <= MAX_NAME else f"{made[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def node_containers(job: MegatronJob) -> list[Object]:
-    """Init containers of every worker."""
-    mounts = [*storage.claim_mounts(job, writable=True), *storage.local_mounts(job)]
-    return [initializer(one, job, mounts) for one in storage.node_initializers(job)]
+def node_containers(draft: Draft) -> list[Object]:
+    """Init containers of every worker.
+
+    They get what the trainer gets later: that costs nothing more, and a pod with guaranteed resources stays one.
+    """
+    mounts = [*storage.claim_mounts(draft.job, writable=True), *storage.local_mounts(draft.job)]
+    resources = draft.group.resources.to_dict()
+    made = [initializer(one, draft.job, mounts) for one in storage.node_initializers(draft.job)]
+    return [one | {"resources": resources} for one in made]
 
 
 def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object | None:

@@ -83,7 +83,7 @@ def _chosen(draft: Draft) -> Object:
         "enableServiceLinks": False,
         "securityContext": pod_security(),
         "containers": [_trainer(draft), *([agent(draft)] if spec.analyzer.enabled else [])],
-        "initContainers": [*waiting_containers(draft, _trainer_image(draft)), *node_containers(draft.job)],
+        "initContainers": [*waiting_containers(draft, _trainer_image(draft)), *node_containers(draft)],
         "volumes": [*storage.claim_volumes(draft.job), *storage.local_volumes(draft.job)],
         **identity(draft.job),
         "tolerations": tolerations(draft),
