@@ -214,19 +214,20 @@ class Jobs:
     def look(self) -> bool:
         """One look at both; whether the real job has been given its slow nodes."""
         began = time.monotonic()
-        status = self._read()
-        if status is not None:
-            self._metrics.observe_job(TEAM, JOB, status, now=time.time(), facts=JobFacts(workers=2, world_size=2))
+        path = self._root / "status.json"
+        document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        status = read_status(document)
+        if document:
+            table = document.get("rankTable", {"workers": []})
+            nodes = {rank: worker["node"] for worker in table["workers"] for rank in worker["ranks"]}
+            facts = JobFacts(workers=2, world_size=2, nodes=nodes)
+            self._metrics.observe_job(TEAM, JOB, status, now=time.time(), facts=facts)
         self._restart()
         self._metrics.request("patch", "megatronjobs", 200)
         self._metrics.watch_event("megatronjobs", time.time())
         self._metrics.queue(1, time.monotonic() - began)
         self._metrics.reconciled(time.monotonic() - began, "ok")
-        return status is not None and {one.cause for one in status.slow_ranks} >= {"compute", "link"}
-
-    def _read(self) -> Status | None:
-        path = self._root / "status.json"
-        return read_status(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+        return {one.cause for one in status.slow_ranks} >= {"compute", "link"}
 
     def _restart(self) -> None:
         """Its only worker runs at one look and has failed at the next."""

@@ -16,6 +16,7 @@ from megatronapp_common.job import load_job
 from megatronapp_operator.backends.kubernetes.api import SERVICES
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+from megatronapp_operator.controller import settings as controller
 from megatronapp_operator.door.__main__ import build_parser
 
 Object = dict[str, Any]
@@ -163,13 +164,31 @@ def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
     assert "name the account in operator.serviceAccount.name" in done.stderr
 
 
-def test_the_door_understands_its_command_line(chart: Chart) -> None:
-    for values in VALUES[:3]:
-        for one in chart.render(values):
-            if one["kind"] == "Deployment" and one["metadata"]["name"].endswith("-door"):
-                container = one["spec"]["template"]["spec"]["containers"][0]
-                assert container["command"] == ["python", "-m", "megatronapp_operator.door"]
-                build_parser().parse_args(container["args"])
+@pytest.mark.parametrize("values", VALUES, ids=name_of)
+def test_operator_and_door_understand_their_command_lines(chart: Chart, values: pathlib.Path | None) -> None:
+    parsers = {
+        "megatronapp_operator.controller": controller.build_parser(),
+        "megatronapp_operator.door": build_parser(),
+    }
+    found = [one["spec"]["template"]["spec"] for one in chart.render(values) if one["kind"] == "Deployment"]
+    for pod in found:
+        container = pod["containers"][0]
+        assert container["command"][:2] == ["python", "-m"]
+        parsers[container["command"][2]].parse_args(container["args"])
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert "--key-file=/run/megatronapp/key/key" in container["args"]
+        assert "/run/megatronapp/key" in mounts
+
+
+def test_the_labels_that_policies_of_jobs_let_in_are_those_of_the_pods(chart: Chart) -> None:
+    documents = chart.render(CHART / "ci" / "full-values.yaml")
+    flags = only(documents, "Deployment", "megatron-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
+    for part in ("operator", "door"):
+        (text,) = [flag.partition("=")[2] for flag in flags if flag.startswith(f"--{part}-labels=")]
+        wanted = dict(pair.split("=") for pair in text.split(","))
+        deployment = only(documents, "Deployment", f"megatron-{part}")["spec"]
+        assert wanted == deployment["selector"]["matchLabels"]
+        assert wanted.items() <= deployment["template"]["metadata"]["labels"].items()
 
 
 def test_the_definition_is_that_of_the_types_and_is_kept(chart: Chart) -> None:

@@ -36,7 +36,8 @@ OPERATOR: Rights = {
     ("events.k8s.io", "events"): {"create"},
 }
 SWITCHED: Rights = {
-    ("", "nodes"): {"get", "list"},
+    ("", "nodes"): {"get"},
+    ("", "pods"): {"get", "list", "watch", "create", "delete", "patch"},
     ("scheduling.volcano.sh", "podgroups"): {"create", "patch"},
     ("scheduling.x-k8s.io", "podgroups"): {"create", "patch"},
     ("scheduling.run.ai", "podgroups"): {"create", "patch"},
@@ -169,7 +170,8 @@ def test_real_requests_pass_or_are_refused(operator: Account, door: Account, mod
         (operator, "DELETE", f"{core}/pods", None, 403),
         (operator, "POST", team, {}, 403),
         (operator, "GET", "/apis/megatronapp.io/v1alpha1/megatronjobs", None, 403 if mode == "namespaces" else 200),
-        (operator, "GET", "/api/v1/nodes", None, 200 if mode == "switches" else 403),
+        (operator, "GET", "/api/v1/nodes/none", None, 404 if mode == "switches" else 403),
+        (operator, "GET", "/api/v1/nodes", None, 403),
         (operator, "GET", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", None, 403),
         (operator, "GET", "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/x", None, 403),
         (operator, "GET", f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/another", None, 403),

@@ -12,7 +12,7 @@ Secrets: those of jobs are derived from the chart's key. */}}
   verbs: [update]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, delete{{ if .Values.rbac.nodeAccess }}, patch{{ end }}] # patch: the node's topology, as an annotation
 - apiGroups: [""]
   resources: [services, configmaps] # applied, which creates or patches
   verbs: [create, patch]
