@@ -1,6 +1,7 @@
 """The commands beside `run`, against a backend that runs."""
 
 import json
+import pathlib
 import re
 import socket
 import subprocess
@@ -126,7 +127,11 @@ def test_a_port_in_use_is_one_clear_error_and_a_failed_job(desk: Any) -> None:
         refused = desk.cli("run", desk.manifest(analyzer=True, port=port))
         assert refused.returncode == 1
         assert f"error: job: the backend had to give up: 127.0.0.1:{port}: cannot listen there" in refused.stderr
-        detached = desk.cli("run", desk.manifest(analyzer=True, port=port), "--detach")
+        assert "have no effect" not in refused.stderr
+        with_image = pathlib.Path(desk.manifest(analyzer=True, port=port))
+        with_image.write_text(with_image.read_text().rstrip() + "\n  image: trainer:1\n")
+        detached = desk.cli("run", str(with_image), "--detach")
+        assert "note: without a cluster these have no effect: spec.image\n" in detached.stderr
         assert (detached.returncode, f"127.0.0.1:{port}: cannot listen" in detached.stderr) == (1, True)
     status = desk.status()
     assert status["phase"] == "Failed"
