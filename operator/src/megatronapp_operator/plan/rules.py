@@ -77,7 +77,9 @@ def asked_for(rules: tuple[Rule, ...], found: Evidence) -> FailureAction | None:
 def ignored(draft: Draft, worker: Worker) -> bool:
     """Whether the user wants nothing to be made of the failure of this worker."""
     rules = draft.job.spec.policy.rules
-    return bool(rules) and asked_for(rules, evidence_of(worker)) is FailureAction.IGNORE
+    if all(rule.action is not FailureAction.IGNORE for rule in rules):  # a gang may have thousands of workers
+        return False
+    return asked_for(rules, evidence_of(worker)) is FailureAction.IGNORE
 
 
 def culprits(draft: Draft) -> tuple[Worker, ...]:
