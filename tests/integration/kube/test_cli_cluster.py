@@ -222,11 +222,30 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
     assert found == reviewing.job_token(job.uid)
 
 
-def test_no_door_is_told_with_what_to_write(run: Run, plane: kube.ControlPlane, namespace: str) -> None:
+def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real kubectl refuses to forward to a Service that selects no pods."""
+    services = {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list"]}
+    token = door.account(plane, namespace, "user", grants=[ALL, services])
+    config = door.kubeconfig(plane, tmp_path, token, namespace=namespace)
     door.make_job(plane, namespace, "demo", hub=False)
-    code, _, problem = run("ui", "demo", "--door", f"{namespace}/none", "--print")
-    assert code == 1
-    assert 'cannot get resource "services"' in problem
+
+    def problem(*words: str) -> str:
+        assert cli.main(["ui", "demo", "--kubeconfig", str(config), "--print", *words]) == 1
+        return capsys.readouterr().err
+
+    how = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
+    assert how in problem("--door", f"{namespace}/none")
+    assert f"no door was found among the Services; {how}" in problem()
+    labels = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
+    body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
+    door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))
+        assert "kubectl is not there" in problem()
+        patched.setenv("PATH", str(plane.programs))
+        assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
 
 
 @pytest.mark.parametrize(
