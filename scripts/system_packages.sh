@@ -35,6 +35,7 @@ case "${1:?usage: system_packages.sh build|native|test|e2e}" in
     need nft nftables
     need openssl openssl
     need runc runc
+    need skopeo skopeo
     [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)
     ;;
   *)

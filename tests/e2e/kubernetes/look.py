@@ -13,9 +13,10 @@ BUILD_ONLY = (pathlib.Path("/etc/pip.conf"), pathlib.Path("/run/secrets"), HOME.
 
 
 def main() -> None:
+    # Before any import: setuptools adds what it carries to the path.
+    versions = {each.name.lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    versions = {each.name.lower().replace("_", "-"): each.version for each in importlib.metadata.distributions()}
     seen = {
         "uid": os.getuid(),
         "versions": versions,

@@ -6,11 +6,12 @@ import shutil
 
 from cluster.layout import default_folder
 
-DISK_GB = 45
-"""Images in the builder's storage, in an archive, and on two nodes, packed and unpacked (the trainer's is 5 GB)."""
+DISK_GB = 35
+"""Images in the builder's storage with what they are built from, on their way, and on the nodes, where they lie twice
+(the trainer's is 5 GB)."""
 MINUTES = 30
 """The first time on two cores: programs 8, base 2 to 4, images 10, imports 3, tests 5. Later about 8."""
-PROGRAMS = ("buildah", "containerd", "ctr", "debootstrap", "gcc", "ip", "nft", "nsenter", "openssl", "runc", "setpriv")
+PROGRAMS = ("buildah", "containerd", "ctr", "debootstrap", "gcc", "ip", "nft", "nsenter", "openssl", "runc", "skopeo")
 PLUGINS = pathlib.Path("/usr/lib/cni")
 DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4")
 

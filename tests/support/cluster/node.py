@@ -87,6 +87,9 @@ def _end_pods(node: Node) -> None:
             subprocess.run(node.runtime("tasks", "delete", "--force", task), capture_output=True, check=False)
         if time.monotonic() > deadline:
             raise ClusterError(f"containers of {node.name} do not end: {', '.join(tasks)}")
+    done = subprocess.run(node.runtime("containers", "list", "--quiet"), capture_output=True, text=True, check=False)
+    for container in done.stdout.split():
+        subprocess.run(node.runtime("containers", "delete", container), capture_output=True, check=False)
 
 
 def _tasks(node: Node) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import kube
 from cluster import control, daemons, node
-from cluster.images import OURS, Builder, name
+from cluster.images import IMAGES, OURS, TAKEN, Builder, name, share
 from cluster.keys import write_keys
 from cluster.layout import CGROUP, PAUSE_IMAGE, ClusterError, Layout, default_folder, layout
 from cluster.network import make_network, remove_network
@@ -94,10 +94,9 @@ def up(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: S
     programs, coredns = kube.programs("cluster"), kube.programs("coredns")
     _prepare(places)
     control.start_api(places, programs)
+    _take_images(places, builder, (PAUSE_IMAGE, *map(name, images)))
     for member in places.nodes:
         node.start_runtime(member)
-    for image in (PAUSE_IMAGE, *map(name, images)):
-        builder.give(image, places.nodes)
     cluster = Cluster(places, programs)
     _wait_api(cluster)
     control.start_controllers(places, programs, coredns)
@@ -156,6 +155,17 @@ def _prepare(places: Layout) -> None:
     make_network(places)
 
 
+def _take_images(places: Layout, builder: Builder, images: Sequence[str]) -> None:
+    """Into the first node, and from there to the others."""
+    first, *others = places.nodes
+    node.start_runtime(first)
+    taken = [builder.give(image, first) for image in images]
+    node.stop(first)
+    for other in others:
+        if any(taken) or not (other.folder / IMAGES).exists():
+            share(first, other)
+
+
 def _wait_api(cluster: Cluster) -> None:
     def answers() -> bool:
         if not daemons.alive(cluster.layout.folder, "apiserver"):
@@ -204,7 +214,7 @@ def _restore_machine(folder: pathlib.Path) -> None:
 def _empty_node(folder: pathlib.Path) -> None:
     """Remove all of a node but its images."""
     for path in folder.iterdir():
-        if path.name not in {"images", "taken"}:
+        if path.name not in {IMAGES, TAKEN}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
