@@ -49,11 +49,11 @@ class CutApi(Api):
             raise Cut
         self.count += 1
         when = self.cut_at(self.count)
-        self.dead = when == "before"
+        self.dead |= when == "before"
         if self.dead:
             raise Cut
         answer = await super()._send(*words, **options)
-        self.dead = when == "after"
+        self.dead |= when == "after"
         if self.dead:
             raise Cut
         if when == "lost":

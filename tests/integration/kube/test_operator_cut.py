@@ -27,7 +27,7 @@ STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "5"))
 async def fails_and_ends(stage: Play) -> None:
     """A worker fails, the next gang is preempted, the third one ends well."""
     await run(stage, "job")
-    await stage.machines.end("job-worker-1", 1, message="boom")
+    await stage.machines.end("job-worker-1", 42, message="boom")
     await stage.rest()
     await stage.pass_time(11)
     await train(stage, "job")
@@ -158,7 +158,7 @@ async def test_a_leader_that_wakes_late_does_nothing_to_what_has_gone_on_without
         await run(stage, "job")
         asleep, store = stage.reconciler, stage.store
         await stage.begin()
-        await stage.machines.end("job-worker-1", 1, message="boom")
+        await stage.machines.end("job-worker-1", 42, message="boom")
         await stage.rest()
         await stage.pass_time(11)
         before = await uids(stage), await stage.job()

@@ -73,12 +73,12 @@ async def test_a_failed_worker_restarts_the_gang_after_the_back_off(plane: kube.
     async with play(plane, namespace) as stage:
         await begun(stage)
         before = {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
-        await stage.machines.end("job-worker-1", 1, rank=1, message="boom")
+        await stage.machines.end("job-worker-1", 42, rank=1, message="boom")
         await stage.rest()
         job = await stage.job()
         assert (job["status"]["phase"], job["status"]["restarts"]) == ("Restarting", 1)
         failure = job["status"]["failures"][-1]
-        assert (failure["worker"], failure["rank"], failure["exitCode"], failure["action"]) == (1, 1, 1, "RestartJob")
+        assert (failure["worker"], failure["rank"], failure["exitCode"], failure["action"]) == (1, 1, 42, "RestartJob")
         assert failure["node"] == "node-of-job-worker-1"
         assert await names(stage, PODS) == set()
         await stage.pass_time(11)

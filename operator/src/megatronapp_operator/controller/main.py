@@ -5,6 +5,7 @@ business now.
 """
 
 import asyncio
+import dataclasses
 import logging
 import signal
 import sys
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 USAGE, LOST, FAILED = 2, 3, 1
 WATCH_CHECK_S = 1.0
+CONTAINER_RESTARTS = 35
+"""Minor version of the servers from which on a container may have a restart policy of its own by default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +87,8 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
     metrics.leader(True)
     health.leads = True
+    restarts = await api.minor_version() >= CONTAINER_RESTARTS
+    settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
     guarded = api.guarded(_guard(lease), lambda verb, what, code: metrics.request(verb, what, code or "error"))
     async with httpx.AsyncClient(trust_env=False) as client:
         service = Service(guarded, client, settings, metrics, health)

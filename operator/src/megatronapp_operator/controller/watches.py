@@ -88,7 +88,7 @@ class Watches:
         kopf.on.login(id="login", registry=registry)(self._login)
         return registry
 
-    def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
+    def _login(self, *, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401 - kopf's arguments
         """kopf asks again when a token has expired; that of a service account is read anew then."""
         if self._kubeconfig is not None:
             os.environ["KUBECONFIG"] = self._kubeconfig

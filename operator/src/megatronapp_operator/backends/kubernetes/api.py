@@ -6,6 +6,7 @@ Nothing is tried again here. Who asks is level-triggered: it looks again and dec
 import dataclasses
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -62,6 +63,7 @@ VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
 COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
 KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
 NODES = Resource("v1", "nodes")
+VERSIONS = Resource("", "version")
 EVENTS = Resource("events.k8s.io/v1", "events")
 
 
@@ -108,6 +110,11 @@ class Api:
     def guarded(self, guard: Callable[[], None], told: Callable[[str, str, int], None]) -> "Api":
         """The same server, with a guard before what changes something."""
         return Api(self._client, request_s=self._request_s, guard=guard, told=told)
+
+    async def minor_version(self) -> int:
+        """The server's minor version: 35 of Kubernetes 1.35."""
+        told = await self._send("GET", VERSIONS, "/version")
+        return int(re.sub(r"\D", "", str(told.get("minor"))) or 0)  # some providers write "35+"
 
     async def get(
         self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None

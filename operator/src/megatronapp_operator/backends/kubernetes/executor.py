@@ -115,7 +115,8 @@ class Executor:
             case DeleteHub():
                 await self._delete_all(self._of_type(work, ReplicaType.HUB))
             case DeleteInit():
-                await self._delete_all(self._of_type(work, ReplicaType.INIT))
+                grace_s = 0.0 if action.force else None
+                await self._delete_all(self._of_type(work, ReplicaType.INIT), grace_s)
             case DeleteWorker():
                 found = [one for one in self._of_type(work, ReplicaType.WORKER) if one.index == action.index]
                 await self._delete_all([one for one in found if one.attempt == action.attempt], action.grace_s)
@@ -176,8 +177,10 @@ class Executor:
         """The hub's Service, and its pod in place of one that has ended."""
         for resource, obj in render.hub_objects(work.job, work.owner, work.settings):
             await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
-        await self._delete_all(self._of_type(work, ReplicaType.HUB), 0)
-        await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=1))
+        ended = self._of_type(work, ReplicaType.HUB)
+        await self._delete_all(ended, 0)
+        starts = 1 + max((one.starts for one in ended), default=0)
+        await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
     async def _delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
         await self._all([self._delete(record, grace_s) for record in records])

@@ -72,7 +72,7 @@ def _hub(pods: list[PodRecord]) -> Hub | None:
     phase = HubPhase.READY if pod.ready else HubPhase.STARTING
     if pod.phase in {"Succeeded", "Failed"}:  # its container is started again in place; this pod has lost its node
         phase = HubPhase.ENDED
-    return Hub(phase=phase, ended_at=pod.main.finished_at, deleting=pod.deleted_at is not None)
+    return Hub(phase=phase, starts=pod.starts, ended_at=pod.main.finished_at, deleting=pod.deleted_at is not None)
 
 
 def _init(pods: list[PodRecord]) -> Init | None:

@@ -28,6 +28,7 @@ from megatronapp_operator.plan import (
     ConditionType,
     CreateInit,
     CreateWorker,
+    EventType,
     Job,
     Plan,
     RecordEvent,
@@ -60,6 +61,8 @@ class Memory:
     """The same as we sent it; the server may leave out what it does not know."""
     written_at: float = float("-inf")
     pinned: Pinned | None = None
+    agents_told: frozenset[str] = frozenset()
+    """Pods whose agents are known not to run."""
     table_told: str | None = None
     """Digest of the rank table in the ConfigMap."""
     told: Told = dataclasses.field(default_factory=Told)
@@ -105,6 +108,7 @@ class Reconciler:
             made = self._plan(memory, document)
         await self._tell_places(memory, document)
         written, wake_at = await self._write(key, memory, made)
+        await self._tell_of_agents(memory, document)
         if made.actions:
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
         return wake_at
@@ -180,6 +184,16 @@ class Reconciler:
         if table is not None and is_long(table) and memory.table_told != table.get("digest"):
             await self._executor.tell_ranks(self._work(memory, document), table)
             memory.table_told = table.get("digest")
+
+    async def _tell_of_agents(self, memory: Memory, document: Object) -> None:
+        """Name agents that do not run. Training does without them; nobody should find out by an empty page."""
+        troubled = {one.name: one.agent_trouble for one in self._store.pods(memory.uid) if one.agent_trouble}
+        news = [f"{name}: {trouble}" for name, trouble in sorted(troubled.items()) if name not in memory.agents_told]
+        if news:
+            message = f"the trace of {len(news)} workers is missing; {news[0]}"
+            event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
+            await self._executor.run(self._work(memory, document), [event])
+        memory.agents_told = frozenset(troubled)
 
     async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
         known = self._store.job(key)

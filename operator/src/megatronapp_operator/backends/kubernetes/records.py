@@ -20,6 +20,7 @@ from megatronapp_common.names import (
 )
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
+from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
 from megatronapp_operator.plan import Outcome
 
 SIGNAL_BASE = 128
@@ -67,6 +68,10 @@ class PodRecord:
     main: Container
     topology: bool = False
     """Whether it was told its place in the topology of the cluster."""
+    starts: int = 1
+    """Of a hub: how often one of this job was started."""
+    agent_trouble: str | None = None
+    """Why the agent beside a trainer does not run; training goes on without it."""
     disrupted: str | None = None
     deleted_at: float | None = None
     """When it was asked to go."""
@@ -86,7 +91,7 @@ def seconds(text: str | None) -> float | None:
 def read_pod(pod: Object) -> PodRecord | None:
     """The record of a pod; None where its labels are not those of a job's pod."""
     metadata, status = pod["metadata"], pod.get("status") or {}
-    labels = metadata.get("labels") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     try:
         kind, index = ReplicaType(labels[LABEL_REPLICA_TYPE]), int(labels.get(LABEL_REPLICA_INDEX, 0))
         job, uid, attempt = labels[LABEL_JOB], labels[LABEL_JOB_UID], int(labels.get(LABEL_ATTEMPT, 0))
@@ -111,7 +116,9 @@ def read_pod(pod: Object) -> PodRecord | None:
         scheduled=bool((pod.get("spec") or {}).get("nodeName")),
         ready=_is_true(conditions.get("Ready")),
         main=_main(pod, status),
-        topology=ANNOTATION_TOPOLOGY in (metadata.get("annotations") or {}),
+        topology=ANNOTATION_TOPOLOGY in annotations,
+        starts=int(annotations.get(ANNOTATION_STARTS, 1)),
+        agent_trouble=_agent_trouble(pod, status),
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,
         grace_s=grace_s,
@@ -148,6 +155,26 @@ def _main(pod: Object, status: Mapping[str, Any]) -> Container:
     if status.get("phase") in {"Failed", "Succeeded"}:
         return Container(outcome=_without_container(status))
     return Container(waiting=_waiting((*(status.get("initContainerStatuses") or ()), *([found] if found else []))))
+
+
+def _agent_trouble(pod: Object, status: Mapping[str, Any]) -> str | None:
+    """Of the containers behind the first: what keeps one from running while the first one runs."""
+    main = pod["spec"]["containers"][0]["name"]
+    others = [one for one in status.get("containerStatuses") or () if one["name"] != main]
+    if not _main_runs(status, main):
+        return None
+    for one in others:
+        ended = (one.get("state") or {}).get("terminated")
+        if ended is not None:
+            words = f": {ended['message'].strip()}" if ended.get("message") else ""
+            return f"{one['name']} ended with code {ended['exitCode']}{words}"
+    return _waiting(others)
+
+
+def _main_runs(status: Mapping[str, Any], main: str) -> bool:
+    return any(
+        one["name"] == main and "running" in (one.get("state") or {}) for one in status.get("containerStatuses") or ()
+    )
 
 
 def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
@@ -192,9 +219,20 @@ def _without_container(status: Mapping[str, Any]) -> Outcome:
     """A pod that ended without its container ever having been seen to: an eviction, a refusal of the kubelet."""
     if status.get("phase") == "Succeeded":
         return Outcome(code=ExitCode.OK, reason="Completed")
-    return Outcome(
+    return _init_failure(status) or Outcome(
         code=ExitCode.OWN_FAILURE, reason=status.get("reason") or "PodFailed", message=status.get("message") or ""
     )
+
+
+def _init_failure(status: Mapping[str, Any]) -> Outcome | None:
+    """What a container that runs before the first one has left."""
+    for one in status.get("initContainerStatuses") or ():
+        ended = (one.get("state") or {}).get("terminated")
+        if ended is not None and ended["exitCode"] != 0:
+            words = f": {ended['message'].strip()}" if ended.get("message") else ""
+            message = f"init container {one['name']} ended with code {ended['exitCode']}{words}"
+            return Outcome(code=ExitCode.OWN_FAILURE, reason="InitContainerFailed", message=message)
+    return None
 
 
 def _record(text: str) -> Mapping[str, Any] | None:

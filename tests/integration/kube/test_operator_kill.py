@@ -1,0 +1,74 @@
+"""R1 with a real kill -9: an operator that is killed again and again, anywhere, brings a job to its right end."""
+
+import asyncio
+import os
+import pathlib
+import random
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+from operator_process import started
+
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(3600)]
+KILLS = int(os.environ.get("MEGATRONAPP_KILLS", "4"))
+FAILS_EVERY = 3
+WORKERS = ("job-worker-0", "job-worker-1")
+
+
+async def machines_run(stage: Play) -> None:
+    while True:
+        await stage.machines.settle()
+        await asyncio.sleep(0.1)
+
+
+async def running(stage: Play, attempt: int) -> bool:
+    pods = await stage.machines.pods()
+    return len(pods) == len(WORKERS) and all(
+        one["status"]["phase"] == "Running" and one["metadata"]["labels"]["megatronapp.io/attempt"] == str(attempt)
+        for one in pods.values()
+    )
+
+
+async def ended(stage: Play, attempt: int) -> bool:
+    """Lets the last gang end well; whether all is over."""
+    if await running(stage, attempt):
+        for name in WORKERS:
+            await stage.machines.end(name, 0)
+    return (await stage.job())["status"]["phase"] == "Succeeded" and not await stage.machines.pods()
+
+
+async def until_running(stage: Play, attempt: int) -> None:
+    while not await running(stage, attempt):
+        await asyncio.sleep(0.1)
+
+
+async def test_kills_anywhere_leave_neither_doubles_nor_orphans(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
+) -> None:
+    chance, failures = random.Random(1), 0
+    policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 0, "maxSeconds": 0}, "cleanPodPolicy": "All"}
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace, runPolicy=policy))
+        machines = asyncio.create_task(machines_run(stage))
+        for number in range(KILLS):
+            with started(plane, tmp_path, namespace, f"life-{number}", f"lease-{number}") as operator:
+                await asyncio.to_thread(operator.wait, operator.leads)
+                if number % FAILS_EVERY == 0:
+                    await until_running(stage, failures)
+                    await stage.machines.end(chance.choice(WORKERS), 42, message="boom")
+                    failures += 1
+                await asyncio.sleep(chance.uniform(0, 0.6))  # when it is killed is left to chance
+        number = KILLS
+        while not await ended(stage, failures):
+            number += 1  # on a busy machine one may lose its lease, and ends
+            with started(plane, tmp_path, namespace, f"life-{number}", f"lease-{number}") as operator:
+                while operator.process.poll() is None and not await ended(stage, failures):
+                    await asyncio.sleep(0.1)
+        machines.cancel()
+        status = (await stage.job())["status"]
+        events = [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, namespace)).items]
+    assert (status["attempt"], status["restarts"]) == (failures, failures)
+    assert events.count("GangCreated") <= failures + 1 and events.count("Completed") <= 1

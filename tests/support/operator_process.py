@@ -1,0 +1,92 @@
+"""The operator as a process of its own, beside a real API server."""
+
+import contextlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import kube
+from operator_play import KEY
+
+DEADLINE_S = 120.0
+
+
+class Operator:
+    """One process and its log."""
+
+    def __init__(
+        self, plane: kube.ControlPlane, folder: pathlib.Path, namespace: str, name: str, lease: str = "operator"
+    ) -> None:
+        key = folder / "key"
+        key.write_text(KEY, encoding="ascii")
+        self.log = folder / f"{name}.log"
+        words = {
+            "--kubeconfig": plane.kubeconfig(),
+            "--watch-namespaces": namespace,
+            "--operator-namespace": namespace,
+            "--lease-name": lease,
+            "--key-file": key,
+            "--port": 0,
+            "--trainer-image": "megatronapp/trainer:test",
+            "--analyzer-image": "megatronapp/analyzer:test",
+        }
+        flags = [str(word) for pair in words.items() for word in pair]
+        with self.log.open("wb") as out:
+            command = [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                sys.executable,
+                "-m",
+                "megatronapp_operator.controller",
+                *flags,
+            ]
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"HOME": str(folder)})
+
+    def text(self) -> str:
+        """What it has said."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def url(self) -> str:
+        """Of its probes and metrics."""
+        found = re.search(r"probes at port (\d+)", self.text())
+        assert found, self.text()
+        return f"http://127.0.0.1:{found[1]}"
+
+    def leads(self) -> bool:
+        """Whether it has taken the lease."""
+        return "leading as" in self.text()
+
+    def metrics(self) -> str:
+        """The page of its metrics."""
+        return httpx.get(f"{self.url}/metrics", trust_env=False, follow_redirects=True).text
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not what():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """As the kernel does it."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(
+    plane: kube.ControlPlane, folder: pathlib.Path, namespace: str, name: str = "one", lease: str = "operator"
+) -> Iterator[Operator]:
+    """An operator that is gone at the end."""
+    operator = Operator(plane, folder, namespace, name, lease)
+    try:
+        yield operator
+    finally:
+        operator.kill()
