@@ -1,0 +1,107 @@
+"""Asking hub and launcher over real HTTP, as they answer, answer nonsense, or do not answer at all."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
+from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, Poller
+from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
+
+pytestmark = pytest.mark.asyncio
+KEY = "cd" * 32
+HUB, LAUNCHER = "127.8.0.1", "127.8.0.2"
+TOKEN = derive(job_secret(KEY, "uid"), Role.VIEWER)
+SUMMARY = {"attempt": 1, "progress": {"attempt": 1, "iteration": 7}, "slowRanks": [], "hungRanks": []}
+TABLE = {"attempt": 1, "digest": "d", "workers": []}
+LAUNCHER_ANSWER = {"attempt": 1, "rankTable": TABLE, "progress": {"attempt": 1, "iteration": 9}, "phase": "Running"}
+
+
+def pod(kind: ReplicaType, address: str, **changes: Any) -> PodRecord:
+    record = PodRecord(
+        namespace="n", name=kind.value, uid=kind.value, version=1, job="job", job_uid="uid", type=kind, index=0,
+        attempt=1, phase="Running", created_at=0.0, node="a", address=address, scheduled=True, ready=True,
+        main=Container(running=True),
+    )  # fmt: skip
+    return dataclasses.replace(record, **changes)
+
+
+PODS = [pod(ReplicaType.HUB, HUB), pod(ReplicaType.WORKER, LAUNCHER)]
+
+
+@contextlib.asynccontextmanager
+async def answering(host: str, port: int, body: bytes, *, status: str = "200 OK") -> AsyncIterator[list[str]]:
+    """A server with one answer for who has the token; gives the requests that it got."""
+    heard: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        heard.append(head.splitlines()[0])
+        line = status if f"Authorization: Bearer {TOKEN}" in head else "401 Unauthorized"
+        writer.write(f"HTTP/1.1 {line}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, host, port):
+        yield heard
+
+
+async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> Told:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await Poller(client, key=KEY).poll("uid", pods, before or Told(), attempt=1)
+
+
+async def test_the_hub_tells_how_it_goes_and_the_launcher_the_table_once() -> None:
+    async with (
+        answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as asked,
+        answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
+    ):
+        told = await polled()
+        assert told.summary is not None and told.summary.progress is not None
+        assert (told.summary.progress.iteration, told.rank_table) == (7, TABLE)
+        again = await polled(told)
+    assert again.rank_table == TABLE and again.progress is None
+    assert asked == ["GET /api/v1/summary HTTP/1.1"] * 2 and launcher == ["GET /api/v1/launcher HTTP/1.1"]
+
+
+async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
+    async with answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()):
+        told = await polled(Told(rank_table=TABLE), PODS[1:])
+    assert told.summary is None and told.progress is not None and told.progress.iteration == 9
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"<html>", "200 OK"),
+        (b"[]", "200 OK"),
+        (b"{}", "503 Service Unavailable"),
+        (b" " * (MAX_BYTES + 1), "200 OK"),
+        (b'{"attempt": "x", "rankTable": 3, "progress": []}', "200 OK"),
+        (b"{}", "302 Found"),
+    ],
+)
+async def test_an_answer_of_no_use_says_nothing_and_takes_nothing_away(body: bytes, status: str) -> None:
+    before = Told(rank_table={"attempt": 0})
+    async with answering(HUB, HUB_PORT, body, status=status), answering(LAUNCHER, STATUS_PORT, body, status=status):
+        told = await polled(before)
+    assert told == before
+
+
+async def test_nobody_is_asked_who_does_not_run_or_is_of_another_attempt() -> None:
+    waiting = [pod(ReplicaType.HUB, HUB, ready=False), pod(ReplicaType.WORKER, LAUNCHER, attempt=0)]
+    async with (
+        answering(HUB, HUB_PORT, b"{}") as hub,
+        answering(LAUNCHER, STATUS_PORT, b"{}") as launcher,
+    ):
+        assert await polled(pods=waiting) == Told()
+    assert hub == [] and launcher == []
