@@ -89,6 +89,12 @@ bench: setup ## Short forms of the measurements; full counts: docs/benchmarks.md
 bench-demo: setup ## Named right and false alarms on warm jobs (about an hour)
 	$(BIN)/python bench/bench_demo.py
 
+.PHONY: bench-operator
+bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller (about 15 minutes)
+	scripts/kube_tools.sh cluster
+	scripts/kube_tools.sh kwok
+	$(BIN)/python bench/bench_operator.py
+
 build: setup ## Wheels of the five distributions and the page
 	mkdir -p dist
 	for part in $(MEMBERS) csrc; do $(BIN)/uv build --quiet --wheel --out-dir dist $$part; done
@@ -96,7 +102,7 @@ build: setup ## Wheels of the five distributions and the page
 images: frontend/dist/index.html ## Images of operator, analyzer and trainer, with docker or buildah (images/README.md)
 	scripts/build_images.sh
 
-e2e: setup ## A real Kubernetes of two nodes on this machine (root, 45 GB, 30 min the first time): images, gang, operator
+e2e: setup ## A real Kubernetes of two nodes on this machine (root, 35 GB, 30 min the first time): images, gang, operator
 	scripts/system_packages.sh e2e
 	MEGATRONAPP_E2E=1 $(BIN)/python -m pytest tests/e2e/kubernetes --timeout 3600
 

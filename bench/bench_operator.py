@@ -1,0 +1,165 @@
+"""The operator at scale, beside Kubernetes' own Job controller: a real API server, nodes and pods of kwok.
+
+    python bench/bench_operator.py                      # all sizes, about 15 minutes on two quiet cores
+    python bench/bench_operator.py --sizes 20,20        # a trial
+    python bench/bench_operator.py --only gangs,small   # some of the phases
+
+Phases: gangs (one job of 1,000 pods from apply to all running, and its restart after one pod failed; with and without
+hub and agents), scheduled (the same with the real scheduler), small (1,000 jobs of one pod), large (5 gangs, and the
+operator killed; 10 gangs, and its memory). The other side is an Indexed Job with the same pods, by
+kube-controller-manager with a client of 20 and of 200 requests a second; it has no restart of the gang to compare with.
+Every phase and side has a fresh API server with the same nodes, and has run one small job before. Pods are given to
+nodes by a binder of the bench, except in "scheduled"; kwok says that their containers run, and never that they end.
+Running is counted on pods: an open watch of the bench sees the last of them.
+
+Prints a table, then one line of JSON. Exit code 1 if a goal is missed; goals hold for the full sizes only.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from operator_phases import Measured, Side, large, many_jobs, one_gang  # noqa: E402 - found by the path above
+
+PHASES = ("gangs", "scheduled", "small", "large")
+RATES = (200, 20)
+GANGS, MORE_GANGS = 5, 5
+FULL = 1000
+GOALS_S = {
+    "one job": 60.0,
+    "gang restart": 60.0,
+    "jobs of one pod": 120.0,
+    "operator killed, its lease gone": 30.0,
+    "operator killed, its lease left": 30.0,
+}
+GOAL_MIB = 512.0
+GOAL_RATIO = 1.0
+RATIO_PHASE = "one job"
+
+
+def main() -> int:
+    options = parse_options()
+    began = time.monotonic()
+    found = asyncio.run(measure(options))
+    print_table(found)
+    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "seconds": round(time.monotonic() - began)}
+    print(json.dumps({"machine": machine, "results": [dataclasses.asdict(one) for one in found]}))
+    missed = [words for words in map(lambda one: misses(one, found), found) if words]
+    print("\n".join(missed) or "all goals are met", file=sys.stderr)
+    return 1 if missed and options.sizes == (FULL, FULL) else 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=sizes, default=(FULL, FULL), metavar="PODS,JOBS", help="default: 1000,1000")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PHASES), help=",".join(PHASES))
+    parser.add_argument("--limit-s", type=float, default=300.0, help="what is not there by then is given up")
+    options = parser.parse_args()
+    if unknown := set(options.only) - set(PHASES):
+        parser.error(f"--only {','.join(sorted(unknown))}: choose from {', '.join(PHASES)}")
+    return options
+
+
+def sizes(text: str) -> tuple[int, int]:
+    """Pods of a gang and number of small jobs."""
+    pods, _, jobs = text.partition(",")
+    return int(pods), int(jobs or pods)
+
+
+async def measure(options: argparse.Namespace) -> list[Measured]:
+    found: list[Measured] = []
+    for phase in plan(options):
+        async for one in phase:
+            print(line(one), file=sys.stderr, flush=True)
+            found.append(one)
+    return found
+
+
+def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
+    """The phases that are asked for."""
+    (pods, jobs), limit_s = options.sizes, options.limit_s
+    if "gangs" in options.only:
+        for hub in (False, True):
+            yield from (one_gang(Side(qps=qps, hub=hub), pods, limit_s) for qps in (None, *RATES))
+    if "scheduled" in options.only:
+        yield from (one_gang(Side(qps=qps, hub=False, scheduler=True), pods, limit_s) for qps in (None, RATES[0]))
+    if "small" in options.only:
+        yield from (many_jobs(Side(qps=qps, hub=False), jobs, limit_s) for qps in (None, *RATES))
+        yield many_jobs(Side(qps=None, hub=True), jobs, limit_s)
+    if "large" in options.only:
+        gangs, more = [f"large-{number}" for number in range(GANGS)], [f"more-{number}" for number in range(MORE_GANGS)]
+        yield large(Side(qps=None, hub=False), pods, gangs, more, limit_s)
+
+
+def line(one: Measured) -> str:
+    """A figure as it comes in."""
+    seconds = "not reached" if one.seconds is None else f"{one.seconds:.1f} s"
+    others = ", ".join(f"{name} {used:.1f}" for name, used in one.others_cpu_s.items())
+    words = f"{one.phase}, {one.pods} pods, {place(one)}, {one.side.who}: {seconds}, {one.cpu_s:.1f} CPU s"
+    return f"{words}, {one.rss_mib:.0f} MiB (peak {one.peak_mib:.0f}); CPU s of others: {others}  {one.note}"
+
+
+def place(one: Measured) -> str:
+    hub = "with hub" if one.side.hub else "no hub"
+    return f"{hub}, {'scheduler' if one.side.scheduler else 'binder'}"
+
+
+def anchor(one: Measured, found: list[Measured]) -> Measured | None:
+    """The same by the Job controller at the higher rate."""
+    if one.side.qps is not None:
+        return None
+    side = dataclasses.replace(one.side, qps=RATES[0])
+    return next((other for other in found if (other.phase, other.side) == (one.phase, side)), None)
+
+
+def ratio(one: Measured, found: list[Measured]) -> float | None:
+    """Our time by its time."""
+    other = anchor(one, found)
+    if other is None or one.seconds is None or other.seconds is None:
+        return None
+    return one.seconds / other.seconds
+
+
+def misses(one: Measured, found: list[Measured]) -> str | None:
+    """What goal a figure misses; those of the Job controller have none."""
+    if one.side.qps is not None:
+        return None
+    goal_s, against = GOALS_S.get(one.phase), ratio(one, found)
+    if goal_s is not None and (one.seconds is None or one.seconds >= goal_s):
+        return f"missed: {line(one)}; goal: under {goal_s:g} s"
+    if one.phase == RATIO_PHASE and against is not None and against > GOAL_RATIO:
+        return f"missed: {one.phase}, {place(one)}: {against:.2f} times the Job controller at QPS {RATES[0]}"
+    if one.phase.startswith("memory") and max(one.rss_mib, one.peak_mib) >= GOAL_MIB:
+        return f"missed: {line(one)}; goal: under {GOAL_MIB:g} MiB"
+    return None
+
+
+def print_table(found: list[Measured]) -> None:
+    """One row for each figure."""
+    print("\n| what | pods | hub, placing | who | seconds | goal | time / Job at 200 | CPU s | peak MiB | notes |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for one in found:
+        seconds = "not reached" if one.seconds is None else f"{one.seconds:.1f}"
+        against, goal = ratio(one, found), "-"
+        if one.side.qps is None and one.phase in GOALS_S:
+            goal = f"< {GOALS_S[one.phase]:g} s"
+        elif one.phase.startswith("memory"):
+            goal = f"< {GOAL_MIB:g} MiB"
+        cells = [one.phase, f"{one.pods:,}", place(one), one.side.who, seconds, goal]
+        cells += ["-" if against is None else f"{against:.2f}", f"{one.cpu_s:.1f}", f"{one.peak_mib:.0f}", one.note]
+        print(f"| {' | '.join(cells)} |")
+    print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""What bench_operator.py measures. Each phase has a fresh cluster; its side is our operator or the Job controller."""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import signal
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+
+from operator_client import Binder, Object, Running, poll
+from operator_cluster import NAMESPACE, Cluster, Program, cluster, node_names
+from operator_jobs import indexed_job, megatron_job
+
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import API_VERSION
+
+MEGATRON_JOBS = f"/apis/{API_VERSION}/namespaces/{NAMESPACE}/{PLURAL}"
+INDEXED_JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/megatronapp-operator"
+APPLIERS = 16
+SETTLE_S = 3.0
+"""After the last pod runs; what a process does then belongs to its CPU time."""
+CALM_S = 15.0
+"""Before memory is read."""
+LOOK_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """Who is measured, and how its pods come to nodes."""
+
+    qps: int | None
+    """Of the Job controller's client; None: it is our operator."""
+    hub: bool
+    """Whether pods have an agent; the operator's jobs have a hub, too."""
+    scheduler: bool = False
+    """Kubernetes' scheduler; else the bench's binder."""
+
+    @property
+    def who(self) -> str:
+        return "operator" if self.qps is None else f"Job controller, QPS {self.qps}"
+
+    def job(self, name: str, pods: int) -> Object:
+        make = megatron_job if self.qps is None else indexed_job
+        return make(NAMESPACE, name, pods, hub=self.hub)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One figure and what it cost. Seconds are None where the end did not come in time."""
+
+    phase: str
+    side: Side
+    pods: int
+    seconds: float | None
+    cpu_s: float
+    """Of the measured process, until `SETTLE_S` after the end."""
+    peak_mib: float
+    rss_mib: float
+    others_cpu_s: dict[str, float]
+    """Of everything else that took part."""
+    note: str = ""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Stage:
+    """A cluster with one side in it."""
+
+    cluster: Cluster
+    side: Side
+    program: Program
+    running: Running
+    limit_s: float
+
+    @property
+    def _path(self) -> str:
+        return MEGATRON_JOBS if self.side.qps is None else INDEXED_JOBS
+
+    async def apply(self, names: Sequence[str], pods: int) -> None:
+        """Create jobs of so many pods each, some at a time."""
+        limit = asyncio.Semaphore(APPLIERS)
+
+        async def create(name: str) -> None:
+            async with limit:
+                await self.cluster.client.send("POST", self._path, self.side.job(name, pods))
+
+        await asyncio.gather(*map(create, names))
+
+    async def fail(self, pod: str) -> None:
+        """End all containers of a pod with code 1, as its kubelet would tell it."""
+        found = await self.cluster.client.send("GET", f"{PODS}/{pod}")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        ended = {"terminated": {"exitCode": 1, "reason": "Error", "startedAt": now, "finishedAt": now}}
+        statuses = [{**one, "ready": False, "state": ended} for one in found["status"]["containerStatuses"]]
+        status = {"phase": "Failed", "containerStatuses": statuses}
+        await self.cluster.client.send("PATCH", f"{PODS}/{pod}/status", {"status": status})
+
+
+class Stopwatch:
+    """Wall time, and CPU time of all who take part, from its making on."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._others = stage.cluster.others(stage.program)
+        self._cpu_s = stage.program.cpu_s
+        self.began = time.monotonic()
+
+    async def measured(self, phase: str, pods: int, ended: float | None, note: str = "") -> Measured:
+        """What it took, after everybody has settled."""
+        await asyncio.sleep(SETTLE_S)
+        stage, program = self._stage, self._stage.program
+        others = stage.cluster.others(program)
+        return Measured(
+            phase=phase,
+            side=stage.side,
+            pods=pods,
+            seconds=None if ended is None else ended - self.began,
+            cpu_s=program.cpu_s - self._cpu_s,
+            peak_mib=program.peak_mib,
+            rss_mib=program.rss_mib,
+            others_cpu_s={name: used - self._others.get(name, 0.0) for name, used in others.items()},
+            note=note or ("" if ended is not None else f"{len(stage.running.names)} pods run at the end"),
+        )
+
+
+@contextlib.asynccontextmanager
+async def staged(side: Side, limit_s: float) -> AsyncIterator[Stage]:
+    """A fresh cluster with this side in it, which has already run a job of one pod."""
+    async with cluster() as made, asyncio.TaskGroup() as group:
+        running = Running()
+        tasks = [group.create_task(running.follow(made.client, NAMESPACE))]
+        if side.scheduler:
+            made.scheduler()
+        else:
+            tasks.append(group.create_task(Binder(made.client, NAMESPACE, node_names()).run()))
+        program = made.operator() if side.qps is None else made.job_controller(side.qps)
+        stage = Stage(cluster=made, side=side, program=program, running=running, limit_s=limit_s)
+        await stage.apply(["warm-up"], 1)
+        if await running.until(1, limit_s=limit_s) is None:
+            raise RuntimeError(f"{side.who} does not run a job of one pod:\n{program.text[-3000:]}")
+        await asyncio.sleep(SETTLE_S)
+        yield stage
+        for task in tasks:
+            task.cancel()
+
+
+async def one_gang(side: Side, pods: int, limit_s: float) -> AsyncIterator[Measured]:
+    """A job of many pods from apply to all running; our operator's then loses a pod, and all run anew."""
+    async with staged(side, limit_s) as stage:
+        yield await _start(stage, "one job", ["gang"], pods)
+        if side.qps is None:
+            known, clock = set(stage.running.names), Stopwatch(stage)
+            await stage.fail("gang-worker-0")
+            ended = await stage.running.until(pods, limit_s=limit_s, known=known)
+            yield await clock.measured("gang restart", pods, ended)
+
+
+async def many_jobs(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Measured]:
+    """Many jobs of one pod, from the first apply to all running."""
+    async with staged(side, limit_s) as stage:
+        yield await _start(stage, "jobs of one pod", [f"small-{number}" for number in range(jobs)], 1)
+
+
+async def _start(stage: Stage, phase: str, names: Sequence[str], pods: int) -> Measured:
+    known, clock = set(stage.running.names), Stopwatch(stage)
+    await stage.apply(names, pods)
+    applied = time.monotonic() - clock.began
+    total = len(names) * pods
+    ended = await stage.running.until(total, limit_s=stage.limit_s, known=known)
+    return await clock.measured(phase, total, ended, f"applied within {applied:.1f} s" if len(names) > 1 else "")
+
+
+async def large(
+    side: Side, pods: int, gangs: Collection[str], more: Collection[str], limit: float
+) -> AsyncIterator[Measured]:
+    """Our operator is killed beside large gangs and started again; then more gangs come, and its memory is read."""
+    async with staged(side, limit) as stage:
+        yield await _start(stage, f"{len(gangs)} jobs", list(gangs), pods)
+        for gang, lease in zip(gangs, (False, True), strict=False):
+            yield await _killed(stage, gang, lease=lease)
+            if await stage.running.until(len(gangs) * pods + 1, limit_s=limit) is None:
+                raise RuntimeError(f"the gang does not come back:\n{stage.program.text[-3000:]}")
+            await asyncio.sleep(SETTLE_S)
+        clock, total = Stopwatch(stage), (len(gangs) + len(more)) * pods
+        await stage.apply(list(more), pods)
+        ended = await stage.running.until(total + 1, limit_s=limit)
+        await asyncio.sleep(CALM_S)
+        yield await clock.measured(f"memory, {len(gangs) + len(more)} jobs", total, ended)
+
+
+async def _killed(stage: Stage, gang: str, *, lease: bool) -> Measured:
+    """From the start of a new operator to its first write, about a pod that failed while there was none."""
+    client, pods = stage.cluster.client, len(stage.running.names)
+    stage.program.stop(signal.SIGKILL)
+    await stage.fail(f"{gang}-worker-0")
+    if not lease:
+        await client.send("DELETE", LEASE)
+    path = f"{MEGATRON_JOBS}/{gang}"
+    before = (await client.send("GET", path))["metadata"]["resourceVersion"]
+
+    async def acted() -> bool:
+        return bool((await client.send("GET", path))["metadata"]["resourceVersion"] != before)
+
+    stage.program = stage.cluster.operator()
+    clock = Stopwatch(stage)
+    led = await stage.program.says("leading as") - clock.began
+    ended = await poll(acted, limit_s=stage.limit_s, pause_s=LOOK_S)
+    name = "operator killed, its lease left" if lease else "operator killed, its lease gone"
+    return await clock.measured(name, pods, ended, f"leads after {led:.1f} s")
