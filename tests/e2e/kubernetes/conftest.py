@@ -35,6 +35,8 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]
     name = request.node.name.removeprefix("test_").replace("_", "-").replace("[", "-").replace("]", "")[:40]
     cluster.namespace(name)
     yield name
+    # Jobs first: a namespace ends its pods first of all, and looks again only after half of their grace period.
+    cluster.kubectl("delete", "megatronjobs", "--all", "-n", name, "--ignore-not-found", "--timeout=120s")
     cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
