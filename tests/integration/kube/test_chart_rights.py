@@ -3,8 +3,9 @@
 import pathlib
 import re
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -58,32 +59,31 @@ EVERYBODY: Rights = {
 @pytest.fixture(scope="module", params=MODES)
 def mode(request: pytest.FixtureRequest, plane: kube.ControlPlane) -> Iterator[str]:
     """The rights of a mode are given while its tests run."""
-    settings = [word for setting in MODES[request.param] for word in ("--set", setting)]
     for namespace in (HOME, TEAM, OTHER):
         plane.kubectl("create", "namespace", namespace)
-    rights = {"apiVersion": "v1", "kind": "List", "items": rendered_rights(*settings)}
+    rights = {"apiVersion": "v1", "kind": "List", "items": rendered_rights(*settings_of(request.param))}
     done = plane.kubectl("apply", "-f", "-", stdin=rights)
     assert done.returncode == 0, done.stderr
     yield request.param
     assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
 
 
-def rendered_rights(*settings: str) -> list[Object]:
+def settings_of(mode: str) -> list[str]:
+    return [word for setting in MODES[mode] for word in ("--set", setting)]
+
+
+def rendered(*settings: str) -> list[Object]:
     helm = kube.programs("helm") / "helm"
-    place = (
-        "template",
-        "megatronapp",
-        str(CHART),
-        "-n",
-        HOME,
-        "--kube-version",
-        "1.35.4",
-        "--set",
-        "crds.enabled=false",
+    place = ("megatronapp", str(CHART), "-n", HOME, "--kube-version", "1.35.4", "--set", "crds.enabled=false")
+    done = subprocess.run(
+        [helm, "template", *place, *settings], capture_output=True, text=True, check=False, timeout=120
     )
-    done = subprocess.run([helm, *place, *settings], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    documents = [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def rendered_rights(*settings: str) -> list[Object]:
+    documents = rendered(*settings)
     return [one for one in documents if one["apiVersion"].startswith("rbac.") or one["kind"] == "ServiceAccount"]
 
 
@@ -220,3 +220,73 @@ def test_the_lists_here_are_what_the_code_asks_for() -> None:
     plurals = set(re.findall(r'Resource\("[^"]*", "([a-z]+)"\)', text))
     known = {resource for _, resource in OPERATOR | SWITCHED | LEASE}
     assert plurals <= known
+
+
+def kubeconfig_of(plane: kube.ControlPlane, account: str, folder: pathlib.Path) -> pathlib.Path:
+    """A file with which a program is that account."""
+    token = plane.kubectl("create", "token", account, "-n", HOME)
+    assert token.returncode == 0, token.stderr
+    document = yaml.safe_load(plane.kubeconfig().read_text(encoding="utf-8"))
+    document["users"][0]["user"] = {"token": token.stdout.strip()}
+    path = folder / "kubeconfig"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def names(plane: kube.ControlPlane, kinds: str) -> set[str]:
+    done = plane.kubectl("get", kinds, "-n", TEAM, "-l", "megatronapp.io/job-name=gpt", "-o", "name")
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("mode", ["cluster", "namespaces"], indirect=True)
+def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
+    plane: kube.ControlPlane, mode: str, tmp_path: pathlib.Path
+) -> None:
+    deployments = [one for one in rendered(*settings_of(mode)) if one["kind"] == "Deployment"]
+    deployment = next(one for one in deployments if one["metadata"]["name"] == "megatronapp-operator")
+    key, log = tmp_path / "key", tmp_path / "operator.log"
+    key.write_text("ab" * 32, encoding="ascii")
+    flags = [*deployment["spec"]["template"]["spec"]["containers"][0]["args"], f"--key-file={key}", "--port=0"]
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "megatronapp_operator.controller", *flags]
+    config = kubeconfig_of(plane, "megatronapp-operator", tmp_path)
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, f"--kubeconfig={config}"], stdout=out, stderr=out)
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(encoding="utf-8")
+            time.sleep(0.1)
+
+    try:
+        made = plane.kubectl("create", "-f", "-", stdin=job_with_hub())
+        assert made.returncode == 0, made.stderr
+        wait(lambda: {"pod/gpt-worker-0", "pod/gpt-worker-1", "pod/gpt-hub"} <= names(plane, "pods"))
+        assert {"service/gpt-hub", "secret/gpt-tokens", "configmap/gpt-job"} <= names(plane, "svc,secrets,configmaps")
+        assert names(plane, "networkpolicies")
+        patch = ("patch", "mgj", "gpt", "-n", TEAM, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+        assert plane.kubectl(*patch).returncode == 0
+        wait(lambda: not {name for name in names(plane, "pods") if "worker" in name})
+        found = re.search(r"probes at port (\d+)", log.read_text(encoding="utf-8"))
+        assert found is not None
+        page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False, follow_redirects=True).text
+        assert 'verb="create"' in page or 'verb="POST"' in page
+        assert 'code="403"' not in page
+        assert "orbidden" not in log.read_text(encoding="utf-8")
+    finally:
+        process.kill()
+        process.wait()
+        plane.kubectl("delete", "mgj,pods,svc,secrets,configmaps,networkpolicies", "--all", "-n", TEAM, "--force")
+
+
+def job_with_hub() -> Object:
+    model = {"numLayers": 2, "hiddenSize": 16, "numAttentionHeads": 2, "seqLength": 16, "vocabSize": 64}
+    training = {"microBatchSize": 1, "trainIters": 4, "lr": 0.01}
+    spec = {"nodes": 2, "procPerNode": 1, "model": model, "training": training, "data": {"mock": True}}
+    return {
+        "apiVersion": "megatronapp.io/v1alpha1",
+        "kind": "MegatronJob",
+        "metadata": {"name": "gpt", "namespace": TEAM},
+        "spec": spec | {"trace": {"enabled": True}, "analyzer": {"enabled": True}},
+    }
