@@ -42,6 +42,7 @@ test: test-py test-cpp test-ui ## All tests
 test-py: setup
 	scripts/system_packages.sh test
 	scripts/kube_tools.sh api
+	scripts/kube_tools.sh helm
 	$(BIN)/python -m pytest
 
 test-cpp: $(BIN)/.ready

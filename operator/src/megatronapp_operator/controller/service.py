@@ -23,12 +23,12 @@ from megatronapp_operator.backends.kubernetes.errors import (
 from megatronapp_operator.backends.kubernetes.executor import Executor
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
 from megatronapp_operator.backends.kubernetes.poller import POLL_S, Poller
-from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
+from megatronapp_operator.backends.kubernetes.reconciler import Memory, Reconciler
 from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.controller.settings import Settings
 from megatronapp_operator.errors import OperatorError
-from megatronapp_operator.metrics import OperatorMetrics
+from megatronapp_operator.metrics import JobFacts, OperatorMetrics
 from megatronapp_operator.plan import TERMINAL_PHASES
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,11 @@ class Service:
         jobs, version = await self._list_jobs()
         changed = self._store.replace_jobs(jobs, version)
         pods, version = await self._list_pods()
-        changed |= self._store.replace_pods(pods, version)
-        for key in changed:
+        changed_pods = self._store.replace_pods(pods, version)
+        if self._health.synced:  # what watches should have brought
+            self._metrics.missed(PLURAL, len(changed))
+            self._metrics.missed("pods", len(changed_pods))
+        for key in changed | changed_pods:
             self._queue.add(key)
 
     async def _list_jobs(self) -> tuple[list[Object], int]:
@@ -199,7 +202,7 @@ class Service:
             return
         if wake_at is not None:
             self._queue.add_at(key, wake_at)
-        self._metrics.observe_job(*key, memory.status, now=self._clock())
+        self._metrics.observe_job(*key, memory.status, now=self._clock(), facts=_facts(memory))
         self._metrics.queue(self._queue.depth, self._queue.oldest_s)
         if memory.status.attempt_time is not None and memory.status.phase not in TERMINAL_PHASES:
             self._polls.add_at(key, self._clock() + POLL_S)
@@ -215,6 +218,14 @@ class Service:
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
             self._polls.add_at(key, self._clock() + POLL_S)
+
+
+def _facts(memory: Memory) -> JobFacts:
+    """What metrics show beside the status."""
+    world, table = memory.job.world, memory.told.rank_table or {}
+    nodes = {rank: str(one.get("node", "")) for one in table.get("workers") or () for rank in one.get("ranks") or ()}
+    queue = memory.job.spec.scheduling.queue or ""
+    return JobFacts(workers=world.nodes, world_size=world.world_size, queue=queue, nodes=nodes)
 
 
 def namespaces_words(namespaces: Sequence[str]) -> str:
