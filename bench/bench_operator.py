@@ -54,9 +54,12 @@ def main() -> int:
     print_table(found)
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "seconds": round(time.monotonic() - began)}
     print(json.dumps({"machine": machine, "results": [dataclasses.asdict(one) for one in found]}))
-    missed = [words for words in map(lambda one: misses(one, found), found) if words]
-    print("\n".join(missed) or "all goals are met", file=sys.stderr)
-    return 1 if missed and options.sizes == (FULL, FULL) else 0
+    if options.sizes != (FULL, FULL):
+        print("a trial: the goals are for 1,000 pods and 1,000 jobs", file=sys.stderr)
+        return 0
+    missed = [words for words in (misses(one, found) for one in found) if words]
+    print("\n".join(missed) or "all goals of these phases are met", file=sys.stderr)
+    return 1 if missed else 0
 
 
 def parse_options() -> argparse.Namespace:

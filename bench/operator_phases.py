@@ -173,19 +173,19 @@ async def _start(stage: Stage, phase: str, names: Sequence[str], pods: int) -> M
 
 
 async def large(
-    side: Side, pods: int, gangs: Collection[str], more: Collection[str], limit: float
+    side: Side, pods: int, gangs: Collection[str], more: Collection[str], limit_s: float
 ) -> AsyncIterator[Measured]:
     """Our operator is killed beside large gangs and started again; then more gangs come, and its memory is read."""
-    async with staged(side, limit) as stage:
+    async with staged(side, limit_s) as stage:
         yield await _start(stage, f"{len(gangs)} jobs", list(gangs), pods)
         for gang, lease in zip(gangs, (False, True), strict=False):
             yield await _killed(stage, gang, lease=lease)
-            if await stage.running.until(len(gangs) * pods + 1, limit_s=limit) is None:
+            if await stage.running.until(len(gangs) * pods + 1, limit_s=limit_s) is None:
                 raise RuntimeError(f"the gang does not come back:\n{stage.program.text[-3000:]}")
             await asyncio.sleep(SETTLE_S)
         clock, total = Stopwatch(stage), (len(gangs) + len(more)) * pods
         await stage.apply(list(more), pods)
-        ended = await stage.running.until(total + 1, limit_s=limit)
+        ended = await stage.running.until(total + 1, limit_s=limit_s)
         await asyncio.sleep(CALM_S)
         yield await clock.measured(f"memory, {len(gangs) + len(more)} jobs", total, ended)
 
