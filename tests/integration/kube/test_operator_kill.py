@@ -13,7 +13,7 @@ from operator_process import started
 from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(3600)]
-KILLS = int(os.environ.get("MEGATRONAPP_KILLS", "4"))
+KILLS = int(os.environ.get("MEGATRONAPP_KILLS", "2"))
 FAILS_EVERY = 3
 WORKERS = ("job-worker-0", "job-worker-1")
 
