@@ -196,6 +196,26 @@ async def test_workers_are_told_their_rack_and_a_long_rank_table_goes_to_a_confi
         assert stored is not None and json.loads(stored["data"]["rank-table.json"])["workers"] == workers
 
 
+async def test_volume_claims_that_not_all_workers_can_mount_are_named_before_the_gang(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    meta = {"name": "once", "namespace": namespace}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta, "spec": spec}
+    assert plane.kubectl("create", "-f", "-", stdin=claim).returncode == 0
+    checkpoint = {"save": "/checkpoints", "saveInterval": 1, "volume": {"claim": "once", "mountPath": "/checkpoints"}}
+    data = {"mock": True, "volume": {"claim": "absent", "mountPath": "/data"}}
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace, checkpoint=checkpoint, data=data))
+        await stage.begin()
+        await stage.rest()
+        job = await stage.job()
+        told = await reasons(stage)
+    shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
+    assert shared["status"] == "False" and told.count("VolumesUnfit") == 1
+    assert "absent does not exist" in shared["message"] and "once is ReadWriteOnce" in shared["message"]
+
+
 async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.ControlPlane, namespace: str) -> None:
     spec = {"containers": [{"name": "main", "image": "none"}]}
     meta = {"name": "job-worker-1", "namespace": namespace}

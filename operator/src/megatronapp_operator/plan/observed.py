@@ -161,6 +161,8 @@ class Observed:
     workers: tuple[Worker, ...] = ()
     init: Init | None = None
     """The initializer pod; None: none exists."""
+    volumes: str | None = None
+    """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
     refusal: Refusal | None = None
     """Newest refusal; one of an older attempt says nothing any more."""
     progress: Progress | None = None

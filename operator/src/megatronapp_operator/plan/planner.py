@@ -64,6 +64,7 @@ def plan(job: Job, observed: Observed, now: float) -> Plan:
 def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft:
     draft = Draft(job=job, observed=observed, now=now, status=status)
     report.replicas(draft)
+    report.volumes(draft)
     report.ends(draft)
     placement.placed(draft)
     report.progress(draft)

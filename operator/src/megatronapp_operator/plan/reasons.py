@@ -10,6 +10,9 @@ INITIALIZERS_RUNNING = "InitializersRunning"
 INITIALIZERS_SUCCEEDED = "InitializersSucceeded"
 INITIALIZER_FAILED = "InitializerFailed"
 
+VOLUMES_UNFIT = "VolumesUnfit"
+VOLUMES_FIT = "VolumesFit"
+
 ALL_SCHEDULED = "AllScheduled"
 SCHEDULING = "Scheduling"
 QUEUED = "Queued"

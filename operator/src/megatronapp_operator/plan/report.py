@@ -17,6 +17,21 @@ HANG = "hang"
 """Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
 
 
+def volumes(draft: Draft) -> None:
+    """Say what is wrong with the volume claims. Nothing is held back for it: all workers may be on one node."""
+    trouble = draft.observed.volumes
+    if trouble is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if not trouble:
+        if draft.status.condition(ConditionType.VOLUMES_SHARED) is not None:
+            draft.set_condition(ConditionType.VOLUMES_SHARED, True, reasons.VOLUMES_FIT, "all workers can mount them")
+        return
+    known = draft.status.condition(ConditionType.VOLUMES_SHARED)
+    if known is None or known.message != trouble:
+        draft.event(EventType.WARNING, reasons.VOLUMES_UNFIT, trouble)
+    draft.set_condition(ConditionType.VOLUMES_SHARED, False, reasons.VOLUMES_UNFIT, trouble)
+
+
 def replicas(draft: Draft) -> None:
     """Count the workers of the current attempt."""
     found = Counter(one.phase for one in draft.gang)

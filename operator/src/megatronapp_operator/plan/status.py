@@ -32,6 +32,8 @@ class ConditionType(enum.StrEnum):
 
     CREATED = "Created"
     INITIALIZED = "Initialized"
+    VOLUMES_SHARED = "VolumesShared"
+    """False: a volume claim is missing, or cannot be mounted by all workers."""
     PODS_SCHEDULED = "PodsScheduled"
     RUNNING = "Running"
     RESTARTING = "Restarting"

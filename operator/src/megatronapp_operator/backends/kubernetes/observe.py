@@ -21,7 +21,9 @@ class Told:
     rank_table: dict[str, Any] | None = None
 
 
-def observe(pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Refusal | None) -> Observed:
+def observe(
+    pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Refusal | None, volumes: str | None = None
+) -> Observed:
     """Everything of a job, as the plan sees it. The job's secret follows from its uid, so it is always there."""
     by_type: dict[ReplicaType, list[PodRecord]] = {kind: [] for kind in ReplicaType}
     for pod in pods:
@@ -33,6 +35,7 @@ def observe(pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Ref
         hub=_hub(by_type[ReplicaType.HUB]),
         workers=tuple(sorted(map(worker, by_type[ReplicaType.WORKER]), key=lambda one: (one.attempt, one.index))),
         init=_init(by_type[ReplicaType.INIT]),
+        volumes=volumes,
         refusal=refusal,
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,

@@ -13,7 +13,7 @@ from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.api import PERSISTENT_VOLUME_CLAIMS, JOBS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, read_pinned
@@ -21,6 +21,7 @@ from megatronapp_operator.backends.kubernetes.observe import Told, observe
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.backends.kubernetes.volumes import claim_names, trouble
 from megatronapp_operator.document import status_document
 from megatronapp_operator.job_spec import build_spec
 from megatronapp_operator.plan import (
@@ -61,6 +62,10 @@ class Memory:
     """The same as we sent it; the server may leave out what it does not know."""
     written_at: float = float("-inf")
     pinned: Pinned | None = None
+    volumes: str | None = None
+    """What is wrong with the volume claims, once somebody has looked."""
+    volumes_seen: tuple[int, int] | None = None
+    """Generation and attempt that they were looked at for."""
     agents_told: frozenset[str] = frozenset()
     """Pods whose agents are known not to run."""
     table_told: str | None = None
@@ -102,6 +107,7 @@ class Reconciler:
             self._memories.pop(key, None)
             return None
         memory = self._remember(key, document)
+        await self._see_volumes(key, memory)
         made = self._plan(memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
@@ -136,8 +142,18 @@ class Reconciler:
             deletion_requested=deleting,
         )
         pods = self._store.pods(memory.uid)
-        seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal)
+        seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes)
         return plan.plan(job, seen, self._clock())
+
+    async def _see_volumes(self, key: Key, memory: Memory) -> None:
+        """Look at the volume claims once before each gang is created."""
+        mark, names = (memory.generation, memory.status.attempt), claim_names(memory.job)
+        if not names or memory.status.attempt_time is not None or memory.volumes_seen == mark:
+            return
+        memory.volumes = trouble(
+            memory.job, {name: await self._api.get(PERSISTENT_VOLUME_CLAIMS, key[0], name) for name in names}
+        )
+        memory.volumes_seen = mark
 
     async def _see_pods_afresh(self, key: Key, memory: Memory) -> None:
         """Nothing is ended for what a watch has lost or has not brought yet."""
