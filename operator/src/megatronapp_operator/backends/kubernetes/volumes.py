@@ -1,0 +1,36 @@
+"""Whether the volume claims of a job can be mounted by all its workers. Pure."""
+
+from collections.abc import Mapping
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.render.storage import claims
+
+SHARED = frozenset({"ReadWriteMany"})
+READABLE = SHARED | {"ReadOnlyMany"}
+
+
+def claim_names(job: MegatronJob) -> list[str]:
+    """The claims that workers mount; none is asked about where a single node mounts them."""
+    return list(dict.fromkeys(one.claim for one in claims(job)))
+
+
+def trouble(job: MegatronJob, found: Mapping[str, Object | None]) -> str:
+    """What is wrong with the claims, and what to do; empty: nothing is."""
+    return "; ".join(text for one in claims(job) if (text := _of_claim(job, one.claim, found.get(one.claim))))
+
+
+def _of_claim(job: MegatronJob, name: str, claim: Object | None) -> str:
+    if claim is None:
+        return f"the volume claim {name} does not exist in the job's namespace; create it"
+    if job.world.nodes == 1:
+        return ""
+    modes = frozenset(claim["spec"].get("accessModes") or ())
+    written = any(one.claim == name and not one.read_only for one in claims(job))
+    if modes & (SHARED if written else READABLE):
+        return ""
+    wanted = "ReadWriteMany" if written else "ReadWriteMany or ReadOnlyMany"
+    return (
+        f"the volume claim {name} is {', '.join(sorted(modes)) or 'of no access mode'}, and {job.world.nodes} workers "
+        f"mount it; where they are on several nodes it must be {wanted}"
+    )
