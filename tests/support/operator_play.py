@@ -52,8 +52,10 @@ class CutApi(Api):
         self.dead |= when == "before"
         if self.dead:
             raise Cut
-        answer = await super()._send(*words, **options)
-        self.dead |= when == "after"
+        try:
+            answer = await super()._send(*words, **options)
+        finally:  # an answer that refuses is one, too
+            self.dead |= when == "after"
         if self.dead:
             raise Cut
         if when == "lost":

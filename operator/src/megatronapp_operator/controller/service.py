@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 300.0)
 """First and longest pause after a look that failed."""
+PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
+"""A key rests for so many times the length of its last look, at most so long in seconds."""
 POLLERS = 16
 RESYNC_RETRY_S = 5.0
 
@@ -160,11 +162,12 @@ class Service:
 
     async def _work(self, queue: KeyedQueue[Key], look: Callable[[Key], Awaitable[None]]) -> None:
         while True:
-            key = await queue.take()
+            key, began = await queue.take(), time.monotonic()
             try:
                 await look(key)
-            finally:
-                queue.done(key)
+            finally:  # a look at a large gang takes time: news that come close together are worth one look
+                pause = min(PAUSE_S, PAUSE_PER_LOOK * (time.monotonic() - began))
+                asyncio.get_running_loop().call_later(pause, queue.done, key)
 
     async def _look(self, key: Key) -> None:
         """One look at a job; what goes wrong there is tried again later and stops nobody else."""

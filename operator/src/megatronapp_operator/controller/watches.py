@@ -16,6 +16,7 @@ import kopf
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, LABEL_JOB_UID, VERSION
 from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.controller.storages import NoDiffBase, NoProgress
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ class Watches:
         settings.watching.connect_timeout = CONNECT_TIMEOUT_S
         settings.watching.chunk_size = PAGE
         settings.watching.label_selectors["pods"] = LABEL_JOB_UID
+        settings.persistence.diffbase_storage = NoDiffBase()
+        settings.persistence.progress_storage = NoProgress()
         settings.posting.enabled = False
         settings.scanning.disabled = True
         return settings

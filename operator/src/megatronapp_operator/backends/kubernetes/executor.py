@@ -147,9 +147,10 @@ class Executor:
             self._applied.popitem(last=False)
 
     async def _start(self, work: Work, pods: Sequence[Object]) -> None:
-        """All pods at once, after one of them was tried without effect."""
-        with contextlib.suppress(AlreadyExistsError):
-            await self._limited(lambda: self._api.create(PODS, pods[0], dry_run=True))
+        """All pods at once; of several, one is tried before, without effect."""
+        if len(pods) > 1:
+            with contextlib.suppress(AlreadyExistsError):
+                await self._limited(lambda: self._api.create(PODS, pods[0], dry_run=True))
         await self._all([self._create(work, pod) for pod in pods])
 
     async def _create(self, work: Work, pod: Object) -> None:

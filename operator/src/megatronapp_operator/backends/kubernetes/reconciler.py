@@ -13,7 +13,7 @@ from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import PERSISTENT_VOLUME_CLAIMS, JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, read_pinned
