@@ -170,6 +170,18 @@ def test_a_browser_logs_in_once_and_its_token_is_nowhere(
     assert token not in reviewing.log.read_text(encoding="utf-8")
 
 
+def test_a_token_that_opens_nothing_begins_no_session(reviewing: door.Door) -> None:
+    with reviewing.client() as browser:
+        for token in ("junk", "x" * 9000, ""):
+            by_address = browser.get("/", params={"token": token})
+            by_form = browser.post("/login", data={"token": token}, headers={"Origin": reviewing.url})
+            assert (by_address.status_code, by_form.status_code) == (303, 401)
+            assert 'action="/login"' in by_form.text
+        assert not browser.cookies
+    with reviewing.client("x" * 9000) as program:
+        assert "more than 8192 bytes" in program.get("/api/v1/jobs").json()["message"]
+
+
 def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(
     plane: kube.ControlPlane, namespace: str, by_tokens: door.Door, tmp_path: pathlib.Path
 ) -> None:

@@ -78,7 +78,7 @@ async def test_a_failure_is_told_and_not_kept() -> None:
 def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
     clock = Clock()
     sessions = Sessions(clock=clock)
-    ticket, late = sessions.ticket(("token",)), sessions.ticket(("token",))
+    ticket, late = sessions.ticket(("token",), whose="a"), sessions.ticket(("token",), whose="a")
     assert sessions.redeem(ticket) == ("token",)
     assert sessions.redeem(ticket) == ()
     clock.now = TICKET_LIFE_S
@@ -88,15 +88,15 @@ def test_a_ticket_is_good_once_and_for_five_minutes() -> None:
 def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
     clock = Clock()
     sessions = Sessions(clock=clock)
-    first = sessions.log_in(("one",))
-    second = sessions.log_in(("two",), before=first)
+    first = sessions.log_in(("one",), whose="a")
+    second = sessions.log_in(("two",), whose="a", before=first)
     assert sessions.tokens(first) == ()
     assert sessions.tokens(second) == ("two", "one")
-    again = sessions.log_in(("one",), before=second)
+    again = sessions.log_in(("one",), whose="a", before=second)
     assert sessions.tokens(again) == ("one", "two")
     sessions.log_out(again)
     assert sessions.tokens(again) == ()
-    other = sessions.log_in(("three",))
+    other = sessions.log_in(("three",), whose="a")
     clock.now = LIFE_S
     assert sessions.tokens(other) == ()
 
@@ -105,7 +105,7 @@ def test_a_browser_keeps_what_it_showed_until_its_time_is_over() -> None:
 def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) -> None:
     sessions, word = Sessions(), ""
     for token in tokens:
-        word = sessions.log_in((token,), before=word)
+        word = sessions.log_in((token,), whose="a", before=word)
     newest = list(dict.fromkeys(reversed(tokens)))
     assert list(sessions.tokens(word)) == newest[:MAX_TOKENS]
 
@@ -113,8 +113,16 @@ def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) ->
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_SESSIONS", 2)
     book = Book(life_s=1)
-    words = [book.add((str(number),)) for number in range(3)]
+    words = [book.add((str(number),), whose=str(number)) for number in range(3)]
     assert [book.look_up(word) for word in words] == [(), ("1",), ("2",)]
+
+
+def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_EACH", 2)
+    book = Book(life_s=1)
+    other = book.add(("other",), whose="other")
+    words = [book.add((str(number),), whose="me") for number in range(4)]
+    assert [book.look_up(word) for word in [other, *words]] == [("other",), (), (), ("2",), ("3",)]
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
+from megatronapp_operator.door.gate import Caller, Gate
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.sessions import LIFE_S, Sessions
 
@@ -53,19 +54,19 @@ class Credentials:
             raise Refusal(403, "other-origin", "this request comes from a page that is not the door's", hint)
         return tokens
 
-    def ticket(self, tokens: tuple[str, ...]) -> str:
+    def ticket(self, connection: HTTPConnection, caller: Caller) -> str:
         """A word that logs a browser in once."""
-        return self._sessions.ticket(tokens)
+        return self._sessions.ticket(self.tokens(connection), whose=caller.identity)
 
-    def log_in(self, connection: HTTPConnection, shown: str, response: Response) -> Response:
-        """Set the cookie for a token or ticket. Whether it is good is seen when it is used."""
-        tokens = self._sessions.redeem(shown) or (shown,)
-        if shown and connection.scope["type"] == "http":
-            word = self._sessions.log_in(tokens, before=self._word(connection))
-            secure = "https" in (connection.url.scheme, connection.headers.get("x-forwarded-proto"))
-            response.set_cookie(
-                self._cookie, word, max_age=int(LIFE_S), httponly=True, samesite="strict", secure=secure, path="/"
-            )
+    async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Gate) -> Response:
+        """Set the cookie for a token or ticket. Raises Refusal (401) for one that opens nothing; ApiError."""
+        tokens = self._sessions.redeem(shown) or ((shown,) if shown else ())
+        caller = await gate.identify(tokens)
+        word = self._sessions.log_in(tokens, whose=caller.identity, before=self._word(connection))
+        secure = "https" in (connection.url.scheme, connection.headers.get("x-forwarded-proto"))
+        response.set_cookie(
+            self._cookie, word, max_age=int(LIFE_S), httponly=True, samesite="strict", secure=secure, path="/"
+        )
         return response
 
     def log_out(self, connection: HTTPConnection, response: Response) -> Response:

@@ -102,6 +102,6 @@ def create_app(api: Api, settings: DoorSettings) -> FastAPI:
 
     credentials = Credentials(Sessions(), cookie=cookie_name(settings.key))
     app = build_api(lifespan)
-    app.include_router(pages.build_router(settings.frontend, credentials))
+    app.include_router(pages.build_router(settings.frontend, credentials, lambda request: routes.door_of(request).gate))
     app.add_middleware(SafeHeaders)
     return app

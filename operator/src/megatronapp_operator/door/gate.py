@@ -9,6 +9,8 @@ from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.reviews import Reviews, Right, User, Verb
 
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
+MAX_TOKEN_BYTES = 8 << 10
+"""Tokens of a cluster are a few KiB."""
 AT_ONCE = 16
 """Questions about rights that one list asks at the same time."""
 
@@ -21,6 +23,11 @@ class Caller:
     jobs: frozenset[str]
     """Uids."""
 
+    @property
+    def identity(self) -> str:
+        """Whose share of sessions and connections they use."""
+        return f"user {self.user.name}" if self.user is not None else f"job {min(self.jobs)}"
+
 
 class Gate:
     """Decides. Without `reviews` only tokens of jobs count. Methods raise ApiError if the cluster does not answer."""
@@ -31,6 +38,8 @@ class Gate:
 
     async def identify(self, tokens: Sequence[str]) -> Caller:
         """Who shows these tokens. Raises Refusal (401) if none of them is good."""
+        if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
+            raise Refusal(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
         jobs: set[str] = set()
         user = None
         for token in tokens:

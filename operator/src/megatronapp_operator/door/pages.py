@@ -1,23 +1,37 @@
 """Serves the built page, tells it that this is a door, and logs browsers in."""
 
+import contextlib
+import html
 import pathlib
 import urllib.parse
+from collections.abc import Callable
 
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from megatronapp_operator.door.access import Credentials, same_origin
+from megatronapp_operator.door.gate import Gate
 from megatronapp_operator.door.problems import WHERE, Refusal
 
 PAGE_POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-PAGE_HEADERS = {"Cache-Control": "no-cache", "Content-Security-Policy": PAGE_POLICY, "X-Frame-Options": "DENY"}
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": PAGE_POLICY,
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",  # with no-referrer browsers send `Origin: null` with a form
+}
 ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
 MARK = '<meta name="megatronapp-server" content="door" />'
 MAX_FORM_BYTES = 16 << 10
 """Tokens of a cluster are a few KiB."""
+FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>MegatronApp: log in</title></head>
+<body><p>{why}</p><form method="post" action="/login">
+<label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
+</form></body></html>
+"""
 NO_PAGE = "This door serves no page; start it with --frontend.\n"
 
 
@@ -27,7 +41,7 @@ def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
     return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
 
 
-def build_router(root: pathlib.Path | None, credentials: Credentials) -> APIRouter:
+def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: Callable[[Request], Gate]) -> APIRouter:
     """Routes of the page and of logging in."""
     router = APIRouter(include_in_schema=False)
 
@@ -36,19 +50,29 @@ def build_router(root: pathlib.Path | None, credentials: Credentials) -> APIRout
         if not same_origin(request.headers):
             raise Refusal(403, "other-origin", "this form is not the door's", "Open the door's own page.")
         fields = urllib.parse.parse_qs((await read_body(request, MAX_FORM_BYTES)).decode(errors="replace"))
-        response = RedirectResponse("./", 303)
-        return credentials.log_in(request, fields.get("token", [""])[0].strip(), response)
+        shown = fields.get("token", [""])[0].strip()
+        try:
+            return await credentials.log_in(request, shown, RedirectResponse("./", 303), gate=gate_of(request))
+        except Refusal as refusal:
+            return _form(refusal.status, f"{refusal}.")
 
     @router.get("/{path:path}")
     async def page(request: Request, path: str) -> Response:
         token = request.query_params.get("token") if path == "" else None
         if token is not None:
-            return credentials.log_in(request, token, RedirectResponse(_without_token(request), 303))
+            there = RedirectResponse(_without_token(request), 303)
+            with contextlib.suppress(Refusal):  # a ticket is good once: who is logged in already just sees the page
+                await credentials.log_in(request, token, there, gate=gate_of(request))
+            return there
         if path.startswith("api/"):
             raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
         return _file(root, path)
 
     return router
+
+
+def _form(status: int, why: str) -> Response:
+    return HTMLResponse(FORM.format(why=html.escape(why)), status, headers=PAGE_HEADERS)
 
 
 def _without_token(request: Request) -> str:

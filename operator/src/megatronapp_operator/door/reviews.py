@@ -1,5 +1,6 @@
 """Who a caller is, and what they may do: asked of the cluster, by TokenReview and SubjectAccessReview."""
 
+import asyncio
 import dataclasses
 import enum
 from typing import Any
@@ -13,6 +14,12 @@ TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
 ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
 KEEP_S = 10.0
 """How long a verdict of the cluster holds: so long may a token live on after it was taken back."""
+
+
+MAX_TOKENS = 2_000
+"""Whose verdicts are kept: anybody may show tokens, and each has up to 8 KiB."""
+AT_ONCE = 16
+"""TokenReviews at the same time: anybody may cause them."""
 
 
 class Verb(enum.StrEnum):
@@ -55,7 +62,8 @@ class Reviews:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._users = Cache(self._review_token, ttl_s=KEEP_S)
+        self._users = Cache(self._review_token, ttl_s=KEEP_S, size=MAX_TOKENS)
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._rights = Cache(self._review_right, ttl_s=KEEP_S)
 
     async def user_of(self, token: str) -> User | None:
@@ -67,7 +75,8 @@ class Reviews:
         return await self._rights.get((user, right))
 
     async def _review_token(self, token: str) -> User | None:
-        status = await self._ask(TOKEN_REVIEWS, "TokenReview", {"token": token})
+        async with self._turns:
+            status = await self._ask(TOKEN_REVIEWS, "TokenReview", {"token": token})
         return _user(status.get("user", {})) if status.get("authenticated") else None
 
     async def _review_right(self, question: tuple[User, Right]) -> bool:

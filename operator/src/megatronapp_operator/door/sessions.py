@@ -12,6 +12,8 @@ from collections.abc import Callable
 LIFE_S = 12 * 3600.0
 TICKET_LIFE_S = 300.0
 MAX_SESSIONS = 10_000
+MAX_EACH = 100
+"""Of one identity, so that nobody pushes out the sessions of others."""
 MAX_TOKENS = 16
 """Tokens of one browser: one of the cluster, or several of single jobs."""
 
@@ -19,6 +21,7 @@ MAX_TOKENS = 16
 @dataclasses.dataclass(slots=True)
 class _Kept:
     tokens: tuple[str, ...]
+    whose: str
     until: float
 
 
@@ -30,10 +33,13 @@ class Book:
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def add(self, tokens: tuple[str, ...]) -> str:
-        """A fresh word for these tokens."""
+    def add(self, tokens: tuple[str, ...], *, whose: str) -> str:
+        """A fresh word for these tokens of an identity."""
         word = secrets.token_urlsafe(32)
-        self._kept[word] = _Kept(tokens[:MAX_TOKENS], self._clock() + self._life_s)
+        own = [older for older, kept in self._kept.items() if kept.whose == whose]
+        for older in own[: max(0, len(own) - MAX_EACH + 1)]:
+            self.drop(older)
+        self._kept[word] = _Kept(tokens[:MAX_TOKENS], whose, self._clock() + self._life_s)
         while len(self._kept) > MAX_SESSIONS:
             self._kept.popitem(last=False)
         return word
@@ -70,19 +76,19 @@ class Sessions:
         """What a browser with this cookie has shown."""
         return self._open.look_up(word)
 
-    def log_in(self, tokens: tuple[str, ...], *, before: str = "") -> str:
+    def log_in(self, tokens: tuple[str, ...], *, whose: str, before: str = "") -> str:
         """The word for a browser that showed these tokens; those that it showed before, for other jobs, stay good."""
         older = tuple(token for token in self._open.look_up(before) if token not in tokens)
         self._open.drop(before)
-        return self._open.add((*tokens, *older))
+        return self._open.add((*tokens, *older), whose=whose)
 
     def log_out(self, word: str) -> None:
         """Forget a browser."""
         self._open.drop(word)
 
-    def ticket(self, tokens: tuple[str, ...]) -> str:
+    def ticket(self, tokens: tuple[str, ...], *, whose: str) -> str:
         """A word for an address that somebody opens soon: good for one login."""
-        return self._tickets.add(tokens)
+        return self._tickets.add(tokens, whose=whose)
 
     def redeem(self, word: str) -> tuple[str, ...]:
         """The tokens behind a ticket, once."""
