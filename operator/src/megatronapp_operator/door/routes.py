@@ -140,7 +140,7 @@ async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, nam
 
 
 @sockets.websocket("/jobs/{namespace}/{name}/live")
-async def follow(socket: WebSocket, namespace: str, name: str) -> None:
+async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     """The hub's live frames."""
     door = door_of(socket)
 
