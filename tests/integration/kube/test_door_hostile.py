@@ -8,7 +8,7 @@ import hostile_hub
 import httpx
 import kube
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from megatronapp_common import frames
@@ -162,6 +162,9 @@ def test_of_the_live_socket_only_binary_frames_come_through(
 def test_no_token_is_ever_written_down(reviewing: door.Door, job: door.Job, token: str) -> None:
     with reviewing.client(token) as client:
         client.get(f"{job.path}/job", params={"token": token})
+    url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live?token={token}"
+    with pytest.raises(InvalidStatus), connect(url, proxy=None):
+        pass
     log = pathlib.Path(reviewing.log).read_text(encoding="utf-8")
     assert token not in log
     assert reviewing.job_token(job.uid) not in log

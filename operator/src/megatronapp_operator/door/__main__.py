@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s door %(levelname)s %(message)s")
     logging.getLogger("uvicorn.access").disabled = True  # addresses may hold tokens
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # which tells those of WebSockets, by INFO
     try:
         asyncio.run(serve(arguments))
     except KeyboardInterrupt:
