@@ -1,6 +1,7 @@
 """The door as a real process on a real API server: who may see what, and what comes through from a real hub."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -134,6 +135,9 @@ def test_the_live_socket_needs_the_right_and_our_own_page(
         with pytest.raises(InvalidStatus) as refused, live(reviewing, job, **headers):
             pass
         assert refused.value.response.status_code == 403
+    sly = dataclasses.replace(job, name="demo%3Fa=1")
+    with pytest.raises(InvalidStatus), live(reviewing, sly, Authorization=f"Bearer {viewer}"):
+        pass
     with live(reviewing, job, Cookie=cookie, Origin=reviewing.url) as connection:
         message = connection.recv(door.DEADLINE_S)
     assert isinstance(message, bytes)
@@ -180,6 +184,20 @@ def test_a_token_that_opens_nothing_begins_no_session(reviewing: door.Door) -> N
         assert not browser.cookies
     with reviewing.client("x" * 9000) as program:
         assert "more than 8192 bytes" in program.get("/api/v1/jobs").json()["message"]
+
+
+def test_a_link_of_another_site_logs_nobody_in(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:
+    token = door.account(plane, namespace, "mallory")
+    with reviewing.client() as browser:
+        for site in ("cross-site", "same-site", "odd"):
+            answer = browser.get("/", params={"token": token}, headers={"Sec-Fetch-Site": site})
+            assert answer.status_code == 403
+            assert "another site" in answer.text
+            assert not browser.cookies
+        for site in ("none", "same-origin"):
+            browser.get("/", params={"token": token}, headers={"Sec-Fetch-Site": site})
+            assert browser.cookies
+            browser.cookies.clear()
 
 
 def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(

@@ -35,6 +35,11 @@ def same_origin(headers: Mapping[str, str]) -> bool:
     return origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")
 
 
+def asked_here(headers: Mapping[str, str]) -> bool:
+    """Whether a person or our own page opened an address, as far as the browser says; a link elsewhere did not."""
+    return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
+
+
 class Credentials:
     """Reads and writes what proves a caller."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from megatronapp_operator.door.access import Credentials, same_origin
+from megatronapp_operator.door.access import Credentials, asked_here, same_origin
 from megatronapp_operator.door.gate import Gate
 from megatronapp_operator.door.problems import WHERE, Refusal
 
@@ -32,6 +32,10 @@ FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Mega
 <label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
 </form></body></html>
 """
+ELSEWHERE = (
+    "The link that led here is of another site and holds a token, which would log you in as somebody else. "
+    "If it is yours, paste its address into the address bar, or log in with your own token:"
+)
 NO_PAGE = "This door serves no page; start it with --frontend.\n"
 
 
@@ -59,6 +63,8 @@ def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: C
     @router.get("/{path:path}")
     async def page(request: Request, path: str) -> Response:
         token = request.query_params.get("token") if path == "" else None
+        if token is not None and not asked_here(request.headers):
+            return _form(403, ELSEWHERE)
         if token is not None:
             there = RedirectResponse(_without_token(request), 303)
             with contextlib.suppress(Refusal):  # a ticket is good once: who is logged in already just sees the page
