@@ -14,8 +14,14 @@ from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan import Progress
 from megatronapp_operator.plan.observed import SlowRank
 
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading a document of a wrong shape raises."""
+
+
+MAX_VERDICTS, MAX_HUNG = 64, 1024
+"""So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
+MAX_TEXT = 1024
+STATES = frozenset({"starting", "training", "evaluating", "saving", "done"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +41,8 @@ def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of ano
         return Summary(
             attempt=int(document["attempt"]),
             progress=read_progress(document["progress"]),
-            slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"]),
-            hung_ranks=tuple(int(rank) for rank in document["hungRanks"]),
+            slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS]),
+            hung_ranks=tuple(int(rank) for rank in document["hungRanks"][:MAX_HUNG]),
         )
     except UNREADABLE:
         return None
@@ -60,15 +66,15 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
     return Progress(
         attempt=int(page.get("attempt") or 0),
         iteration=int(page["iteration"]),
-        total_iterations=page.get("totalIterations"),
-        state=page.get("state") or "training",
+        total_iterations=_count(page.get("totalIterations")),
+        state=page["state"] if page.get("state") in STATES else "training",
         loss=_finite(page.get("loss")),
         learning_rate=_finite(page.get("learningRate")),
         grad_norm=_finite(page.get("gradNorm")),
         tokens_per_second=_finite(page.get("tokensPerSecond")),
         tflops_per_gpu=_finite(page.get("tflopsPerGpu")),
         seconds_left=_finite(page.get("secondsLeft")),
-        consumed_samples=page.get("consumedSamples"),
+        consumed_samples=_count(page.get("consumedSamples")),
         validation_loss=_finite(page.get("validationLoss")),
         updated_at=None if page.get("updatedAt") is None else seconds_of(page["updatedAt"]),
     )
@@ -81,8 +87,17 @@ def newest(pages: Iterable[Progress | None]) -> Progress | None:
 
 
 def _finite(value: float | None) -> float | None:
-    """The number, or None for NaN and Inf, which a page may hold and JSON has no word for."""
+    """The number, or None for NaN and Inf, which a page may hold and JSON has no word for. Raises TypeError."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _count(value: int | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _text(value: str) -> str:
+    """What people are shown, in bounds."""
+    return str(value)[:MAX_TEXT]
 
 
 def _moment(time: float | None) -> float | None:
@@ -93,16 +108,16 @@ def _moment(time: float | None) -> float | None:
 def _verdict(entry: Mapping[str, Any]) -> SlowRank:
     subject, effect, since = entry["subject"], entry.get("effect") or {}, entry.get("since") or {}
     return SlowRank(
-        id=entry["id"],
-        subject=subject["type"],
-        ranks=tuple(subject["ranks"]),
-        cause=entry["cause"],
-        state=entry["state"],
-        sentence=entry["sentence"],
-        worker=subject.get("worker"),
-        node=subject.get("node"),
-        since_attempt=since.get("attempt"),
-        since_step=since.get("step"),
+        id=_text(entry["id"]),
+        subject=_text(subject["type"]),
+        ranks=tuple(int(rank) for rank in subject["ranks"][:MAX_HUNG]),
+        cause=_text(entry["cause"]),
+        state=_text(entry["state"]),
+        sentence=_text(entry["sentence"]),
+        worker=_count(subject.get("worker")),
+        node=None if subject.get("node") is None else _text(subject["node"]),
+        since_attempt=_count(since.get("attempt")),
+        since_step=_count(since.get("step")),
         since_time=_moment(since.get("time")),
         slowdown=_finite(effect.get("slowdown")),
         seconds_per_step=_finite(effect.get("secondsPerStep")),

@@ -112,7 +112,7 @@ def test_following_tells_what_happens_and_ends_with_the_job(
     job = found(plane, namespace)
     verdict = {"id": "v", "state": "confirmed", "sentence": "Rank 1 is slow."}
     door.set_status(plane, job, phase="Running", progress={"iteration": 5, "attempt": 0}, slowRanks=[verdict])
-    event(plane, job, "Rank 1 is slow, they say.", kind="Warning")
+    event(plane, job, "Rank 1 is slow,\x1b]0;owned\x07 they say.", kind="Warning")
     end = threading.Timer(3, lambda: door.set_status(plane, job, phase="Failed"))
     end.start()
     code, text, _ = run("run", "--follow", str(manifest))
@@ -120,7 +120,7 @@ def test_following_tells_what_happens_and_ends_with_the_job(
     assert code == 1
     assert text.splitlines() == [
         "megatronjob.megatronapp.io/demo unchanged",
-        "warning: Rank 1 is slow, they say.",
+        "warning: Rank 1 is slow,\ufffd]0;owned\ufffd they say.",
         "step 5  loss <none>",
         ">> Rank 1 is slow.",
         "demo: Running",
@@ -209,7 +209,10 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
 ) -> None:
     """A kubeconfig with a token that the door refuses, whose owner may read the job's Secret."""
     job = door.make_job(plane, namespace, "demo", hub=False)
-    body = {"metadata": {"name": "demo-tokens"}, "stringData": {"secret": job_secret(reviewing.key, job.uid)}}
+    body = {
+        "metadata": {"name": f"demo-tokens-{job.uid[:8]}"},
+        "stringData": {"secret": job_secret(reviewing.key, job.uid)},
+    }
     door.create(plane, f"/api/v1/namespaces/{namespace}/secrets", body)
     reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
     poor = door.account(plane, namespace, "poor", grants=[reader])

@@ -32,6 +32,7 @@ def pod(name: str = "job-worker-3", *, uid: str = "u", version: int = 1, **statu
         "resourceVersion": str(version),
         "creationTimestamp": "2026-11-22T03:00:00Z",
         "labels": dict(LABELS),
+        "ownerReferences": [{"uid": "job-uid"}],
     }
     containers = [{"name": "trainer"}, {"name": "agent"}]
     return {"kind": "Pod", "metadata": metadata, "spec": {"containers": containers}, "status": status}
@@ -55,7 +56,7 @@ def test_the_newest_news_win_in_any_order(order: list[int], until: int) -> None:
     for number in order[:until]:
         store.put_pod(news[number])
     newest = max(order[:until], default=None)
-    assert [one.phase for one in store.pods("job-uid")] == ([] if newest is None else [f"P{newest}"])
+    assert [one.phase for one in store.pods("here", "job-uid")] == ([] if newest is None else [f"P{newest}"])
 
 
 @given(st.permutations(["first", "second", "gone"]))
@@ -66,9 +67,9 @@ def test_what_is_gone_stays_gone_whatever_comes_late(order: list[str]) -> None:
             store.drop_pod(pod(version=9))
         else:
             store.put_pod(pod(version=1 if word == "first" else 2))
-    assert store.pods("job-uid") == []
+    assert store.pods("here", "job-uid") == []
     assert store.put_pod(pod(uid="next", version=3)) == ("here", "job")
-    assert [one.uid for one in store.pods("job-uid")] == ["next"]
+    assert [one.uid for one in store.pods("here", "job-uid")] == ["next"]
 
 
 def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> None:
@@ -76,7 +77,7 @@ def test_a_list_takes_away_what_is_older_than_it_and_keeps_what_is_newer() -> No
     store.put_pod(pod("a", uid="a", version=5))
     store.put_pod(pod("b", uid="b", version=20))
     assert store.replace_pods([read_pod(pod("c", uid="c", version=8))], 10) == {("here", "job")}
-    assert sorted(one.name for one in store.pods("job-uid")) == ["b", "c"]
+    assert sorted(one.name for one in store.pods("here", "job-uid")) == ["b", "c"]
     assert store.pod_count == 2
 
 
@@ -92,6 +93,31 @@ def test_a_job_of_the_same_name_is_another_job() -> None:
     found = store.job(("n", "j"))
     assert found is not None and found["metadata"]["uid"] == "new"
     assert store.replace_jobs([], 9) == {("n", "j")} and store.keys == []
+
+
+def test_pods_that_only_say_to_be_of_a_job_are_none_of_it() -> None:
+    store, forged = Store(), pod(uid="forged", version=99)
+    store.put_pod(pod())
+    forged["metadata"]["namespace"] = "elsewhere"
+    store.put_pod(forged)
+    assert [one.uid for one in store.pods("here", "job-uid")] == ["u"]
+    assert store.replace_pods([read_pod(pod(version=2))], 100, only=("here", "job-uid")) == {("here", "job")}
+    ownerless = pod()
+    del ownerless["metadata"]["ownerReferences"]
+    assert read_pod(ownerless) is None
+
+
+@pytest.mark.parametrize("text", ["[" * 4000, "{" * 4000, '{"rank": 1e999, "code": []}'])
+def test_whatever_a_pod_has_left_it_is_read(text: str) -> None:
+    ended = {"exitCode": 3, "reason": "Error", "message": text}
+    assert worker(phase="Running", **state(terminated=ended)).phase is WorkerPhase.FAILED
+
+
+@pytest.mark.parametrize("annotations", [{"megatronapp.io/starts": "boom"}, 3])
+def test_a_pod_of_a_wrong_shape_is_none_of_ours(annotations: object) -> None:
+    odd = pod()
+    odd["metadata"]["annotations"] = annotations
+    assert read_pod(odd) is None
 
 
 @pytest.mark.parametrize("change", [{"megatronapp.io/replica-index": "x"}, {"megatronapp.io/replica-type": "other"}])

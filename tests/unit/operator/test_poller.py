@@ -21,7 +21,7 @@ KEY = "cd" * 32
 HUB, LAUNCHER = "127.8.0.1", "127.8.0.2"
 TOKEN = derive(job_secret(KEY, "uid"), Role.VIEWER)
 SUMMARY = {"attempt": 1, "progress": {"attempt": 1, "iteration": 7}, "slowRanks": [], "hungRanks": []}
-TABLE = {"attempt": 1, "digest": "d", "workers": []}
+TABLE = {"attempt": 1, "digest": "d", "masterAddr": "10.0.0.1", "masterPort": 29500, "workers": []}
 LAUNCHER_ANSWER = {"attempt": 1, "rankTable": TABLE, "progress": {"attempt": 1, "iteration": 9}, "phase": "Running"}
 
 
@@ -88,6 +88,10 @@ async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
         (b" " * (MAX_BYTES + 1), "200 OK"),
         (b'{"attempt": "x", "rankTable": 3, "progress": []}', "200 OK"),
         (b"{}", "302 Found"),
+        (b"[" * 100_000, "200 OK"),
+        (b'{"attempt": 1e999, "progress": null, "slowRanks": [], "hungRanks": []}', "200 OK"),
+        (b'{"rankTable": {"attempt": 0, "workers": 5}, "progress": null}', "200 OK"),
+        (b'{"rankTable": null, "progress": {"iteration": 1, "totalIterations": "boom"}}', "200 OK"),
     ],
 )
 async def test_an_answer_of_no_use_says_nothing_and_takes_nothing_away(body: bytes, status: str) -> None:
@@ -95,6 +99,10 @@ async def test_an_answer_of_no_use_says_nothing_and_takes_nothing_away(body: byt
     async with answering(HUB, HUB_PORT, body, status=status), answering(LAUNCHER, STATUS_PORT, body, status=status):
         told = await polled(before)
     assert told == before
+
+
+async def test_an_address_of_ipv6_and_one_that_is_none_are_asked_in_vain() -> None:
+    assert await polled(pods=[pod(ReplicaType.HUB, "::1"), pod(ReplicaType.WORKER, "no address")]) == Told()
 
 
 async def test_nobody_is_asked_who_does_not_run_or_is_of_another_attempt() -> None:

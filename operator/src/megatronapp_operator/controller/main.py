@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import httpx
 from prometheus_client import CollectorRegistry
 
+from megatronapp_common import __version__
 from megatronapp_operator.backends.kubernetes.api import Api, connect
 from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
@@ -65,7 +66,7 @@ async def _until_signal(settings: Settings) -> int:
 async def operate(settings: Settings) -> None:
     """Wait for the lease, then lead. Raises LeaseLostError when it is lost, BackendError when the watches end."""
     registry, health = CollectorRegistry(), Health()
-    metrics = OperatorMetrics(registry)
+    metrics = OperatorMetrics(registry, version=__version__)
     async with connect(kubeconfig=settings.kubeconfig) as api:
         lease = LeaseHolder(
             api, namespace=settings.lease_namespace, name=settings.lease_name, identity=settings.identity

@@ -17,7 +17,11 @@ from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errors import (
     AgainError,
     ApiError,
+    ForbiddenError,
+    InvalidError,
     LeaseLostError,
+    NameTakenError,
+    NotFoundError,
     ThrottledError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
@@ -38,19 +42,20 @@ BACKOFF_S = (0.5, 300.0)
 PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
 """A key rests for so many times the length of its last look, at most so long in seconds."""
 POLLERS = 16
+TELLING = (JobError, NameTakenError, ForbiddenError, InvalidError, NotFoundError)
+"""What does not pass by itself, so that people should know."""
 RESYNC_RETRY_S = 5.0
 
 
 class Clock:
-    """Seconds since the epoch that never go back, whatever is done to the machine's clock."""
+    """Seconds since the epoch, going on evenly whatever is done to the machine's clock."""
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._start = time.time() - time.monotonic()
 
     def __call__(self) -> float:
         """The time."""
-        self._last = max(self._last, time.time())
-        return self._last
+        return self._start + time.monotonic()
 
 
 @dataclasses.dataclass(slots=True)
@@ -174,6 +179,7 @@ class Service:
         began, outcome = time.monotonic(), "ok"
         try:
             wake_at = await self._reconciler.reconcile(key)
+            self._after(key)
         except LeaseLostError:
             raise
         except AgainError:
@@ -182,13 +188,17 @@ class Service:
         except (OperatorError, JobError) as error:
             outcome, wake_at = "error", self._retry_at(key, error)
             log.warning("%s/%s: %s", *key, error)
+            if isinstance(error, TELLING):
+                await self._reconciler.tell_trouble(key, error)
         except Exception as error:
             outcome, wake_at = "error", self._retry_at(key, error)
             log.exception("%s/%s: a look at the job failed", *key)
         else:
             self._failures.pop(key, None)
         self._metrics.reconciled(time.monotonic() - began, outcome)
-        self._after(key, wake_at)
+        if wake_at is not None:
+            self._queue.add_at(key, wake_at)
+        self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
     def _retry_at(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
@@ -197,16 +207,14 @@ class Service:
         least = error.retry_after_s if isinstance(error, ThrottledError) else 0.0
         return self._clock() + max(pause, least)
 
-    def _after(self, key: Key, wake_at: float | None) -> None:
+    def _after(self, key: Key) -> None:
+        """What others are told of a job that was looked at."""
         memory = self._reconciler.memory(key)
         if memory is None:
             self._failures.pop(key, None)
             self._metrics.forget_job(*key)
             return
-        if wake_at is not None:
-            self._queue.add_at(key, wake_at)
         self._metrics.observe_job(*key, memory.status, now=self._clock(), facts=_facts(memory))
-        self._metrics.queue(self._queue.depth, self._queue.oldest_s)
         if memory.status.attempt_time is not None and memory.status.phase not in TERMINAL_PHASES:
             self._polls.add_at(key, self._clock() + POLL_S)
 
@@ -214,8 +222,12 @@ class Service:
         memory = self._reconciler.memory(key)
         if memory is None:
             return
-        pods = self._store.pods(memory.uid)
-        told = await self._poller.poll(memory.uid, pods, memory.told, attempt=memory.status.attempt)
+        pods = self._store.pods(key[0], memory.uid)
+        try:
+            told = await self._poller.poll(memory.uid, pods, memory.told, attempt=memory.status.attempt)
+        except Exception:
+            log.exception("%s/%s: hub and launcher could not be asked", *key)
+            told = memory.told
         if told != memory.told:
             memory.told = told
             self._queue.add(key)

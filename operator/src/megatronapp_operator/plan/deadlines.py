@@ -23,7 +23,7 @@ def progress(draft: Draft) -> bool:
     limit, running = draft.job.spec.policy.progress_deadline_s, draft.status.running_time
     if limit is None or running is None:
         return False
-    since = max(running, draft.status.progress_time or 0.0)
+    since = max(running, draft.status.progress_time or 0.0, draft.observed.since)
     if draft.now < since + limit:
         draft.wake(since + limit)
         return False

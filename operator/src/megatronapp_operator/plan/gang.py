@@ -120,9 +120,12 @@ def ensure_hub(draft: Draft) -> bool:
     hub = draft.observed.hub
     at = draft.now
     if hub is not None:
-        if hub.phase is not HubPhase.ENDED:
+        if hub.deletion is not None:
+            at = hub.deletion.since + hub.deletion.grace_s + draft.job.spec.policy.lost_worker_s
+        elif hub.phase is not HubPhase.ENDED:
             return False
-        at = (draft.now if hub.ended_at is None else hub.ended_at) + backoff_s(HUB_BACKOFF, hub.starts)
+        else:
+            at = (draft.now if hub.ended_at is None else hub.ended_at) + backoff_s(HUB_BACKOFF, hub.starts)
     if draft.now < at:
         draft.wake(at)
     else:

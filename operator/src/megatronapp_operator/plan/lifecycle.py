@@ -6,7 +6,7 @@ from megatronapp_operator.plan import outcome, reasons
 from megatronapp_operator.plan.actions import DeleteHub, DeleteJob, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.initialize import stop_init
-from megatronapp_operator.plan.observed import HubPhase
+from megatronapp_operator.plan.observed import HubPhase, Worker
 from megatronapp_operator.plan.restart import next_attempt, record
 from megatronapp_operator.plan.spec import CleanPodPolicy, Stop
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
@@ -18,7 +18,7 @@ def guard_terminal(draft: Draft) -> bool:
         return False
     policy = draft.job.spec.policy
     all_go = policy.clean is CleanPodPolicy.ALL
-    for worker in draft.observed.workers if all_go else draft.live:
+    for worker in draft.observed.workers if all_go else _holding(draft):
         draft.delete(worker, 0 if _forced(draft) else policy.failed_grace_s)
     stop_init(draft, ended_too=all_go)
     _retire_hub(draft)
@@ -29,13 +29,18 @@ def guard_terminal(draft: Draft) -> bool:
 def _expire(draft: Draft) -> None:
     """Delete the job object when its time after the end is over, and nothing of it runs any more."""
     ttl_s = draft.job.spec.policy.ttl_s
-    if ttl_s is None or draft.live:
+    if ttl_s is None or _holding(draft):
         return
     at = (draft.status.completion_time or 0.0) + ttl_s
     if draft.now < at:
         draft.wake(at)
     else:
         draft.actions.append(DeleteJob())
+
+
+def _holding(draft: Draft) -> list[Worker]:
+    """Workers that keep a machine, and be it for an agent that does not know that all is over."""
+    return [one for one in draft.observed.workers if one.live or one.occupies]
 
 
 def delete_job(draft: Draft) -> bool:

@@ -51,6 +51,8 @@ class Worker:
     """Machine that it was placed on."""
     uid: str = ""
     """Of this pod; a later one of the same name has another. Empty where names are never used again."""
+    occupies: bool = False
+    """Whether something of it still holds a machine after its trainer has ended."""
     scheduled: bool = True
     """Whether it has a machine."""
     waiting: str | None = None
@@ -110,6 +112,8 @@ class Hub:
     """How often it was started."""
     ended_at: float | None = None
     deleting: bool = False
+    deletion: Deletion | None = None
+    """Where it is known since when: on a machine that is gone a hub never ends by itself."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,8 @@ class Observed:
     """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
     refusal: Refusal | None = None
     """Newest refusal; one of an older attempt says nothing any more."""
+    since: float = 0.0
+    """When this process began to look: before, nobody could have heard of progress."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""

@@ -56,12 +56,18 @@ def judge_start(draft: Draft) -> bool:
     if draft.now < since + limit:
         draft.wake(since + limit)
         return False
-    if status.scheduled_time is None:
+    if status.scheduled_time is None or _lost_since(draft):
         release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s")
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
         attempt_failed(draft, _failure(draft, reasons.START_DEADLINE_EXCEEDED, message))
     return True
+
+
+def _lost_since(draft: Draft) -> bool:
+    """Whether a worker that had a machine has none any more: it was preempted, or its machine is gone."""
+    gone = len(draft.gang) < draft.job.spec.workers
+    return gone or any(not _has_machine(one) or one.deletion or one.disrupted for one in draft.gang)
 
 
 def waits_for_machines(draft: Draft, culprit: Worker) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from kubernetes_asyncio import config
@@ -48,7 +49,7 @@ class Resource:
         parts = [root, self.api_version]
         parts += ["namespaces", namespace] if namespace is not None else []
         parts += [part for part in (self.plural, name, subresource) if part is not None]
-        return "/".join(parts)
+        return "/".join([parts[0], parts[1], *(quote(part, safe="") for part in parts[2:])])
 
 
 JOBS = Resource(f"{GROUP}/{VERSION}", PLURAL)
@@ -240,7 +241,10 @@ def _name(obj: Object) -> str:
 
 
 def _document(data: bytes) -> Object:
-    found = json.loads(data)
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise UnavailableError("something that is no API server answered") from error
     if not isinstance(found, dict):
         raise ApiError("the server answered with something that is no object")
     return found

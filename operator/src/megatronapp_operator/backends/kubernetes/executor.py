@@ -7,6 +7,7 @@ import datetime
 import logging
 import math
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -29,6 +30,7 @@ from megatronapp_operator.plan import (
     DeleteJob,
     DeleteWorker,
     EnsureHub,
+    EventType,
     RecordEvent,
     Refusal,
 )
@@ -39,6 +41,8 @@ REMEMBERED = 20_000
 """So many attempts whose objects were applied by this process are remembered."""
 MAX_NOTE = 1024
 """Longest text of an event (events.k8s.io/v1)."""
+HUB_PAUSE_S = 60.0
+ENDED = frozenset({"Succeeded", "Failed"})
 NO_PLACE = "-"
 """Told of a node without the label, before all others in order; workers wait until they are told something."""
 MAX_INSTANCE = 128
@@ -66,20 +70,20 @@ class Executor:
         self._key = key
         self._identity = identity
         self._limit = limit
+        self._hub_pauses: dict[str, float] = {}
+        """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
         self._applied: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     async def run(self, work: Work, actions: Sequence[Action]) -> Refusal | None:
         """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
-        await self._all([self._tell(work, action) for action in actions if isinstance(action, RecordEvent)])
+        await self._all([self.tell(work.owner, action) for action in actions if isinstance(action, RecordEvent)])
         await self._all([self._remove(work, action) for action in actions])
+        if any(isinstance(action, EnsureHub) for action in actions):
+            await self._try_hub(work)
         starting = [action for action in actions if isinstance(action, CreateInit | CreateWorker)]
-        hub = [action for action in actions if isinstance(action, EnsureHub)]
         try:
-            if starting or hub:
-                await self._ensure_objects(work)
-            if hub:
-                await self._ensure_hub(work)
             if starting:
+                await self._ensure_objects(work)
                 await self._start(work, [_pod(work, action) for action in starting])
         except ApiError as error:
             refusal = refusal_of(error, work.attempt.number)
@@ -87,6 +91,22 @@ class Executor:
                 raise
             return refusal
         return None
+
+    async def _try_hub(self, work: Work) -> None:
+        """A hub that the API server does not take is tried again later; the gang does not wait for it."""
+        now = time.monotonic()
+        if now < self._hub_pauses.get(work.owner.uid, 0.0):
+            return
+        try:
+            await self._ensure_objects(work)
+            await self._ensure_hub(work)
+        except ApiError as error:
+            refusal = refusal_of(error, work.attempt.number)
+            if refusal is None:
+                raise
+            self._hub_pauses[work.owner.uid] = now + HUB_PAUSE_S
+            event = RecordEvent(type=EventType.WARNING, reason="HubRefused", message=refusal.message)
+            await self.tell(work.owner, event)
 
     async def tell_ranks(self, work: Work, table: Object) -> None:
         """Write down a rank table that is too long for the status."""
@@ -178,7 +198,7 @@ class Executor:
         """The hub's Service, and its pod in place of one that has ended."""
         for resource, obj in render.hub_objects(work.job, work.owner, work.settings):
             await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
-        ended = self._of_type(work, ReplicaType.HUB)
+        ended = [one for one in self._of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
         await self._delete_all(ended, 0)
         starts = 1 + max((one.starts for one in ended), default=0)
         await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
@@ -201,18 +221,18 @@ class Executor:
             self._store.drop_record(record)
 
     def _of_type(self, work: Work, kind: ReplicaType) -> list[PodRecord]:
-        return [one for one in self._store.pods(work.owner.uid) if one.type is kind]
+        return [one for one in self._store.pods(work.owner.namespace, work.owner.uid) if one.type is kind]
 
     async def _limited(self, request: Callable[[], Awaitable[Object | None]]) -> Object | None:
         async with self._limit:
             return await request()
 
-    async def _tell(self, work: Work, event: RecordEvent) -> None:
+    async def tell(self, owner: Owner, event: RecordEvent) -> None:
         """Tell people; that nobody could be told is no reason to leave the rest undone."""
         try:
-            await self._limited(lambda: self._api.create(EVENTS, _event(work, event, self._identity)))
+            await self._limited(lambda: self._api.create(EVENTS, _event(owner, event, self._identity)))
         except ApiError as error:
-            log.warning("%s/%s: an event could not be written: %s", work.owner.namespace, work.owner.name, error)
+            log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
 
 
 def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:
@@ -223,8 +243,8 @@ def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:
     return pod
 
 
-def _event(work: Work, event: RecordEvent, identity: str) -> Object:
-    owner, now = work.owner, datetime.datetime.now(datetime.UTC)
+def _event(owner: Owner, event: RecordEvent, identity: str) -> Object:
+    now = datetime.datetime.now(datetime.UTC)
     name = {"namespace": owner.namespace, "name": owner.name}
     return {
         "apiVersion": EVENTS.api_version,

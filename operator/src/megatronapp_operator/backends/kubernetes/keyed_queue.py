@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+SPARE = 1024
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -48,6 +49,9 @@ class KeyedQueue(Generic[Key]):
         self._due[key] = at
         self._count += 1
         heapq.heappush(self._heap, (at, self._count, key))
+        if len(self._heap) > 2 * len(self._due) + SPARE:  # times that are not wanted any more
+            self._heap = [one for one in self._heap if self._due.get(one[2]) == one[0]]
+            heapq.heapify(self._heap)
         self._changed.set()
 
     def forget(self, key: Key) -> None:

@@ -112,7 +112,7 @@ class LeaseHolder:
         return left if left > 0 else self._settings.renew_deadline_s
 
     def _may_take(self, lease: Object) -> bool:
-        holder = lease["spec"].get("holderIdentity")
+        holder = (lease.get("spec") or {}).get("holderIdentity")
         if not holder or holder == self._identity:
             return True
         version, now = lease["metadata"]["resourceVersion"], self._clock()
@@ -129,7 +129,7 @@ class LeaseHolder:
     def _written(self, lease: Object, *, holder: str | None = None) -> Object:
         """The lease with a new renewal; a new holder counts as a transition."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        spec, wanted = dict(lease["spec"]), self._identity if holder is None else holder
+        spec, wanted = dict(lease.get("spec") or {}), self._identity if holder is None else holder
         if spec.get("holderIdentity") != wanted:
             begins = {"acquireTime": now, "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1}
             spec |= begins if wanted else {}

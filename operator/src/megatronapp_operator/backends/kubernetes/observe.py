@@ -52,13 +52,18 @@ def worker(pod: PodRecord) -> Worker:
         started_at=pod.main.started_at,
         finished_at=pod.main.finished_at,
         outcome=pod.main.outcome,
-        deletion=None if pod.deleted_at is None else Deletion(since=pod.deleted_at, grace_s=pod.grace_s),
+        deletion=_deletion(pod),
         node=pod.node,
         uid=pod.uid,
+        occupies=pod.phase not in {"Succeeded", "Failed"},
         scheduled=pod.scheduled,
         waiting=pod.main.waiting,
         disrupted=pod.disrupted,
     )
+
+
+def _deletion(pod: PodRecord) -> Deletion | None:
+    return None if pod.deleted_at is None else Deletion(since=pod.deleted_at, grace_s=pod.grace_s)
 
 
 def phase_of(pod: PodRecord) -> WorkerPhase:
@@ -75,7 +80,13 @@ def _hub(pods: list[PodRecord]) -> Hub | None:
     phase = HubPhase.READY if pod.ready else HubPhase.STARTING
     if pod.phase in {"Succeeded", "Failed"}:  # its container is started again in place; this pod has lost its node
         phase = HubPhase.ENDED
-    return Hub(phase=phase, starts=pod.starts, ended_at=pod.main.finished_at, deleting=pod.deleted_at is not None)
+    return Hub(
+        phase=phase,
+        starts=pod.starts,
+        ended_at=pod.main.finished_at,
+        deleting=pod.deleted_at is not None,
+        deletion=_deletion(pod),
+    )
 
 
 def _init(pods: list[PodRecord]) -> Init | None:

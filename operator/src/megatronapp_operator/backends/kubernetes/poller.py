@@ -4,6 +4,7 @@ They are asked at the addresses of pods that the API server names as this job's,
 check. What they answer is a hint for people: it is bounded, and what cannot be read counts as not said.
 """
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Told
@@ -36,30 +38,38 @@ class Poller:
         hub, first = _hub_of(pods), _first_of(pods, attempt)
         summary = None
         if hub is not None:
-            summary = read_summary(await self._ask(f"http://{hub.address}:{HUB_PORT}/api/v1/summary", token))
+            summary = read_summary(await self._ask(f"http://{_host(hub)}:{HUB_PORT}/api/v1/summary", token))
         table = before.rank_table
-        known = table is not None and table.get("attempt") == attempt
         progress = None
-        if first is not None and (summary is None or not known):
-            answer = await self._ask(f"http://{first.address}:{STATUS_PORT}/api/v1/launcher", token)
+        if first is not None:  # also beside a hub, whose agent may have died
+            answer = await self._ask(f"http://{_host(first)}:{STATUS_PORT}/api/v1/launcher", token)
             progress, table = _launcher(answer, table)
         return dataclasses.replace(before, summary=summary, progress=progress, rank_table=table)
 
     async def _ask(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
         """The document at an address; None if nobody answers with one."""
-        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         try:
-            async with self._client.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as answer:
-                if not answer.is_success:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._client.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as answer,
+            ):
+                if not answer.is_success or "content-encoding" in answer.headers:
                     return None
                 body = bytearray()
-                async for part in answer.aiter_bytes():
+                async for part in answer.aiter_raw():
                     body += part
                     if len(body) > MAX_BYTES:
                         return None
             return json.loads(body)
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
             return None
+
+
+def _host(pod: PodRecord) -> str:
+    """A pod's address as it stands in a URL."""
+    address = pod.address or ""
+    return f"[{address}]" if ":" in address else address
 
 
 def _hub_of(pods: Iterable[PodRecord]) -> PodRecord | None:
@@ -76,6 +86,8 @@ def _launcher(answer: Any, table: Any) -> tuple[Any, Any]:  # noqa: ANN401 - JSO
     """Progress and rank table of a launcher's answer; the table we have if it tells none."""
     try:
         told = answer["rankTable"]
-        return read_progress(answer["progress"]), table if told is None else {**told, "attempt": int(told["attempt"])}
-    except UNREADABLE:
+        return read_progress(answer["progress"]), table if told is None else RankTable.model_validate_json(
+            json.dumps(told)
+        ).to_dict()
+    except UNREADABLE:  # a ValidationError is a ValueError
         return None, table

@@ -42,6 +42,8 @@ PROGRESS_S = 15.0
 COUNTS_S = 1.0
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
+REFUSED_S = 10.0
+"""After the same refusal again."""
 LOOK_AGAIN_S = 2.0
 """So long after a deed, somebody looks whether it was seen to be done."""
 MANAGER = "megatronapp.io/operator"
@@ -61,13 +63,15 @@ class Memory:
     sent: Object = dataclasses.field(default_factory=dict)
     """The same as we sent it; the server may leave out what it does not know."""
     written_at: float = float("-inf")
+    since: float = 0.0
+    """When this process saw the job first."""
     pinned: Pinned | None = None
     volumes: str | None = None
     """What is wrong with the volume claims, once somebody has looked."""
     volumes_seen: tuple[int, int] | None = None
     """Generation and attempt that they were looked at for."""
     agents_told: frozenset[str] = frozenset()
-    """Pods whose agents are known not to run."""
+    """Pods (uids) whose agents were told not to run."""
     table_told: str | None = None
     """Digest of the rank table in the ConfigMap."""
     told: Told = dataclasses.field(default_factory=Told)
@@ -92,6 +96,7 @@ class Reconciler:
         self._settings = settings
         self._clock = clock
         self._memories: dict[Key, Memory] = {}
+        self._troubles: dict[Key, str] = {}
 
     def memory(self, key: Key) -> Memory | None:
         """What is known of a job; None before the first look at it."""
@@ -105,6 +110,7 @@ class Reconciler:
         document = self._store.job(key)
         if document is None or document["spec"].get("managedBy", MANAGER) != MANAGER:
             self._memories.pop(key, None)
+            self._troubles.pop(key, None)
             return None
         memory = self._remember(key, document)
         await self._see_volumes(key, memory)
@@ -125,6 +131,7 @@ class Reconciler:
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
             known = Memory(metadata["uid"], metadata["generation"], load_job(document), read_status(status), status)
+            known.since = self._clock()
             known.pinned = read_pinned(status)
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
@@ -141,9 +148,9 @@ class Reconciler:
             status=memory.status,
             deletion_requested=deleting,
         )
-        pods = self._store.pods(memory.uid)
+        pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
         seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes)
-        return plan.plan(job, seen, self._clock())
+        return plan.plan(job, dataclasses.replace(seen, since=memory.since), self._clock())
 
     async def _see_volumes(self, key: Key, memory: Memory) -> None:
         """Look at the volume claims once before each gang is created."""
@@ -158,25 +165,24 @@ class Reconciler:
     async def _see_pods_afresh(self, key: Key, memory: Memory) -> None:
         """Nothing is ended for what a watch has lost or has not brought yet."""
         fresh = await self._api.list_objects(PODS, key[0], labels=f"{LABEL_JOB_UID}={memory.uid}")
-        self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), job_uid=memory.uid)
+        self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), only=(key[0], memory.uid))
 
     async def _write(self, key: Key, memory: Memory, made: Plan) -> tuple[bool, float | None]:
         """Write the new status, now or when it is due; returns whether it was written, and when to look again."""
-        memory.status = made.status
-        self._pin(memory)
-        document = status_document(made.status) | self._facts(memory)
+        self._pin(memory, made.status)
+        document = status_document(made.status) | self._facts(memory, made.status)
         changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
-        if not changed:
-            return False, made.wake_at
         due = memory.written_at + _pause_s(changed)
-        if self._clock() < due:
-            return False, _earliest(due, made.wake_at)
+        if not changed or self._clock() < due:
+            memory.status = made.status
+            return False, _earliest(due if changed else None, made.wake_at)
         await self._replace_status(key, memory, document)
+        memory.status = made.status  # not before: of a status that was not written its events are still to be told
         return True, made.wake_at
 
-    def _pin(self, memory: Memory) -> None:
+    def _pin(self, memory: Memory, status: Status) -> None:
         """What a gang is made of is settled with the decision to create it."""
-        status, pinned = memory.status, memory.pinned
+        pinned = memory.pinned
         if status.attempt_time is not None and (pinned is None or pinned.attempt != status.attempt):
             memory.pinned = Pinned(
                 attempt=status.attempt,
@@ -185,11 +191,11 @@ class Reconciler:
                 template_hash=render.template_hash(memory.job, self._settings),
             )
 
-    def _facts(self, memory: Memory) -> Object:
-        job, hub = memory.job, memory.job.spec.analyzer.enabled and memory.status.phase not in TERMINAL_PHASES
+    def _facts(self, memory: Memory, status: Status) -> Object:
+        job, hub = memory.job, memory.job.spec.analyzer.enabled and status.phase not in TERMINAL_PHASES
         place = f"{job.metadata.name}-hub.{job.metadata.namespace}.svc.{self._settings.cluster_domain}:{HUB_PORT}"
         table, url = memory.told.rank_table or memory.written.get("rankTable"), f"http://{place}" if hub else None
-        return facts(job, memory.status, table=table, pinned=memory.pinned, hub_url=url)
+        return facts(job, status, table=table, pinned=memory.pinned, hub_url=url)
 
     async def _tell_places(self, memory: Memory, document: Object) -> None:
         """What workers wait for, and what is too long for the status."""
@@ -203,13 +209,14 @@ class Reconciler:
 
     async def _tell_of_agents(self, memory: Memory, document: Object) -> None:
         """Name agents that do not run. Training does without them; nobody should find out by an empty page."""
-        troubled = {one.name: one.agent_trouble for one in self._store.pods(memory.uid) if one.agent_trouble}
-        news = [f"{name}: {trouble}" for name, trouble in sorted(troubled.items()) if name not in memory.agents_told]
+        pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
+        troubled = {one.uid: f"{one.name}: {one.agent_trouble}" for one in pods if one.agent_trouble}
+        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_told)
         if news:
             message = f"the trace of {len(news)} workers is missing; {news[0]}"
             event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
             await self._executor.run(self._work(memory, document), [event])
-        memory.agents_told = frozenset(troubled)
+        memory.agents_told = (memory.agents_told & {one.uid for one in pods}) | troubled.keys()
 
     async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
         known = self._store.job(key)
@@ -240,10 +247,21 @@ class Reconciler:
             await self._verify(key)
         document = self._store.job(key)
         assert document is not None, "a job is dropped between two looks only"
+        before = memory.refusal
         memory.refusal = await self._executor.run(self._work(memory, document), made.actions)
         if memory.refusal is not None:
-            return self._clock()
+            return self._clock() + (0.0 if memory.refusal != before else REFUSED_S)
         return None if all(isinstance(one, RecordEvent) for one in made.actions) else self._clock() + LOOK_AGAIN_S
+
+    async def tell_trouble(self, key: Key, error: Exception) -> None:
+        """Say at the job why nothing goes on, once for each reason."""
+        document, text = self._store.job(key), str(error)
+        if document is None or self._troubles.get(key) == text:
+            return
+        self._troubles[key] = text
+        owner = Owner(namespace=key[0], name=key[1], uid=document["metadata"]["uid"])
+        reason = type(error).__name__.removesuffix("Error")
+        await self._executor.tell(owner, RecordEvent(type=EventType.WARNING, reason=reason, message=text))
 
     async def _verify(self, key: Key) -> None:
         """Nothing is created for a job that has gone on without us, or is gone. Raises AgainError if it has."""

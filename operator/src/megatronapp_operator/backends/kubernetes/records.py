@@ -30,6 +30,9 @@ DISRUPTING_REASONS = frozenset(
     {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
 )
 """Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
+MAX_RECORD = 4096
+"""Longest termination message that a kubelet keeps."""
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
 
 
@@ -89,13 +92,25 @@ def seconds(text: str | None) -> float | None:
 
 
 def read_pod(pod: Object) -> PodRecord | None:
-    """The record of a pod; None where its labels are not those of a job's pod."""
+    """The record of a pod; None where it is not a job's pod: by its labels and its owner, or for what people wrote.
+
+    Whoever may create pods may label them as they like and write what they like into their status.
+    """
+    try:
+        return _read_pod(pod)
+    except UNREADABLE:
+        return None
+
+
+def _read_pod(pod: Object) -> PodRecord | None:
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     try:
         kind, index = ReplicaType(labels[LABEL_REPLICA_TYPE]), int(labels.get(LABEL_REPLICA_INDEX, 0))
         job, uid, attempt = labels[LABEL_JOB], labels[LABEL_JOB_UID], int(labels.get(LABEL_ATTEMPT, 0))
-    except (KeyError, ValueError):
+    except KeyError:
+        return None
+    if not any(one["uid"] == uid for one in metadata.get("ownerReferences") or ()):
         return None
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
     deleted_at, grace_s = _deletion(metadata)
@@ -237,8 +252,8 @@ def _init_failure(status: Mapping[str, Any]) -> Outcome | None:
 
 def _record(text: str) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads(text[:MAX_RECORD])
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -8,6 +8,8 @@ from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 
 Key = tuple[str, str]
 """Namespace and name of a job."""
+Gang = tuple[str, str]
+"""Namespace and uid of a job. A pod is of a job of its own namespace, whatever its labels say."""
 GRAVES = 20_000
 """So many objects that are gone are remembered, so that late news do not bring them back."""
 
@@ -22,7 +24,7 @@ class Store:
 
     def __init__(self) -> None:
         self._jobs: dict[Key, Object] = {}
-        self._pods: dict[str, dict[str, PodRecord]] = {}
+        self._pods: dict[Gang, dict[str, PodRecord]] = {}
         self._graves: OrderedDict[str, None] = OrderedDict()
 
     @property
@@ -39,9 +41,9 @@ class Store:
         """A job, as it was last seen."""
         return self._jobs.get(key)
 
-    def pods(self, job_uid: str) -> list[PodRecord]:
+    def pods(self, namespace: str, job_uid: str) -> list[PodRecord]:
         """The pods of a job, as they were last seen."""
-        return list(self._pods.get(job_uid, {}).values())
+        return list(self._pods.get((namespace, job_uid), {}).values())
 
     def put_job(self, job: Object) -> Key | None:
         """Take in a job; None if nothing of it is new."""
@@ -74,7 +76,7 @@ class Store:
         """The same of one that is read already."""
         if record.uid in self._graves:
             return None
-        gang = self._pods.setdefault(record.job_uid, {})
+        gang = self._pods.setdefault((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
         if known is not None and known.version >= record.version:
             return None
@@ -89,13 +91,13 @@ class Store:
     def drop_record(self, record: PodRecord) -> Key | None:
         """The same of one that is read already."""
         self._bury(record.uid)
-        gang = self._pods.get(record.job_uid, {})
+        gang = self._pods.get((record.namespace, record.job_uid), {})
         known = gang.get(record.name)
         if known is None or known.uid != record.uid:
             return None
         del gang[record.name]
         if not gang:
-            del self._pods[record.job_uid]
+            del self._pods[record.namespace, record.job_uid]
         return record.namespace, record.job
 
     def replace_jobs(self, jobs: Iterable[Object], version: int) -> set[Key]:
@@ -106,16 +108,16 @@ class Store:
         changed |= {self.drop_job(one) for one in gone}
         return {key for key in changed if key is not None}
 
-    def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, job_uid: str | None = None) -> set[Key]:
+    def replace_pods(self, pods: Iterable[PodRecord | None], version: int, *, only: Gang | None = None) -> set[Key]:
         """The same for all pods, or for those of one job."""
         listed = {one.uid: one for one in pods if one is not None}
         changed = {self.put_record(one) for one in listed.values()}
-        gone = [one for one in self._known(job_uid) if one.uid not in listed and one.version <= version]
+        gone = [one for one in self._known(only) if one.uid not in listed and one.version <= version]
         changed |= {self.drop_record(one) for one in gone}
         return {key for key in changed if key is not None}
 
-    def _known(self, job_uid: str | None) -> Iterator[PodRecord]:
-        gangs = self._pods.values() if job_uid is None else [self._pods.get(job_uid, {})]
+    def _known(self, only: Gang | None) -> Iterator[PodRecord]:
+        gangs = self._pods.values() if only is None else [self._pods.get(only, {})]
         return (record for gang in gangs for record in gang.values())
 
     def _bury(self, uid: str) -> None:

@@ -16,6 +16,7 @@ from megatronapp_common.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes.api import SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
+from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 
@@ -114,7 +115,7 @@ def token_for(cluster: Cluster, door: str, job: ClusterJob | None) -> str:
         answer = call(door, "GET", path, token=token)
         if answer.is_success:
             return token
-        refusal = problem_of(answer)
+        refusal = plain(problem_of(answer))
         if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             break
     raise HubError(f"the door does not let you in: {refusal}")
@@ -127,7 +128,7 @@ def _tokens(cluster: Cluster, job: ClusterJob | None) -> Iterator[str]:
     if job is None:
         return
     with contextlib.suppress(ApiError):  # few may read Secrets
-        secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens"))
+        secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
         if secret is not None:
             text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
             yield derive(text, Role.VIEWER)

@@ -43,7 +43,7 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
 
 def secret(job: MegatronJob, owner: Owner, secret_hex: str) -> Rendered:
     """The job's secret, which never changes."""
-    meta = metadata(owner, Names(owner.name).secret, labels(owner, "tokens"))
+    meta = metadata(owner, Names(owner.name).secret(owner.uid), labels(owner, "tokens"))
     data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
     return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
 

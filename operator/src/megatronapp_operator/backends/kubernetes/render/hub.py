@@ -52,7 +52,7 @@ def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts:
         "securityContext": pod_security(),
         "containers": [_container(job, owner, settings)],
         "volumes": [
-            storage.secret_volume(Names(owner.name).secret),
+            storage.secret_volume(Names(owner.name).secret(owner.uid)),
             {"name": "job", "configMap": {"name": Names(owner.name).document}},
             state,
             {"name": "tmp", "emptyDir": {}},

@@ -34,10 +34,9 @@ class Names:
         """Pod, Service and NetworkPolicy of the hub."""
         return f"{self.job}-hub"
 
-    @property
-    def secret(self) -> str:
-        """Secret with the job's secret."""
-        return f"{self.job}-tokens"
+    def secret(self, uid: str) -> str:
+        """Secret with the job's secret. An earlier job of the same name may not be gone yet: its Secret has another."""
+        return f"{self.job}-tokens-{uid[:8]}"
 
     @property
     def document(self) -> str:
