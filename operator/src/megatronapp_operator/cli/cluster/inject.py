@@ -6,6 +6,7 @@ from megatronapp_common.job import load_job
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.errors import HubError, OperatorError
 
 
@@ -21,6 +22,6 @@ def main(arguments: argparse.Namespace) -> int:
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"
             answer = doors.call(door, "POST", path, token=token, json=inject.fault_of(arguments))
     if not answer.is_success:
-        raise HubError(inject.problem_of(answer))
-    print(inject.told(answer.json(), arguments))
+        raise HubError(plain(inject.problem_of(answer)))
+    print(plain(inject.told(answer.json(), arguments)))
     return 0

@@ -19,6 +19,7 @@ from megatronapp_common.topology import Placement
 from megatronapp_operator.backends.kubernetes.api import PODS, Object
 from megatronapp_operator.backends.kubernetes.errors import ApiError, UnavailableError
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
@@ -155,5 +156,5 @@ def _is_late(error: OperatorError) -> bool:
 
 
 def _print(lines: list[str]) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{plain(line) if sys.stdout.isatty() else line}\n" for line in lines))
     sys.stdout.flush()

@@ -6,6 +6,7 @@ import time
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes.api import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
+from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
 from megatronapp_operator.cli.tables import iteration, number
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError, ManifestError, OperatorError
@@ -70,7 +71,7 @@ def _follow(cluster: Cluster, job: ClusterJob, *, verbose: bool) -> int:
             print(f"{job.name} was deleted")
             return 1
         for line in teller.tell(now, cluster.events(now)):
-            print(line, flush=True)
+            print(plain(line), flush=True)
         if now.ended:
             return 0 if now.phase == "Succeeded" else 1
         time.sleep(POLL_S)

@@ -7,6 +7,7 @@ import webbrowser
 
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 
@@ -18,7 +19,7 @@ def main(arguments: argparse.Namespace) -> int:
         with doors.reached(cluster) as (door, forward):
             answer = doors.call(door, "POST", "/api/v1/tickets", token=doors.token_for(cluster, door, job))
             if not answer.is_success:
-                raise HubError(problem_of(answer))
+                raise HubError(plain(problem_of(answer)))
             query = {"token": answer.json()["ticket"]}
             query |= {} if job is None else {"job": f"{job.namespace}/{job.name}"}
             address = f"{door}/?{urllib.parse.urlencode(query)}"
