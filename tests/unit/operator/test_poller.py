@@ -60,7 +60,7 @@ async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> To
         return await Poller(client, key=KEY).poll("uid", pods, before or Told(), attempt=1)
 
 
-async def test_the_hub_tells_how_it_goes_and_the_launcher_the_table_once() -> None:
+async def test_the_hub_tells_how_it_goes_and_so_does_the_launcher_with_the_table() -> None:
     async with (
         answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as asked,
         answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
@@ -69,8 +69,8 @@ async def test_the_hub_tells_how_it_goes_and_the_launcher_the_table_once() -> No
         assert told.summary is not None and told.summary.progress is not None
         assert (told.summary.progress.iteration, told.rank_table) == (7, TABLE)
         again = await polled(told)
-    assert again.rank_table == TABLE and again.progress is None
-    assert asked == ["GET /api/v1/summary HTTP/1.1"] * 2 and launcher == ["GET /api/v1/launcher HTTP/1.1"]
+    assert again.rank_table == TABLE and again.progress is not None and again.progress.iteration == 9
+    assert asked == ["GET /api/v1/summary HTTP/1.1"] * 2 and launcher == ["GET /api/v1/launcher HTTP/1.1"] * 2
 
 
 async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
