@@ -124,6 +124,14 @@ def monitors() -> dict[str, Object]:
     return {one["metadata"]["name"]: one["spec"]["endpoints"][0] for one in yaml.safe_load_all(done.stdout) if one}
 
 
+def discovered_hub(job: str, target: str) -> dict[str, str]:
+    """What Prometheus finds out about a hub by its Service, as far as our rules look at it."""
+    meta = "__meta_kubernetes"
+    names = {f"{meta}_{kind}_label_megatronapp_io_job_name": job for kind in ("service", "pod")}
+    address = target.rpartition(":")[0].strip("[]")
+    return names | {f"{meta}_pod_name": f"{job}-hub", f"{meta}_pod_ip": address}
+
+
 def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: Mapping[str, str]) -> Object:
     """What Prometheus's operator makes of an endpoint, for one target whose labels are given."""
 
@@ -135,6 +143,7 @@ def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: M
         "scrape_interval": SCRAPE,
         "scrape_timeout": SCRAPE,
         "honor_labels": endpoint.get("honorLabels", False),
+        "follow_redirects": endpoint.get("followRedirects", True),
         "static_configs": [{"targets": [target], "labels": dict(labels)}],
         "relabel_configs": [snake(rule) for rule in endpoint.get("relabelings", ())],
         "metric_relabel_configs": [snake(rule) for rule in endpoint.get("metricRelabelings", ())],
@@ -145,8 +154,7 @@ def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: M
 def running_prometheus(folder: pathlib.Path, hub: str, operator: str) -> Iterator[Prometheus]:
     """Scrapes both every second, and evaluates the chart's rules."""
     endpoints = monitors()
-    service = {"__meta_kubernetes_service_label_megatronapp_io_job_name": JOB}
-    hubs = {"namespace": TEAM, "pod": f"{JOB}-hub", **service}
+    hubs = {"namespace": TEAM, "pod": f"{JOB}-hub", **discovered_hub(JOB, hub)}
     config = {
         "global": {"evaluation_interval": SCRAPE},
         "rule_files": [str(CHART / "rules" / "*.yaml")],

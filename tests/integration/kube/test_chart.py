@@ -258,6 +258,19 @@ def test_monitors_find_the_hubs_that_the_operator_makes(chart: Chart) -> None:
     spec = only(chart.render(), "ServiceMonitor", "megatronapp-hubs")["spec"]
     assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert spec["endpoints"][0]["port"] in {port["name"] for port in service["spec"]["ports"]}
-    source = spec["endpoints"][0]["relabelings"][0]["sourceLabels"][0]
+    (rule,) = [rule for rule in spec["endpoints"][0]["relabelings"] if rule["targetLabel"] == "job_id"]
+    (source,) = rule["sourceLabels"]
     written = {re.sub(r"[^a-zA-Z0-9_]", "_", label): value for label, value in service["metadata"]["labels"].items()}
     assert written[source.removeprefix("__meta_kubernetes_service_label_")] == "gpt"
+
+
+@pytest.mark.parametrize("values", [None, CHART / "ci" / "namespaces-values.yaml"], ids=name_of)
+def test_a_hub_can_neither_flood_nor_steer_prometheus(chart: Chart, values: pathlib.Path | None) -> None:
+    spec = only(
+        chart.render(values, "--set", "serviceMonitor.hubSampleLimit=1234567"), "ServiceMonitor", "megatronapp-hubs"
+    )["spec"]
+    assert spec["sampleLimit"] == 1234567
+    limits = {"labelLimit", "labelNameLengthLimit", "labelValueLengthLimit", "bodySizeLimit"}
+    assert limits <= spec.keys()
+    assert spec["endpoints"][0]["followRedirects"] is False
+    assert spec["endpoints"][0]["honorLabels"] is False
