@@ -240,15 +240,51 @@ def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
 
     how = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
     assert how in problem("--door", f"{namespace}/none")
-    assert f"no door was found among the Services; {how}" in problem()
+    assert "this is no NAMESPACE/SERVICE" in problem("--door", "none")
     labels = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
     body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
-    door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PATH", str(tmp_path))
-        assert "kubectl is not there" in problem()
-        patched.setenv("PATH", str(plane.programs))
-        assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
+    door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # anybody's, with labels that all know
+    assert f"which tells where the door is; {how}" in problem()
+    _let_read_definitions(plane, namespace)
+    assert "has no annotation meta.helm.sh/release-namespace" in problem()
+    release = f"{namespace}-release"
+    door.create(plane, "/api/v1/namespaces", {"metadata": {"name": release}})
+    with _released_in(plane, release):
+        assert f"you may not list the Services of '{release}'" in problem()
+        listing = {"metadata": {"name": "services"}, "rules": [services]}
+        rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
+        door.create(plane, f"{rbac}/roles", listing)
+        subjects = [{"kind": "ServiceAccount", "name": "user", "namespace": namespace}]
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "services"}
+        binding = {"metadata": {"name": "services"}, "roleRef": reference, "subjects": subjects}
+        door.create(plane, f"{rbac}/rolebindings", binding)
+        assert f"'{release}', the release's namespace, has no door; {how}" in problem()
+        door.create(plane, f"/api/v1/namespaces/{release}/services", body)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PATH", str(tmp_path))
+            assert "kubectl is not there" in problem()
+            patched.setenv("PATH", str(plane.programs))
+            assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
+
+
+def _let_read_definitions(plane: kube.ControlPlane, namespace: str) -> None:
+    rule = {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["get"]}
+    role = f"{namespace}-definitions"
+    body = {"metadata": {"name": role}, "rules": [rule]}
+    door.create(plane, "/apis/rbac.authorization.k8s.io/v1/clusterroles", body)
+    door.bind(plane, namespace, "user", {"kind": "ClusterRole", "name": role}, everywhere=True)
+
+
+@contextlib.contextmanager
+def _released_in(plane: kube.ControlPlane, namespace: str) -> Iterator[None]:
+    """What helm writes on the definition."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/megatronjobs.megatronapp.io"
+    name = "meta.helm.sh/release-namespace"
+    door.patch(plane, path, {"metadata": {"annotations": {name: namespace}}})
+    try:
+        yield
+    finally:
+        door.patch(plane, path, {"metadata": {"annotations": {name: None}}})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import re
 import shutil
 import subprocess
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 import httpx
 
-from megatronapp_common.names import DOOR_PORT
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.names import DOOR_PORT, GROUP
 from megatronapp_common.tokens import Role, derive
-from megatronapp_operator.backends.kubernetes.api import SECRETS, SERVICES, Object
+from megatronapp_operator.backends.kubernetes.api import SECRETS, SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.texts import plain
@@ -21,6 +24,9 @@ from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 
 LABELS = "app.kubernetes.io/component=door,app.kubernetes.io/part-of=megatronapp"
+DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions")
+RELEASE_NAMESPACE = "meta.helm.sh/release-namespace"
+"""Annotation that helm writes."""
 TIMEOUT_S = 15.0
 AGAIN_S = 1.0
 _HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
@@ -84,22 +90,47 @@ def reached(cluster: Cluster) -> Iterator[tuple[str, Forward | None]]:
 
 
 def _service(cluster: Cluster, wanted: str) -> Object:
-    """The door's Service: the one that is named, else the only one there is."""
+    """The door's Service: the one that is named, else the only one of the release.
+
+    It will hear the caller's token, and labels can be written by whoever may write a Service anywhere. So the namespace
+    comes from the CRD, which only the cluster's administrators write.
+    """
     if wanted:
-        namespace, _, name = wanted.rpartition("/")
-        service = cluster.run(cluster.api.get(SERVICES, namespace or cluster.namespace, name))
-        if service is None:
-            raise OperatorError(f"--door {wanted}: there is no such Service; {_HOW}")
-        return service
+        return _named(cluster, wanted)
+    namespace = _release_namespace(cluster)
     try:
-        found = cluster.run(cluster.api.list_objects(SERVICES, labels=LABELS)).items
-    except ForbiddenError:
-        found = cluster.run(cluster.api.list_objects(SERVICES, cluster.namespace, labels=LABELS)).items
+        found = cluster.run(cluster.api.list_objects(SERVICES, namespace, labels=LABELS)).items
+    except ForbiddenError as error:
+        raise OperatorError(f"you may not list the Services of {namespace!r}, where the door is; {_HOW}") from error
     if len(found) != 1:
         names = ", ".join(f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in found)
-        what = f"there are several doors ({names})" if found else "no door was found among the Services"
+        what = f"there are several doors ({names})" if found else f"{namespace!r}, the release's namespace, has no door"
         raise OperatorError(f"{what}; {_HOW}")
     return found[0]
+
+
+def _named(cluster: Cluster, wanted: str) -> Object:
+    namespace, _, name = wanted.partition("/")
+    if not re.fullmatch(NAME_PATTERN, namespace) or not re.fullmatch(NAME_PATTERN, name):
+        raise OperatorError(f"--door {wanted}: this is no NAMESPACE/SERVICE; {_HOW}")
+    service = cluster.run(cluster.api.get(SERVICES, namespace, name))
+    if service is None:
+        raise OperatorError(f"--door {wanted}: there is no such Service; {_HOW}")
+    return service
+
+
+def _release_namespace(cluster: Cluster) -> str:
+    """Where helm has installed the chart. Raises OperatorError if that cannot be told."""
+    try:
+        definition = cluster.run(cluster.api.get(DEFINITIONS, None, f"{PLURAL}.{GROUP}"))
+    except ForbiddenError as error:
+        text = f"you may not read the CustomResourceDefinition {PLURAL}.{GROUP}, which tells where the door is"
+        raise OperatorError(f"{text}; {_HOW}") from error
+    namespace = (definition or {}).get("metadata", {}).get("annotations", {}).get(RELEASE_NAMESPACE)
+    if not namespace:
+        text = f"the CustomResourceDefinition {PLURAL}.{GROUP} has no annotation {RELEASE_NAMESPACE}"
+        raise OperatorError(f"{text}, so that the door's namespace is not known; {_HOW}")
+    return str(namespace)
 
 
 def _flags(cluster: Cluster) -> list[str]:
