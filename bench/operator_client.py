@@ -73,14 +73,15 @@ class Client:
             yield "ADDED", item["metadata"]
         version = listing["metadata"]["resourceVersion"]
         headers = {"Accept": "application/json" + METADATA.format("")}
-        url = f"{path}&watch=true&timeoutSeconds=3600&resourceVersion={version}"
-        async with self._session.get(url, headers=headers) as answer:
-            async for line in answer.content:
-                event = json.loads(line)
-                if event["type"] == "ERROR":
-                    raise RuntimeError(f"watch {path}: {event['object']}")
-                yield event["type"], event["object"]["metadata"]
-        raise RuntimeError(f"watch {path}: it ended")
+        while True:  # a server may end a watch that cannot keep up; it goes on where it was
+            url = f"{path}&watch=true&timeoutSeconds=3600&resourceVersion={version}"
+            async with self._session.get(url, headers=headers) as answer:
+                async for line in answer.content:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise RuntimeError(f"watch {path}: {event['object']}")
+                    version = event["object"]["metadata"]["resourceVersion"]
+                    yield event["type"], event["object"]["metadata"]
 
 
 class Running:
