@@ -100,7 +100,7 @@ class HostileHub:
         if self.live == "text":
             await socket.send_str(HTML)
         else:
-            await socket.send_bytes(b"frame")
+            await socket.send_bytes(b"frame" if self.live == "frames" else bytes(5 << 20))
         async for message in socket:
             self.asked.append(Asked("said " + repr(message.data), {}))
         return socket

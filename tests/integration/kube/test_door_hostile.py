@@ -1,5 +1,6 @@
 """A hub that somebody else has written gets nothing of the caller through the door, and gives nothing but JSON."""
 
+import contextlib
 import pathlib
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from megatronapp_common import frames
+from megatronapp_operator.door.routes import MAX_SOCKETS
 
 PASSED = {"content-type", "transfer-encoding", "date", "content-length"}
 OURS = {
@@ -131,7 +133,7 @@ def test_paths_cannot_leave_the_hub_or_reach_another(
     assert not hub.led_somebody_away
 
 
-@pytest.mark.parametrize("how", ["redirect", "html", "text", "frames"])
+@pytest.mark.parametrize("how", ["redirect", "html", "text", "frames", "big"])
 def test_of_the_live_socket_only_binary_frames_come_through(
     job: door.Job,
     hub: hostile_hub.HostileHub,
@@ -143,9 +145,13 @@ def test_of_the_live_socket_only_binary_frames_come_through(
     url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live"
     headers = {"Authorization": f"Bearer {token}", "Cookie": "a=b"}
     with connect(url, additional_headers=headers, proxy=None, compression=None) as page:
-        page.send("a page has nothing to say")
+        with contextlib.suppress(ConnectionClosed):  # the hub may have been quicker
+            page.send("a page has nothing to say")
         if how == "frames":
             assert page.recv(door.DEADLINE_S) == b"frame"
+        elif how == "big":
+            with pytest.raises(ConnectionClosed, match="the hub has ended the connection"):
+                page.recv(door.DEADLINE_S)
         elif how == "text":
             with pytest.raises(ConnectionClosed, match="the hub sent text"):
                 page.recv(door.DEADLINE_S)
@@ -157,6 +163,22 @@ def test_of_the_live_socket_only_binary_frames_come_through(
     assert asked.headers["Authorization"] == f"Bearer {reviewing.job_token(job.uid)}"
     assert not any(token in value or "a=b" in value for value in asked.headers.values())
     assert not hub.led_somebody_away
+
+
+def test_one_caller_holds_so_many_live_sockets(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/live"
+    headers = {"Authorization": f"Bearer {token}"}
+    with contextlib.ExitStack() as stack:
+
+        def first_frame() -> bytes:
+            page = stack.enter_context(connect(url, additional_headers=headers, proxy=None, compression=None))
+            return bytes(page.recv(door.DEADLINE_S, decode=False))
+
+        assert [first_frame() for _ in range(MAX_SOCKETS)] == [b"frame"] * MAX_SOCKETS
+        assert frames.decode(first_frame()).header["code"] == "too-many"
+    assert len(hub.asked) == MAX_SOCKETS
 
 
 def test_no_token_is_ever_written_down(reviewing: door.Door, job: door.Job, token: str) -> None:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import urllib.parse
 
+import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +15,10 @@ from megatronapp_operator.door.access import bearer, cookie_name, same_origin
 from megatronapp_operator.door.app import build_api
 from megatronapp_operator.door.cache import Cache
 from megatronapp_operator.door.hubs import join, owned
-from megatronapp_operator.door.relay import address_of
+from megatronapp_operator.door.problems import Refusal
+from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
+from megatronapp_operator.door.shares import Shares
 from megatronapp_operator.errors import BackendError
 
 
@@ -146,6 +149,26 @@ def test_a_query_reaches_the_hub_as_it_was_but_for_tokens(query: dict[str, str])
 )
 def test_origins(headers: dict[str, str], same: bool) -> None:
     assert same_origin(headers) is same
+
+
+def test_nobody_takes_more_than_their_share() -> None:
+    shares = Shares(2, "sockets")
+    first = shares.take("alice", "hub one")
+    with shares.take("alice", "hub two"), pytest.raises(Refusal, match="alice has 2 sockets at once"):
+        shares.take("hub three", "alice")
+    with shares.take("hub three"), shares.take("hub three"), shares.take("alice"):
+        pass
+    first.close()
+    with shares.take("alice"), shares.take("alice"):
+        pass
+
+
+@pytest.mark.asyncio
+async def test_hubs_wait_for_none_but_themselves() -> None:
+    async with new_session() as session:
+        connector = session.connector
+        assert isinstance(connector, aiohttp.TCPConnector)
+        assert (connector.limit, connector.limit_per_host) == (0, AT_ONCE)
 
 
 def test_bearer_tokens() -> None:

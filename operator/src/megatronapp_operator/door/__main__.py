@@ -19,6 +19,8 @@ from megatronapp_operator.errors import BackendError, OperatorError
 MAX_MESSAGE_BYTES = 4 << 10
 """Of a page's messages on the live socket, which says nothing."""
 SHUTDOWN_S = 3
+MAX_CONNECTIONS = 1_000
+"""Then the door answers 503."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,6 +67,7 @@ async def serve(arguments: argparse.Namespace) -> None:
             ws="websockets-sansio",
             ws_max_size=MAX_MESSAGE_BYTES,
             ws_per_message_deflate=False,
+            limit_concurrency=MAX_CONNECTIONS,
             access_log=False,
             log_config=None,
             server_header=False,

@@ -14,9 +14,12 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_operator.door.problems import Refusal
 
 LOG = logging.getLogger(__name__)
-MAX_FRAME_BYTES = 64 << 20
-"""As in the frames' own format (docs/contracts.md)."""
+MAX_FRAME_BYTES = 4 << 20
+"""Of one hub's frame: the format allows more, but all sockets of all hubs share the door's memory."""
+SEND_S = 30.0
+"""So long may a page take to read a frame."""
 OPEN_S = 10.0
+CLOSE_S = 5.0
 RECHECK_S = 30.0
 CLOSE_POLICY, CLOSE_FAULT, CLOSE_AGAIN = 1008, 1011, 1012
 """WebSocket close codes (RFC 6455 and its registry): policy violation, internal error, service restart."""
@@ -41,7 +44,7 @@ async def listening(hub: str, token: str) -> AsyncIterator[websockets.asyncio.cl
             proxy=None,
             compression=None,
             max_size=MAX_FRAME_BYTES,
-            max_queue=4,
+            max_queue=1,
             open_timeout=OPEN_S,
         )
     except (WebSocketException, OSError, TimeoutError) as error:
@@ -61,8 +64,9 @@ async def relay(page: WebSocket, hub: websockets.asyncio.client.ClientConnection
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it has gone already
-        await page.close(code, reason)
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect, TimeoutError):  # it has gone, or still reads nothing
+        async with asyncio.timeout(CLOSE_S):
+            await page.close(code, reason)
 
 
 async def _pump(hub: websockets.asyncio.client.ClientConnection, page: WebSocket) -> tuple[int, str]:
@@ -70,7 +74,10 @@ async def _pump(hub: websockets.asyncio.client.ClientConnection, page: WebSocket
         async for message in hub:
             if isinstance(message, str):
                 return CLOSE_FAULT, "the hub sent text"
-            await page.send_bytes(message)
+            async with asyncio.timeout(SEND_S):
+                await page.send_bytes(message)
+    except TimeoutError:
+        return CLOSE_POLICY, "the page does not read its frames"
     except ConnectionClosed as error:
         LOG.info("a hub's live socket broke off: %s", error)
     except (RuntimeError, WebSocketDisconnect):

@@ -4,6 +4,8 @@ Nothing of the caller reaches the hub but method, path, query and a JSON body; n
 caller. Redirects are not followed, and content that is compressed is not taken (it was not asked for).
 """
 
+import asyncio
+import contextlib
 import logging
 import urllib.parse
 from http import HTTPStatus
@@ -20,13 +22,21 @@ JSON = "application/json"
 MAX_ANSWER_BYTES = 256 << 20
 CHUNK_BYTES = 64 << 10
 TIMEOUT = aiohttp.ClientTimeout(total=120, connect=5, sock_read=30)
+AT_ONCE = 16
+"""Connections to one hub; no hub takes from another's."""
+SEND_S = 30.0
+"""So long may a caller take no bytes."""
 _HUB_LOG = "Look at the log of the job's hub."
 
 
 def new_session() -> aiohttp.ClientSession:
     """Connections to hubs: no cookies, no proxies of the environment, nothing unpacked."""
     return aiohttp.ClientSession(
-        timeout=TIMEOUT, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, auto_decompress=False
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=AT_ONCE),
+        timeout=TIMEOUT,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
     )
 
 
@@ -37,7 +47,12 @@ def address_of(hub: str, path: str, query: str) -> URL:
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: URL, *, token: str, method: str = "GET", body: bytes | None = None
+    session: aiohttp.ClientSession,
+    url: URL,
+    *,
+    token: str,
+    method: str = "GET",
+    body: bytes | None = None,
 ) -> "HubAnswer":
     """The hub's answer, of which nothing has been read yet. Raises Refusal (502, 504) if it cannot be passed on."""
     headers = {"Authorization": f"Bearer {token}", "Accept": JSON, "Accept-Encoding": "identity"}
@@ -82,20 +97,26 @@ class HubAnswer(Response):
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         super().__init__(status_code=answer.status)
         self._answer = answer
+        self.share = contextlib.ExitStack()
+        """Is given back when all is sent."""
         self.raw_headers = [(b"content-type", JSON.encode())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        async with self._answer:
-            headers = [] if self.status_code == HTTPStatus.NO_CONTENT else self.raw_headers
-            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-            try:
-                if self.status_code != HTTPStatus.NO_CONTENT:
-                    await self._stream(send)
-            except (aiohttp.ClientError, TimeoutError, OSError, _TooLongError) as error:
-                LOG.warning("an answer of a hub broke off: %s", error or type(error).__name__)
-                return
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with self.share:
+            async with self._answer:
+                await self._send_all(send)
+
+    async def _send_all(self, send: Send) -> None:
+        headers = [] if self.status_code == HTTPStatus.NO_CONTENT else self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        try:
+            if self.status_code != HTTPStatus.NO_CONTENT:
+                await self._stream(send)
+        except (aiohttp.ClientError, TimeoutError, OSError, _TooLongError) as error:
+            LOG.warning("an answer of a hub broke off: %s", error or type(error).__name__)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stream(self, send: Send) -> None:
         total = 0
@@ -103,7 +124,8 @@ class HubAnswer(Response):
             total += len(chunk)
             if total > MAX_ANSWER_BYTES:
                 raise _TooLongError(f"it has more than {MAX_ANSWER_BYTES} bytes")
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            async with asyncio.timeout(SEND_S):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
 class _TooLongError(Exception):

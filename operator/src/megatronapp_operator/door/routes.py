@@ -19,8 +19,13 @@ from megatronapp_operator.door.pages import read_body
 from megatronapp_operator.door.problems import Refusal, of_api
 from megatronapp_operator.door.reviews import Verb
 from megatronapp_operator.door.schemas import DoorJob, Health, Problem, Ticket
+from megatronapp_operator.door.shares import Shares
 
 MAX_BODY_BYTES = 64 << 10
+MAX_REQUESTS = 32
+"""To hubs at the same time, of one caller and of one job."""
+MAX_SOCKETS = 16
+"""Live sockets of one caller and of one job."""
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
@@ -47,17 +52,28 @@ class Door:
         self.hubs = hubs
         self.credentials = credentials
         self.session = session
+        self.requests = Shares(MAX_REQUESTS, "requests")
+        self.sockets = Shares(MAX_SOCKETS, "live sockets")
 
     async def caller(self, connection: HTTPConnection) -> Caller:
         """Who asks. Raises Refusal (401, 403)."""
         return await self.gate.identify(self.credentials.tokens(connection))
 
     async def ask_hub(
-        self, job: Job, path: str, query: str = "", *, method: str = "GET", body: bytes | None = None
+        self, caller: Caller, job: Job, path: str, query: str = "", *, method: str = "GET", body: bytes | None = None
     ) -> Response:
         """What the job's hub says. Raises Refusal."""
         url = relay.address_of(await self.hubs.address(job), path, query)
-        return await relay.ask(self.session, url, token=self.catalog.viewer_token(job), method=method, body=body)
+        token = self.catalog.viewer_token(job)
+        with self.requests.take(*sharers(caller, job)) as share:
+            answer = await relay.ask(self.session, url, token=token, method=method, body=body)
+            answer.share = share.pop_all()
+            return answer
+
+
+def sharers(caller: Caller, job: Job) -> tuple[str, str]:
+    """Of whose shares a connection to a job's hub takes."""
+    return caller.identity, f"hub of {job.namespace}/{job.name}"
 
 
 def door_of(connection: HTTPConnection) -> Door:
@@ -119,7 +135,7 @@ async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace:
     """Make a rank slow; the hub's own interface says how."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
     body = await read_body(request, MAX_BODY_BYTES)
-    return await door.ask_hub(job, "faults", method="POST", body=body)
+    return await door.ask_hub(caller, job, "faults", method="POST", body=body)
 
 
 @router.delete(
@@ -128,7 +144,7 @@ async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace:
 async def end_fault(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End a fault."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    return await door.ask_hub(job, f"faults/{fault}", method="DELETE")
+    return await door.ask_hub(caller, job, f"faults/{fault}", method="DELETE")
 
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
@@ -136,7 +152,7 @@ async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, nam
     """What the job's hub tells at `/api/v1/{path}`: JSON, with the same query."""
     door = door_of(request)
     job = await door.gate.admit(caller, Verb.GET, namespace, name)
-    return await door.ask_hub(job, path, request.url.query)
+    return await door.ask_hub(caller, job, path, request.url.query)
 
 
 @sockets.websocket("/jobs/{namespace}/{name}/live")
@@ -144,9 +160,10 @@ async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     """The hub's live frames."""
     door = door_of(socket)
 
-    async def admit() -> Job:
+    async def admit() -> tuple[Caller, Job]:
         try:
-            return await door.gate.admit(await door.caller(socket), Verb.GET, namespace, name)
+            caller = await door.caller(socket)
+            return caller, await door.gate.admit(caller, Verb.GET, namespace, name)
         except ApiError as error:
             raise of_api(error) from error
 
@@ -154,15 +171,16 @@ async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
         await admit()
 
     try:
-        job = await admit()
+        caller, job = await admit()
     except Refusal as refusal:
         await socket.close(live.CLOSE_POLICY, str(refusal)[:100])
         return
     await socket.accept()
     try:
-        address = await door.hubs.address(job)
-        async with live.listening(address, door.catalog.viewer_token(job)) as hub:
-            await live.relay(socket, hub, check)
+        with door.sockets.take(*sharers(caller, job)):
+            address = await door.hubs.address(job)
+            async with live.listening(address, door.catalog.viewer_token(job)) as hub:
+                await live.relay(socket, hub, check)
     except Refusal as refusal:
         await live.say(socket, refusal)
     except ApiError as error:
