@@ -1,0 +1,141 @@
+"""Who may write a MegatronJob where: the chart's second policy, on the real API server with real Roles."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import kube
+import pytest
+from rule_example import BASE
+
+from megatronapp_operator.backends.kubernetes.api import JOBS
+
+Object = dict[str, Any]
+HOME, TEAM = "authors-home", "authors-team"
+WRITER, AUTHOR = "writer", "author"
+"""Both may write MegatronJobs; the author may create pods, too."""
+ACTIVE_S = 60
+MERGE = {"Content-Type": "application/merge-patch+json"}
+
+
+def rendered(*settings: str) -> "subprocess.CompletedProcess[str]":
+    place = ("megatronapp", str(kube.ROOT / "charts" / "megatronapp"), "-n", HOME, "--kube-version", "1.35.4")
+    shown = ("--show-only", "templates/authors-policy.yaml")
+    command = [str(kube.programs("helm") / "helm"), "template", *place, *shown]
+    words = [word for setting in settings for word in ("--set", setting)]
+    return subprocess.run([*command, *words], capture_output=True, text=True, check=False, timeout=120)
+
+
+def rights(user: str, namespace: str) -> Object:
+    jobs = {"apiGroups": ["megatronapp.io"], "resources": ["megatronjobs", "megatronjobs/status"], "verbs": ["*"]}
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["create"]}
+    api, group = "rbac.authorization.k8s.io/v1", "rbac.authorization.k8s.io"
+    metadata = {"name": user, "namespace": namespace}
+    role = {
+        "apiVersion": api,
+        "kind": "Role",
+        "metadata": metadata,
+        "rules": [jobs, pods] if user == AUTHOR else [jobs],
+    }
+    binding = {
+        "apiVersion": api,
+        "kind": "RoleBinding",
+        "metadata": metadata,
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": user},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": user}],
+    }
+    return {"apiVersion": "v1", "kind": "List", "items": [role, binding]}
+
+
+def job(name: str) -> Object:
+    metadata = {"name": name}
+    return {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": metadata, "spec": BASE["spec"]}
+
+
+class People:
+    """Asks the API server as somebody."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
+
+    def create(self, user: str, namespace: str, name: str, **parameters: str) -> httpx.Response:
+        headers = {"Impersonate-User": user}
+        return self._client.post(JOBS.path(namespace), json=job(name), headers=headers, params=parameters)
+
+    def patch(self, user: str, name: str, change: Object, part: str = "") -> httpx.Response:
+        headers = MERGE | {"Impersonate-User": user}
+        return self._client.patch(f"{JOBS.path(TEAM)}/{name}{part}", json=change, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def people(plane: kube.ControlPlane) -> Iterator[People]:
+    """With the policy in force; it is gone afterwards."""
+    for namespace in (HOME, TEAM):
+        assert plane.kubectl("create", "namespace", namespace).returncode == 0
+        for user in (WRITER, AUTHOR):
+            assert plane.kubectl("apply", "-f", "-", stdin=rights(user, namespace)).returncode == 0
+    policy = plane.folder / "authors-policy.yaml"
+    policy.write_text(rendered().stdout, encoding="utf-8")
+    with plane.client() as client:
+        people = People(client)
+        assert people.create(WRITER, TEAM, "early").is_success
+        done = plane.kubectl("apply", "-f", str(policy))
+        assert done.returncode == 0, done.stderr
+        deadline = time.monotonic() + ACTIVE_S
+        while people.create(WRITER, TEAM, "probe", dryRun="All").is_success:
+            assert time.monotonic() < deadline, "the policy never came into force"
+        yield people
+    assert plane.kubectl("delete", "-f", str(policy)).returncode == 0
+    assert plane.kubectl("delete", "mgj", "--all", "-n", TEAM).returncode == 0
+
+
+def test_who_may_not_create_pods_makes_no_job(people: People) -> None:
+    answer = people.create(WRITER, TEAM, "gpt")
+    assert answer.status_code == 403, answer.text
+    said = answer.json()["message"]
+    assert f"{WRITER} may not create pods in namespace {TEAM}" in said
+    assert "ask for a Role with the verb create on pods" in said
+
+
+def test_who_may_create_pods_makes_and_changes_jobs(people: People) -> None:
+    answer = people.create(AUTHOR, TEAM, "gpt")
+    assert answer.is_success, answer.text
+    answer = people.patch(AUTHOR, "gpt", {"spec": {"suspend": True}})
+    assert answer.is_success, answer.text
+
+
+def test_who_may_not_create_pods_changes_no_spec(people: People) -> None:
+    answer = people.patch(WRITER, "early", {"spec": {"suspend": True}})
+    assert answer.status_code == 403, answer.text
+    assert "may not create pods" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"metadata": {"labels": {"team": "a"}}}, ""),
+        ({"metadata": {"finalizers": ["example.io/keep"]}}, ""),
+        ({"metadata": {"finalizers": []}}, ""),
+        ({"status": {"phase": "Pending"}}, "/status"),
+    ],
+    ids=["label", "finalizer", "finalizer gone", "status"],
+)
+def test_what_is_not_the_spec_needs_no_right_on_pods(people: People, change: Object, part: str) -> None:
+    answer = people.patch(WRITER, "early", change, part)
+    assert answer.is_success, answer.text
+
+
+def test_the_namespace_with_the_key_takes_no_job(people: People) -> None:
+    answer = people.create(AUTHOR, HOME, "gpt")
+    assert answer.status_code == 403, answer.text
+    assert f"{HOME} holds the key of all jobs" in answer.json()["message"]
+
+
+def test_a_watched_release_namespace_takes_jobs_and_the_switch_removes_all() -> None:
+    watched = rendered(f"watchNamespaces[0]={HOME}").stdout
+    assert "check('create')" in watched
+    assert "holds the key" not in watched
+    for switch in ("admissionPolicy.authors=false", "admissionPolicy.enabled=false"):
+        assert "could not find template" in rendered(switch).stderr
