@@ -43,6 +43,8 @@ SWITCHED: Rights = {
     ("scheduling.x-k8s.io", "podgroups"): {"create", "patch"},
     ("scheduling.run.ai", "podgroups"): {"create", "patch"},
 }
+ANY_LEASE = (200, 404)
+"""Read, whether or not an operator of an earlier test has left it."""
 LEASE: Rights = {("coordination.k8s.io", "leases"): {"create", "get", "update"}}
 DOOR: Rights = {("megatronapp.io", "megatronjobs"): {"get", "list"}, ("", "pods"): {"get"}}
 REVIEWS: Rights = {
@@ -175,7 +177,13 @@ def test_real_requests_pass_or_are_refused(operator: Account, door: Account, mod
         (operator, "GET", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", None, 403),
         (operator, "GET", "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/x", None, 403),
         (operator, "GET", f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/another", None, 403),
-        (operator, "GET", f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/megatronapp-operator", None, 404),
+        (
+            operator,
+            "GET",
+            f"/apis/coordination.k8s.io/v1/namespaces/{HOME}/leases/megatronapp-operator",
+            None,
+            ANY_LEASE,
+        ),
         (door, "GET", team, None, 200),
         (door, "GET", f"{core}/pods/none-hub", None, 404),
         (door, "POST", f"{core}/pods", pod("bad"), 403),
@@ -184,7 +192,8 @@ def test_real_requests_pass_or_are_refused(operator: Account, door: Account, mod
         (door, "PATCH", f"{team}/gpt", {}, 403),
     ):
         answer = account.ask(method, path, document)
-        assert answer.status_code == code, f"{method} {path}: {answer.status_code} {answer.text}"
+        codes = code if isinstance(code, tuple) else (code,)
+        assert answer.status_code in codes, f"{method} {path}: {answer.status_code} {answer.text}"
 
 
 def test_no_rule_has_a_wildcard_or_reads_secrets() -> None:
@@ -219,7 +228,7 @@ def test_the_lists_here_are_what_the_code_asks_for() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(source).rglob("*.py")))
     plurals = set(re.findall(r'Resource\("[^"]*", "([a-z]+)"\)', text))
     known = {resource for _, resource in OPERATOR | SWITCHED | LEASE}
-    assert plurals <= known
+    assert plurals - {"version"} <= known  # every account may ask for the server's version
 
 
 def kubeconfig_of(plane: kube.ControlPlane, account: str, folder: pathlib.Path) -> pathlib.Path:

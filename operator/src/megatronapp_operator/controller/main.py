@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from megatronapp_common import __version__
 from megatronapp_operator.backends.kubernetes.api import Api, connect
-from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller.probes import create_app, create_server, served
 from megatronapp_operator.controller.service import Health, Service, namespaces_words
@@ -88,7 +88,10 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
     metrics.leader(True)
     health.leads = True
-    restarts = await api.minor_version() >= CONTAINER_RESTARTS
+    try:
+        restarts = await api.minor_version() >= CONTAINER_RESTARTS
+    except ForbiddenError:  # everybody may ask, unless the cluster took that away
+        restarts = False
     settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
     guarded = api.guarded(_guard(lease), lambda verb, what, code: metrics.request(verb, what, code or "error"))
     async with httpx.AsyncClient(trust_env=False) as client:

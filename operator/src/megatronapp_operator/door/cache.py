@@ -39,6 +39,12 @@ class Cache(Generic[Key, Value]):
                 self._kept.popitem(last=False)
         return await asyncio.shield(answer)
 
+    async def next(self, key: Key) -> Value:
+        """An answer that was asked for after now; for as many as wait for it, it is asked for once."""
+        until, _ = self._kept.get(key, (float("-inf"), None))
+        await asyncio.sleep(max(0.0, until - self._clock()))
+        return await self.get(key)
+
 
 def _failed(answer: "asyncio.Future[Value]") -> bool:
     """Whether there is no answer any more; looking at it also says that somebody has seen the exception."""
