@@ -1,6 +1,5 @@
 """An operator in this process, on a real API server, that can be cut off at any request and begin anew."""
 
-import asyncio
 import contextlib
 import dataclasses
 import time
@@ -99,7 +98,7 @@ class Play:
         self.lives += 1
         self.api.dead = False
         self.store, self.due = Store(), {}
-        executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}", limit=asyncio.Semaphore(50))
+        executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}")
         self.reconciler = Reconciler(self.api, self.store, executor, self.settings, clock=self.now)
         await self.look()
 

@@ -18,6 +18,7 @@ from megatronapp_operator.backends.kubernetes.api import (
     Object,
     Resource,
 )
+from megatronapp_operator.backends.kubernetes.errors import NameTakenError
 from megatronapp_operator.backends.kubernetes.observe import Told
 
 pytestmark = pytest.mark.asyncio
@@ -230,3 +231,39 @@ async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.Control
             await stage.reconcile()
         pods = (await stage.machines.api.list_objects(PODS, namespace)).items
     assert sorted(one["metadata"]["name"] for one in pods) == ["job-worker-0", "job-worker-1"]
+
+
+@pytest.mark.parametrize("kind", ["Service", "ConfigMap", "NetworkPolicy"])
+async def test_what_belongs_to_others_is_not_taken_over(plane: kube.ControlPlane, namespace: str, kind: str) -> None:
+    bodies: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "Service": ("v1", "job-workers", {"spec": {"selector": {"app": "shop"}, "ports": [{"port": 80}]}}),
+        "ConfigMap": ("v1", "job-job", {"data": {"mine": "yes"}}),
+        "NetworkPolicy": ("networking.k8s.io/v1", "job-workers", {"spec": {"podSelector": {}}}),
+    }
+    version, name, body = bodies[kind]
+    stranger = {"apiVersion": version, "kind": kind, "metadata": {"name": name, "namespace": namespace}, **body}
+    assert plane.kubectl("create", "-f", "-", stdin=stranger).returncode == 0
+    read = ("get", kind, name, "-n", namespace, "-o", "yaml")
+    before = plane.kubectl(*read).stdout
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace))
+        await stage.begin()
+        with pytest.raises(NameTakenError, match=f"{kind.lower()[:-1]}.* {namespace}/{name} is in the way"):
+            await stage.reconcile()
+        pods = (await stage.machines.api.list_objects(PODS, namespace)).items
+    assert (plane.kubectl(*read).stdout, pods) == (before, [])
+
+
+async def test_a_stranger_in_the_place_of_the_hub_does_not_keep_the_gang(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    spec = {"selector": {"app": "shop"}, "ports": [{"port": 80}]}
+    stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "job-hub", "namespace": namespace}}
+    assert plane.kubectl("create", "-f", "-", stdin=stranger | {"spec": spec}).returncode == 0
+    async with play(plane, namespace) as stage:
+        await stage.api.create(JOBS, manifest(namespace, **HUB))
+        await stage.begin()
+        await stage.rest()
+        told, job = await reasons(stage), await stage.job()
+    assert told.count("HubRefused") == 1
+    assert job["status"]["phase"] in {"Starting", "Running"}

@@ -357,7 +357,7 @@ def test_a_worker_is_told_what_the_contract_says(tmp_path: pathlib.Path, monkeyp
         Env.ATTEMPT: "3",
         Env.WORKER_INDEX: "1",
         Env.NUM_WORKERS: "2",
-        Env.PROC_PER_NODE: "2,2",
+        Env.PROC_PER_NODE: "2x2",
         Env.COORDINATOR: "127.0.0.2:20000",
         Env.ADDRESS: "127.0.0.3",
         Env.NODE_NAME: "node-1",

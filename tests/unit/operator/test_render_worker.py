@@ -45,7 +45,7 @@ def test_a_worker_is_told_its_place() -> None:
         "MEGATRONAPP_ATTEMPT": "7",
         "MEGATRONAPP_WORKER_INDEX": "1",
         "MEGATRONAPP_NUM_WORKERS": "2",
-        "MEGATRONAPP_PROC_PER_NODE": "2,2",
+        "MEGATRONAPP_PROC_PER_NODE": "2x2",
         "MEGATRONAPP_COORDINATOR": "gpt-worker-0.gpt-workers.team.svc.example.org:19400",
         "MEGATRONAPP_ADDRESS": "status.podIP",
         "MEGATRONAPP_NODE_NAME": "spec.nodeName",
@@ -162,7 +162,7 @@ def test_forward_workers_go_where_they_are_sent() -> None:
     assert rendered.container(backward)["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert rendered.container(forward)["resources"] == {}
     assert rendered.environment(forward)["CUDA_VISIBLE_DEVICES"] == ""
-    assert rendered.environment(forward)[Env.PROC_PER_NODE] == "8,8,4,4,4,4"
+    assert rendered.environment(forward)[Env.PROC_PER_NODE] == "8x2,4x4"
     with pytest.raises(Exception, match="worker 6 does not exist"):
         rendered.make_worker(job, 6)
 

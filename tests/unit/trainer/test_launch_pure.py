@@ -78,6 +78,7 @@ def test_settings_are_read_from_the_environment() -> None:
 
 
 def test_a_lone_worker_needs_no_coordinator() -> None:
+    assert Settings.from_environment(environment(PROC_PER_NODE="3x2"), host_name="box").proc_per_node == (3, 3)
     alone = environment(NUM_WORKERS="1", PROC_PER_NODE="4", WORKER_INDEX="0", COORDINATOR=None, SECRET_FILE=None)
     assert Settings.from_environment(alone, host_name="box").coordinator is None
     with pytest.raises(UsageError, match="MEGATRONAPP_SECRET_FILE is not set"):
@@ -112,6 +113,8 @@ def test_what_the_preflight_is_to_look_at(text: str | None, wanted: Preflight | 
         ({"NUM_WORKERS": "3"}, r"MEGATRONAPP_NUM_WORKERS is 3, but .* \(2,3\) names 2"),
         ({"PROC_PER_NODE": "2,0"}, "write the ranks of each worker as 4,4"),
         ({"PROC_PER_NODE": "2;3"}, "write the ranks of each worker"),
+        ({"PROC_PER_NODE": "2x0"}, "write the ranks of each worker"),
+        ({"PROC_PER_NODE": "2x3"}, r"MEGATRONAPP_NUM_WORKERS is 2, but .* \(2x3\) names 3"),
         ({"COORDINATOR": "worker-0"}, "write it as host:port"),
         ({"COORDINATOR": "worker-0:99999"}, "write it as host:port"),
         ({"COORDINATOR": "[::1]:29400"}, "IPv6 is not supported"),

@@ -93,7 +93,11 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     except ForbiddenError:  # everybody may ask, unless the cluster took that away
         restarts = False
     settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
-    guarded = api.guarded(_guard(lease), lambda verb, what, code: metrics.request(verb, what, code or "error"))
+    guarded = api.guarded(
+        _guard(lease),
+        lambda verb, what, code: metrics.request(verb, what, code or "error"),
+        at_once=settings.concurrency,
+    )
     async with httpx.AsyncClient(trust_env=False) as client:
         service = Service(guarded, client, settings, metrics, health)
         watches = Watches(settings.kubeconfig, settings.namespaces, service.news)

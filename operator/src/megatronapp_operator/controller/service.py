@@ -86,8 +86,7 @@ class Service:
         self._health = health
         self._clock = clock or Clock()
         self._store = Store()
-        limit = asyncio.Semaphore(settings.concurrency)
-        executor = Executor(api, self._store, key=settings.key, identity=settings.identity, limit=limit)
+        executor = Executor(api, self._store, key=settings.key, identity=settings.identity)
         self._reconciler = Reconciler(api, self._store, executor, settings.render, clock=self._clock)
         self._poller = Poller(client, key=settings.key)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)

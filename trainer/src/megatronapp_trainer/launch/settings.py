@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
+from megatronapp_common.counts import read_counts
 from megatronapp_common.names import Env, RankOrder, ShmFile
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.launch.wanted import Preflight
@@ -122,13 +123,14 @@ def _integer(environment: Mapping[str, str], name: Env) -> int:
 
 def _proc_per_node(environment: Mapping[str, str]) -> tuple[int, ...]:
     text = _required(environment, Env.PROC_PER_NODE)
-    counts = text.split(",")
-    if not all(count.isascii() and count.isdigit() and int(count) > 0 for count in counts):
-        raise UsageError(f"{Env.PROC_PER_NODE} is {text!r}; write the ranks of each worker as 4,4")
+    try:
+        counts = read_counts(text)
+    except ValueError as error:
+        raise UsageError(f"{Env.PROC_PER_NODE} is {text!r}; write the ranks of each worker as 4,4 or 4x2") from error
     num_workers = _integer(environment, Env.NUM_WORKERS)
     if num_workers != len(counts):
         raise UsageError(f"{Env.NUM_WORKERS} is {num_workers}, but {Env.PROC_PER_NODE} ({text}) names {len(counts)}")
-    return tuple(map(int, counts))
+    return counts
 
 
 def _port(environment: Mapping[str, str], name: Env) -> int | None:

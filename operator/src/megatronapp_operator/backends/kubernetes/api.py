@@ -3,12 +3,13 @@
 Nothing is tried again here. Who asks is level-triggered: it looks again and decides anew.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -23,6 +24,7 @@ from megatronapp_operator.backends.kubernetes.errors import (
     ApiError,
     ConflictError,
     GoneError,
+    InvalidError,
     NotFoundError,
     UnavailableError,
     error_of,
@@ -33,6 +35,7 @@ FIELD_MANAGER = "megatron-operator"
 REQUEST_S = 30.0
 PAGE = 500
 MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
@@ -76,7 +79,7 @@ class Listing:
     resource_version: str
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["Api"]:
     """An API by a kubeconfig (or the usual one), inside a pod by its service account."""
     settings = Configuration()
@@ -98,19 +101,24 @@ class Api:
         request_s: float = REQUEST_S,
         guard: Callable[[], None] = lambda: None,
         told: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+        at_once: int | None = None,
     ) -> None:
         """`guard` is asked before every request that may change something, and raises where that must not be now.
 
-        `told` hears of every answer: verb, resource, HTTP status (0: none came).
+        `told` hears of every answer: verb, resource, HTTP status (0: none came). `at_once` bounds the requests that
+        are under way together; others wait.
         """
         self._client = client
         self._request_s = request_s
         self._guard = guard
         self._told = told
+        self._limit = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
 
-    def guarded(self, guard: Callable[[], None], told: Callable[[str, str, int], None]) -> "Api":
+    def guarded(
+        self, guard: Callable[[], None], told: Callable[[str, str, int], None], *, at_once: int | None = None
+    ) -> "Api":
         """The same server, with a guard before what changes something."""
-        return Api(self._client, request_s=self._request_s, guard=guard, told=told)
+        return Api(self._client, request_s=self._request_s, guard=guard, told=told, at_once=at_once)
 
     async def minor_version(self) -> int:
         """The server's minor version: 35 of Kubernetes 1.35."""
@@ -168,6 +176,19 @@ class Api:
         path = resource.path(namespace, name)
         return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
 
+    async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
+        """Whether an object has this label; None if there is no such object. It takes no right to read objects."""
+        pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
+        body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
+        path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
+        try:
+            await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
+        except NotFoundError:
+            return None
+        except InvalidError:
+            return False
+        return True
+
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None
     ) -> Object:
@@ -197,34 +218,34 @@ class Api:
         path: str,
         *,
         query: Mapping[str, str] | None = None,
-        body: Object | None = None,
+        body: Object | list[Object] | None = None,
         content: str = "application/json",
         timeout_s: float | None = None,
     ) -> Object:
         headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
-        request = f"{method} {path}"
-        if method != "GET":
-            self._guard()
-        status = 0
-        try:
-            await self._client.update_params_for_auth(headers, [], ["BearerToken"])
-            answer = await self._client.rest_client.request(
-                method,
-                f"{self._client.configuration.host}{path}",
-                query_params=dict(query or {}),
-                headers=headers,
-                body=body,
-                _request_timeout=self._request_s if timeout_s is None else timeout_s,
-            )
-            status = answer.status
-            return _document(answer.data)
-        except ApiException as error:
-            status = error.status or 0
-            raise error_of(status, _status(error.body), request) from error
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
-        finally:
-            self._told(method, resource.plural, status)
+        request, status = f"{method} {path}", 0
+        async with self._limit:
+            if method != "GET":
+                self._guard()
+            try:
+                await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+                answer = await self._client.rest_client.request(
+                    method,
+                    f"{self._client.configuration.host}{path}",
+                    query_params=dict(query or {}),
+                    headers=headers,
+                    body=body,
+                    _request_timeout=self._request_s if timeout_s is None else timeout_s,
+                )
+                status = answer.status
+                return _document(answer.data)
+            except ApiException as error:
+                status = error.status or 0
+                raise error_of(status, _status(error.body), request) from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+            finally:
+                self._told(method, resource.plural, status)
 
 
 def _dry(dry_run: bool) -> dict[str, str]:

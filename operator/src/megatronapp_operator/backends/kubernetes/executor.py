@@ -9,13 +9,13 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 
 from megatronapp_common import tokens
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import API_VERSION, KIND, ReplicaType
+from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, SECRETS, Api, Object
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, SECRETS, Api, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import AlreadyExistsError, ApiError, NameTakenError, NotFoundError
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
@@ -62,14 +62,13 @@ class Work:
 
 
 class Executor:
-    """One for all jobs. `limit` bounds the requests that are under way for all of them together."""
+    """One for all jobs."""
 
-    def __init__(self, api: Api, store: Store, *, key: str, identity: str, limit: asyncio.Semaphore) -> None:
+    def __init__(self, api: Api, store: Store, *, key: str, identity: str) -> None:
         self._api = api
         self._store = store
         self._key = key
         self._identity = identity
-        self._limit = limit
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
         self._applied: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -100,18 +99,16 @@ class Executor:
         try:
             await self._ensure_objects(work)
             await self._ensure_hub(work)
-        except ApiError as error:
-            refusal = refusal_of(error, work.attempt.number)
-            if refusal is None:
+        except (ApiError, NameTakenError) as error:
+            if isinstance(error, ApiError) and refusal_of(error, work.attempt.number) is None:
                 raise
-            self._hub_pauses[work.owner.uid] = now + HUB_PAUSE_S
-            event = RecordEvent(type=EventType.WARNING, reason="HubRefused", message=refusal.message)
-            await self.tell(work.owner, event)
+            pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now}
+            self._hub_pauses = pauses | {work.owner.uid: now + HUB_PAUSE_S}
+            await self.tell(work.owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
 
     async def tell_ranks(self, work: Work, table: Object) -> None:
         """Write down a rank table that is too long for the status."""
-        resource, obj = render.ranks(work.owner, table)
-        await self._limited(lambda: self._api.apply(resource, obj))
+        await self._put(work, [render.ranks(work.owner, table)])
 
     async def tell_topology(self, work: Work) -> None:
         """Tell workers that have a node where that is: they wait for it, and may not read nodes themselves."""
@@ -122,13 +119,11 @@ class Executor:
         await self._all([self._place(record, key) for record in waiting])
 
     async def _place(self, record: PodRecord, key: str) -> None:
-        node = await self._limited(lambda: self._api.get(NODES, None, record.node or ""))
+        node = await self._api.get(NODES, None, record.node or "")
         place = ((node or {}).get("metadata", {}).get("labels") or {}).get(key) or NO_PLACE
         annotations = {render.ANNOTATION_TOPOLOGY: place}
         with contextlib.suppress(NotFoundError):
-            pod = await self._limited(lambda: self._api.annotate(PODS, record.namespace, record.name, annotations))
-            if pod is not None:
-                self._store.put_pod(pod)
+            self._store.put_pod(await self._api.annotate(PODS, record.namespace, record.name, annotations))
 
     async def _remove(self, work: Work, action: Action) -> None:
         match action:
@@ -155,27 +150,38 @@ class Executor:
         mark = work.owner.uid, work.attempt.number
         if mark in self._applied:
             return
-        for resource, obj in render.gang_objects(work.job, work.owner, work.attempt, work.settings):
-            await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
+        await self._put(work, render.gang_objects(work.job, work.owner, work.attempt, work.settings))
         secret = tokens.job_secret(self._key, work.owner.uid)
         resource, obj = render.secret(work.job, work.owner, secret)
         assert resource == SECRETS
         with contextlib.suppress(AlreadyExistsError):
-            await self._limited(lambda: self._api.create(SECRETS, obj))
+            await self._api.create(SECRETS, obj)
         self._applied[mark] = None
         if len(self._applied) > REMEMBERED:
             self._applied.popitem(last=False)
+
+    async def _put(self, work: Work, rendered: Sequence[tuple[Resource, Object]]) -> None:
+        """Make the objects so, in their order, once it is sure that none of them is somebody else's."""
+        await self._all([self._see_free(work, resource, obj) for resource, obj in rendered])
+        for resource, obj in rendered:
+            await self._api.apply(resource, obj)
+
+    async def _see_free(self, work: Work, resource: Resource, obj: Object) -> None:
+        """By a label that ours have: nobody needs the right to read the ConfigMaps of others for that."""
+        namespace, name = obj["metadata"]["namespace"], obj["metadata"]["name"]
+        if await self._api.has_label(resource, namespace, name, LABEL_JOB_UID, work.owner.uid) is False:
+            raise _taken(resource, namespace, name)
 
     async def _start(self, work: Work, pods: Sequence[Object]) -> None:
         """All pods at once; of several, one is tried before, without effect."""
         if len(pods) > 1:
             with contextlib.suppress(AlreadyExistsError):
-                await self._limited(lambda: self._api.create(PODS, pods[0], dry_run=True))
+                await self._api.create(PODS, pods[0], dry_run=True)
         await self._all([self._create(work, pod) for pod in pods])
 
     async def _create(self, work: Work, pod: Object) -> None:
         try:
-            made = await self._limited(lambda: self._api.create(PODS, pod))
+            made = await self._api.create(PODS, pod)
         except AlreadyExistsError:
             made = await self._present(work, pod)
         if made is not None:
@@ -189,15 +195,11 @@ class Executor:
             return None  # it has just gone; the next look creates it
         if any(one["uid"] == work.owner.uid for one in found["metadata"].get("ownerReferences") or ()):
             return found
-        raise NameTakenError(
-            f"pod {metadata['namespace']}/{metadata['name']} is in the way and belongs to something else; "
-            "delete it, or give the job another name"
-        )
+        raise _taken(PODS, metadata["namespace"], metadata["name"])
 
     async def _ensure_hub(self, work: Work) -> None:
         """The hub's Service, and its pod in place of one that has ended."""
-        for resource, obj in render.hub_objects(work.job, work.owner, work.settings):
-            await self._limited(lambda r=resource, o=obj: self._api.apply(r, o))  # type: ignore[misc]
+        await self._put(work, render.hub_objects(work.job, work.owner, work.settings))
         ended = [one for one in self._of_type(work, ReplicaType.HUB) if one.phase in ENDED or one.deleted_at]
         await self._delete_all(ended, 0)
         starts = 1 + max((one.starts for one in ended), default=0)
@@ -208,7 +210,7 @@ class Executor:
 
     async def _delete(self, record: PodRecord, grace_s: float | None) -> None:
         grace = None if grace_s is None else math.ceil(grace_s)
-        answer = await self._limited(lambda: self._api.delete(PODS, record.reference, grace_s=grace))
+        answer = await self._api.delete(PODS, record.reference, grace_s=grace)
         if answer is None:
             await self._drop_if_gone(record)
         elif answer.get("kind") == "Pod":
@@ -216,23 +218,26 @@ class Executor:
 
     async def _drop_if_gone(self, record: PodRecord) -> None:
         """A delete that found nothing to delete: what is forgotten here never comes back, so it must be true."""
-        found = await self._limited(lambda: self._api.get(PODS, record.namespace, record.name))
+        found = await self._api.get(PODS, record.namespace, record.name)
         if found is None or found["metadata"]["uid"] != record.uid:
             self._store.drop_record(record)
 
     def _of_type(self, work: Work, kind: ReplicaType) -> list[PodRecord]:
         return [one for one in self._store.pods(work.owner.namespace, work.owner.uid) if one.type is kind]
 
-    async def _limited(self, request: Callable[[], Awaitable[Object | None]]) -> Object | None:
-        async with self._limit:
-            return await request()
-
     async def tell(self, owner: Owner, event: RecordEvent) -> None:
         """Tell people; that nobody could be told is no reason to leave the rest undone."""
         try:
-            await self._limited(lambda: self._api.create(EVENTS, _event(owner, event, self._identity)))
+            await self._api.create(EVENTS, _event(owner, event, self._identity))
         except ApiError as error:
             log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
+
+
+def _taken(resource: Resource, namespace: str, name: str) -> NameTakenError:
+    return NameTakenError(
+        f"{resource.plural} {namespace}/{name} is in the way and belongs to something else; "
+        "delete it, or give the job another name"
+    )
 
 
 def _pod(work: Work, action: CreateInit | CreateWorker) -> Object:

@@ -9,6 +9,21 @@ from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.plan import Deletion, Hub, HubPhase, Init, Observed, Progress, Refusal, Worker, WorkerPhase
 from megatronapp_operator.summary import Summary, newest
 
+MAX_WAITING = 512
+"""Longest text that is shown of why a hub does not start."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Contact:
+    """How asking a pod went lately."""
+
+    uid: str = ""
+    """Of the pod: another one has done nothing yet."""
+    misses: int = 0
+    """How often it did not answer in a row."""
+    due: float = 0.0
+    """It is not asked again before."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
@@ -19,6 +34,10 @@ class Told:
     progress: Progress | None = None
     """The launcher's."""
     rank_table: dict[str, Any] | None = None
+    heard_at: float = dataclasses.field(default=0.0, compare=False)
+    """When one of them last answered that knows of progress; no news by itself."""
+    hub: Contact = dataclasses.field(default=Contact(), compare=False)
+    launcher: Contact = dataclasses.field(default=Contact(), compare=False)
 
 
 def observe(
@@ -37,6 +56,7 @@ def observe(
         init=_init(by_type[ReplicaType.INIT]),
         volumes=volumes,
         refusal=refusal,
+        heard=told.heard_at,
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
         hung_ranks=summary.hung_ranks if summary and current else None,
@@ -58,6 +78,9 @@ def worker(pod: PodRecord) -> Worker:
         occupies=pod.phase not in {"Succeeded", "Failed"},
         scheduled=pod.scheduled,
         waiting=pod.main.waiting,
+        preparing=pod.main.preparing,
+        prepared_at=pod.main.prepared_at,
+        unreachable_since=pod.unreachable_since,
         disrupted=pod.disrupted,
     )
 
@@ -86,7 +109,15 @@ def _hub(pods: list[PodRecord]) -> Hub | None:
         ended_at=pod.main.finished_at,
         deleting=pod.deleted_at is not None,
         deletion=_deletion(pod),
+        waiting=_hub_waits(pod),
     )
+
+
+def _hub_waits(pod: PodRecord) -> str | None:
+    """Why a hub does not start; it has one container, whose name says nothing."""
+    if pod.unplaced is not None:
+        return f"Unschedulable: {pod.unplaced}"[:MAX_WAITING]
+    return None if pod.main.waiting is None else pod.main.waiting.partition(": ")[2][:MAX_WAITING]
 
 
 def _init(pods: list[PodRecord]) -> Init | None:
@@ -95,10 +126,16 @@ def _init(pods: list[PodRecord]) -> Init | None:
     pod = pods[0]
     outcome = pod.main.outcome
     ended = {"Succeeded": WorkerPhase.SUCCEEDED, "Failed": WorkerPhase.FAILED}
+    begun = [at for at in (pod.scheduled_at, pod.main.prepared_at) if at is not None]
     return Init(
         phase=ended.get(pod.phase, phase_of(pod)),
-        message=(outcome.message or outcome.reason) if outcome is not None else pod.main.waiting or "",
+        message=(outcome.message or outcome.reason) if outcome is not None else pod.main.waiting or pod.unplaced or "",
         created_at=pod.created_at,
+        begun_at=max(begun, default=None),
         finished_at=pod.main.finished_at,
         deleting=pod.deleted_at is not None,
+        scheduled=pod.scheduled,
+        preparing=pod.main.preparing,
+        disrupted=pod.disrupted,
+        unreachable_since=pod.unreachable_since,
     )

@@ -123,6 +123,7 @@ class Reconciler:
         await self._tell_of_agents(memory, document)
         if made.actions:
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
+        self._troubles.pop(key, None)  # what comes again after a success is news
         return wake_at
 
     def _remember(self, key: Key, document: Object) -> Memory:

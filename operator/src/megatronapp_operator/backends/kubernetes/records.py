@@ -30,6 +30,10 @@ DISRUPTING_REASONS = frozenset(
     {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
 )
 """Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
+REFUSED_BY_NODE = "OutOf", "UnexpectedAdmissionError"
+"""How such reasons begin where the kubelet did not take what the scheduler sent it, as after a restart of the machine,
+before the plugins of its devices are back: OutOfcpu, OutOfnvidia.com/gpu."""
+NODE_LOST = "NodeLost"
 MAX_RECORD = 4096
 """Longest termination message that a kubelet keeps."""
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -46,6 +50,10 @@ class Container:
     outcome: Outcome | None = None
     waiting: str | None = None
     """Why it does not start, once that is more than preparation."""
+    preparing: bool = False
+    """Whether a container before it runs."""
+    prepared_at: float | None = None
+    """When the last of those that have ended did so."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,11 @@ class PodRecord:
     scheduled: bool
     ready: bool
     main: Container
+    scheduled_at: float | None = None
+    unplaced: str | None = None
+    """What the scheduler says of a pod for which there is no node."""
+    unreachable_since: float | None = None
+    """Since when its node is not heard of."""
     topology: bool = False
     """Whether it was told its place in the topology of the cluster."""
     starts: int = 1
@@ -131,6 +144,9 @@ def _read_pod(pod: Object) -> PodRecord | None:
         scheduled=bool((pod.get("spec") or {}).get("nodeName")),
         ready=_is_true(conditions.get("Ready")),
         main=_main(pod, status),
+        scheduled_at=_since(conditions.get("PodScheduled"), "True"),
+        unplaced=_unplaced(conditions.get("PodScheduled")),
+        unreachable_since=_unreachable_since(status, conditions),
         topology=ANNOTATION_TOPOLOGY in annotations,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         agent_trouble=_agent_trouble(pod, status),
@@ -154,8 +170,34 @@ def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, 
     target = conditions.get(DISRUPTION)
     if target is not None and _is_true(target):
         return str(target.get("reason") or DISRUPTION)
-    reason = status.get("reason")
-    return str(reason) if reason in DISRUPTING_REASONS else None
+    reason = str(status.get("reason") or "")
+    return reason if reason in DISRUPTING_REASONS or reason.startswith(REFUSED_BY_NODE) else None
+
+
+def _since(condition: Mapping[str, Any] | None, value: str) -> float | None:
+    """Since when a condition has this value; None: it has another."""
+    if condition is None or condition.get("status") != value:
+        return None
+    return seconds(condition.get("lastTransitionTime"))
+
+
+def _unplaced(scheduled: Mapping[str, Any] | None) -> str | None:
+    if scheduled is None or scheduled.get("status") != "False" or scheduled.get("reason") != "Unschedulable":
+        return None
+    return str(scheduled.get("message") or "no node fits")
+
+
+def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Since when the pod's node is not ready, as the pod itself shows it: it takes no right to read nodes.
+
+    A kubelet calls a pod unready for its containers, and says so (reason). The node controller takes `Ready` back of
+    all pods of a node that is not heard of, and touches nothing else (kubernetes, pkg/controller/util/node).
+    """
+    ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
+    taken_back = _is_true(containers) and ready is not None and not ready.get("reason")
+    if taken_back or status.get("reason") == NODE_LOST:
+        return _since(ready, "False") or _since(ready, "Unknown")
+    return None
 
 
 def _main(pod: Object, status: Mapping[str, Any]) -> Container:
@@ -169,7 +211,16 @@ def _main(pod: Object, status: Mapping[str, Any]) -> Container:
         return Container(running=True, started_at=seconds(state["running"].get("startedAt")))
     if status.get("phase") in {"Failed", "Succeeded"}:
         return Container(outcome=_without_container(status))
-    return Container(waiting=_waiting((*(status.get("initContainerStatuses") or ()), *([found] if found else []))))
+    before = status.get("initContainerStatuses") or ()
+    return Container(
+        waiting=_waiting((*before, *([found] if found else []))),
+        preparing=any("running" in (one.get("state") or {}) for one in before),
+        prepared_at=max((at for one in before if (at := _ended_at(one)) is not None), default=None),
+    )
+
+
+def _ended_at(container: Mapping[str, Any]) -> float | None:
+    return seconds(((container.get("state") or {}).get("terminated") or {}).get("finishedAt"))
 
 
 def _agent_trouble(pod: Object, status: Mapping[str, Any]) -> str | None:
@@ -198,8 +249,18 @@ def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
         waiting = (one.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason")
         if reason and reason not in TRANSIENT_WAITS:
-            return f"{one['name']}: {reason}" + (f": {waiting['message']}" if waiting.get("message") else "")
+            message = _last_end(one) or waiting.get("message")
+            return f"{one['name']}: {reason}" + (f": {message}" if message else "")
     return None
+
+
+def _last_end(container: Mapping[str, Any]) -> str | None:
+    """How a container ended that is to be started again."""
+    ended = (container.get("lastState") or {}).get("terminated")
+    if ended is None:
+        return None
+    lines = (ended.get("message") or "").strip().splitlines()
+    return f"it ended with code {ended['exitCode']}" + (f": {lines[-1]}" if lines else "")
 
 
 def _terminated(state: Mapping[str, Any]) -> Container:

@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections.abc import Mapping
 
+from megatronapp_common.counts import write_counts
 from megatronapp_common.names import Env
 from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.spawn import inherited_environment
@@ -71,7 +72,7 @@ def worker_environment(
         Env.ATTEMPT: str(attempt),
         Env.WORKER_INDEX: str(index),
         Env.NUM_WORKERS: str(len(settings.proc_per_node)),
-        Env.PROC_PER_NODE: ",".join(map(str, settings.proc_per_node)),
+        Env.PROC_PER_NODE: write_counts(settings.proc_per_node),
         Env.COORDINATOR: coordinator,
         Env.ADDRESS: worker_address(index),
         Env.NODE_NAME: f"node-{index}",

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from megatronapp_common.counts import write_counts
 from megatronapp_common.job import MegatronJob, World, megatron_arguments
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ class Facts:
     arguments: tuple[str, ...]
     """Flags of its ranks."""
     proc_per_node: str
-    """Ranks of each worker, comma separated."""
+    """Ranks of each worker, as `counts` writes them."""
 
 
 class Same(Generic[T]):
@@ -49,5 +50,5 @@ def facts_of(job: MegatronJob) -> Facts:
     return Facts(
         world=world,
         arguments=tuple(megatron_arguments(job)),
-        proc_per_node=",".join(map(str, world.proc_per_node)),
+        proc_per_node=write_counts(world.proc_per_node),
     )
