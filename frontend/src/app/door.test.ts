@@ -125,4 +125,17 @@ describe("a page that a hub serves", () => {
     expect(SilentSocket.opened[0]).toMatch(/\/api\/v1\/live$/);
     page.unmount();
   });
+
+  it("lists its job in the same table as a door", async () => {
+    answer = (path) =>
+      path === "api/v1/jobs"
+        ? Response.json([{ uid: "u", namespace: "team", name: "demo", phase: "Running" }])
+        : Response.json({}, { status: 404 });
+    const page = await openPage("/?page=jobs", "hub");
+    const headings = page.findAll(".panel th").map((cell) => cell.text());
+    expect(headings).toEqual(["Namespace", "Job", "Phase", "Iteration", "Slow"]);
+    await page.get(".panel tbody a").trigger("click");
+    expect(window.location.search).toBe("?page=job");
+    page.unmount();
+  });
 });

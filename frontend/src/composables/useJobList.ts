@@ -1,19 +1,18 @@
-/** The list of jobs behind a door, asked for again every few seconds while somebody looks at it. */
+/** A list of jobs, asked for again every few seconds while somebody looks at it. */
 import { onBeforeUnmount, onMounted, shallowRef, type ShallowRef } from "vue";
-import { asApiError, isAbort, type ApiClient, type ApiError } from "../api/client";
-import type { DoorJob } from "../api/types";
+import { asApiError, isAbort, type ApiError } from "../api/client";
 
 export const REFRESH_MS = 5000;
 
-export interface DoorJobs {
-  /** null: not known yet. What was known stays while the door does not answer. */
-  readonly jobs: ShallowRef<readonly DoorJob[] | null>;
+export interface JobList<Job> {
+  /** null: not known yet. What was known stays while nobody answers. */
+  readonly jobs: ShallowRef<readonly Job[] | null>;
   readonly problem: ShallowRef<ApiError | null>;
   readonly refresh: () => Promise<void>;
 }
 
-export function useDoorJobs(client: Pick<ApiClient, "doorJobs">): DoorJobs {
-  const jobs = shallowRef<readonly DoorJob[] | null>(null);
+export function useJobList<Job>(ask: (signal: AbortSignal) => Promise<readonly Job[]>): JobList<Job> {
+  const jobs = shallowRef<readonly Job[] | null>(null);
   const problem = shallowRef<ApiError | null>(null);
   let pending: AbortController | undefined;
   let timer: ReturnType<typeof setInterval> | undefined;
@@ -22,7 +21,7 @@ export function useDoorJobs(client: Pick<ApiClient, "doorJobs">): DoorJobs {
     pending?.abort();
     const { signal } = (pending = new AbortController());
     try {
-      jobs.value = await client.doorJobs(signal);
+      jobs.value = await ask(signal);
       problem.value = null;
     } catch (error) {
       if (isAbort(error)) return;
