@@ -186,6 +186,32 @@ class History(RuleBasedStateMachine):
         if worker.live and worker.deletion is None:
             self.replace(worker, disrupted=reason, deletion=Deletion(since=self.now, grace_s=grace))
 
+    @precondition(lambda self: self.world.workers)
+    @rule(data=st.data(), answers=st.booleans())
+    def machine_is_quiet_or_answers(self, data: st.DataObject, answers: bool) -> None:
+        worker = data.draw(st.sampled_from(self.world.workers))
+        if worker.live and worker.node is not None:
+            self.replace(worker, unreachable_since=None if answers else self.now)
+
+    @precondition(lambda self: self.world.init is not None)
+    @rule(reason=st.none() | st.just("Evicted"), quiet=st.booleans())
+    def init_is_taken_away(self, reason: str | None, quiet: bool) -> None:
+        assert self.world.init is not None
+        init = dataclasses.replace(
+            self.world.init, disrupted=reason, unreachable_since=self.now if quiet else None, begun_at=self.now
+        )
+        self.world = dataclasses.replace(self.world, init=init)
+
+    @rule(heard=st.none() | st.floats(0, 200))
+    def somebody_was_heard(self, heard: float | None) -> None:
+        at = None if heard is None else self.now - heard
+        self.world = dataclasses.replace(self.world, heard=at)
+
+    @rule(waiting=st.none() | st.sampled_from(["ErrImagePull: no", "ImagePullBackOff", "Unschedulable: full"]))
+    def hub_waits(self, waiting: str | None) -> None:
+        if self.world.hub is not None:
+            self.world = dataclasses.replace(self.world, hub=dataclasses.replace(self.world.hub, waiting=waiting))
+
     @rule(room=st.booleans())
     def room_changes(self, room: bool) -> None:
         self.room = room
@@ -325,6 +351,7 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "job"):
             return
         self.all_is_placed()
+        self.world = dataclasses.replace(self.world, heard=None)
         for _ in range(LONG_ENOUGH):
             made = plan(self.job, self.world, self.now)
             self.job = dataclasses.replace(self.job, status=made.status)

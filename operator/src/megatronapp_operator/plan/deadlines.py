@@ -1,9 +1,19 @@
-"""Deadlines of the whole job and of progress; that of a gang's start is in `placement`."""
+"""Deadlines of the whole job and of progress; that of a gang's start is in `placement`.
+
+A job makes no progress if somebody who knows says so. While neither hub nor launcher can be asked (their network, ours,
+an operator that is away), nothing is known: that time does not count, people are told, and the gang goes on. Only when
+nobody could be asked for `unheard_s` beyond the deadline it is restarted, with time for a checkpoint and outside of the
+budget: a gang that hangs must not hold its machines for ever, and one that trains loses little.
+"""
 
 from megatronapp_operator.plan import reasons
+from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.restart import attempt_failed, fail_job
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
+
+ASK_AGAIN_S = 15.0
+"""How often somebody looks whether hub or launcher have answered again: an answer without news wakes nobody."""
 
 
 def active(draft: Draft) -> bool:
@@ -24,12 +34,31 @@ def progress(draft: Draft) -> bool:
     if limit is None or running is None:
         return False
     since = max(running, draft.status.progress_time or 0.0, draft.observed.since)
-    if draft.now < since + limit:
-        draft.wake(since + limit)
+    due, heard = since + limit, draft.observed.heard
+    if draft.now < due:
+        draft.wake(due)
         return False
+    if heard is not None and heard < due:
+        return _unknown(draft, limit, until=due + draft.job.spec.policy.unheard_s)
     message = f"no progress for {limit:g} s{_place(draft)}"
     draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_DEADLINE_EXCEEDED, message)
     attempt_failed(draft, _failure(draft, reasons.PROGRESS_DEADLINE_EXCEEDED, message, FailureAction.RESTART))
+    return True
+
+
+def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
+    """Nobody has said since the deadline that the gang stands still."""
+    silence = "neither hub nor launcher answers the operator"
+    if not draft.status.is_true(ConditionType.STALLED):
+        message = f"no progress was heard of for {limit:g} s, because {silence}; the deadline waits for them"
+        draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
+        draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
+    if draft.now < until:
+        draft.wake(min(draft.now + ASK_AGAIN_S, until))
+        return False
+    message = f"no progress was heard of for {limit + draft.job.spec.policy.unheard_s:g} s: {silence}{_place(draft)}"
+    action = FailureAction.RESTART_IGNORE_MAX
+    attempt_failed(draft, _failure(draft, reasons.PROGRESS_UNKNOWN, message, action))
     return True
 
 

@@ -69,17 +69,21 @@ class Draft:
 
     def delete(self, worker: Worker, grace_s: float) -> None:
         """Ask a worker to go; ask again only to take back its grace, or when it has outlived its time."""
-        asked = DeleteWorker(index=worker.index, attempt=worker.attempt, grace_s=grace_s)
-        if worker.deletion is None:
-            self.actions.append(asked)
-            self.wake(self.now + grace_s + self.job.spec.policy.lost_worker_s)
+        lost_s, lost_at = self.job.spec.policy.lost_worker_s, self.lost_at(worker)
+        if worker.deletion is not None and worker.deletion.grace_s == 0:
+            self.wake(self.now + lost_s)  # killed, and not seen to be gone yet
             return
-        if worker.deletion.grace_s == 0:
-            self.wake(self.now + self.job.spec.policy.lost_worker_s)  # killed, and not seen to be gone yet
-            return
-        force_at = worker.deletion.since + worker.deletion.grace_s + self.job.spec.policy.lost_worker_s
-        if grace_s == 0 or self.now >= force_at:
-            self.actions.append(dataclasses.replace(asked, grace_s=0.0))
-            self.wake(self.now + self.job.spec.policy.lost_worker_s)
-        else:
-            self.wake(force_at)
+        if lost_at is not None and self.now >= lost_at:
+            grace_s = 0.0
+        elif lost_at is not None:
+            self.wake(lost_at)
+        if worker.deletion is None or grace_s == 0:
+            self.actions.append(DeleteWorker(index=worker.index, attempt=worker.attempt, grace_s=grace_s))
+            self.wake(self.now + grace_s + lost_s)
+
+    def lost_at(self, worker: Worker) -> float | None:
+        """When a worker that does not go, or whose machine does not answer, is given up; None: nothing is wrong."""
+        since = [worker.unreachable_since] if worker.unreachable_since is not None else []
+        if worker.deletion is not None:
+            since.append(worker.deletion.since + worker.deletion.grace_s)
+        return min(since) + self.job.spec.policy.lost_worker_s if since else None

@@ -8,7 +8,7 @@ from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.placement import release, waits_for_machines
 from megatronapp_operator.plan.restart import attempt_failed, backoff_s, reset_budget, restart_at
 from megatronapp_operator.plan.spec import Backoff, SuccessPolicy
-from megatronapp_operator.plan.status import ConditionType, FailureAction, Phase
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
 
@@ -58,7 +58,7 @@ def _judge(draft: Draft, culprit: Worker) -> None:
     """Act on the worker that failed first; one that only lost a peer tells nothing if the peer has vanished."""
     if waits_for_machines(draft, culprit):
         release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up to wait for the others")
-    elif outcome.suspicion(culprit) == 0 or not judge_missing(draft):
+    elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
         reset_budget(draft, until=culprit.finished_at or draft.now)
         attempt_failed(draft, rules.judged(draft, culprit))
 
@@ -76,19 +76,29 @@ def judge_missing(draft: Draft) -> bool:
 
 
 def judge_lost_node(draft: Draft) -> bool:
-    """A worker that somebody asked to go and that does not: its machine is gone, and the gang with it."""
-    after_s = draft.job.spec.policy.lost_worker_s
+    """A worker that somebody asked to go and that does not, or whose machine does not answer: the gang is lost."""
     for worker in draft.gang:
-        if worker.deletion is None or not worker.live:
+        at = draft.lost_at(worker) if worker.live else None
+        if at is None:
             continue
-        at = worker.deletion.since + worker.deletion.grace_s + after_s
         if draft.now >= at:
-            reset_budget(draft, until=draft.now)
-            failure = outcome.out_of_reach(worker, draft.now, after_s)
-            attempt_failed(draft, rules.judged_lost(draft, failure, worker.disrupted))
+            _give_up(draft, worker, outcome.out_of_reach(worker, draft.now, draft.job.spec.policy.lost_worker_s))
             return True
         draft.wake(at)
     return False
+
+
+def _judge_silent(draft: Draft) -> bool:
+    """Of a worker on a machine that is gone nothing is heard, for a while not even that; its peers only lost it."""
+    found = rules.silent(draft)
+    if found:
+        _give_up(draft, found[0], outcome.silent(found[0], draft.now))
+    return bool(found)
+
+
+def _give_up(draft: Draft, worker: Worker, failure: Failure) -> None:
+    reset_budget(draft, until=draft.now)
+    attempt_failed(draft, rules.judged_lost(draft, failure, worker.disrupted))
 
 
 def clear_stale(draft: Draft) -> bool:

@@ -4,7 +4,7 @@ from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Init, WorkerPhase
-from megatronapp_operator.plan.restart import backoff_s, fail_job, record, restart_at
+from megatronapp_operator.plan.restart import backoff_s, fail_job, record, restart_at, taken_away_since
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 
@@ -20,6 +20,10 @@ def initialize(draft: Draft) -> bool:
     elif init.phase is WorkerPhase.SUCCEEDED:
         _done(draft)
         return False
+    elif init.live and _is_lost(draft, init):
+        _taken_away(draft, init, reasons.LOST_NODE)
+    elif init.phase is WorkerPhase.FAILED and init.disrupted is not None:
+        _taken_away(draft, init, init.disrupted)
     elif init.phase is WorkerPhase.FAILED:
         _failed(draft, init.message or "the initializer failed and left no message")
     else:
@@ -54,7 +58,9 @@ def _retry_at(draft: Draft) -> float:
     failed = draft.status.init_failed_time
     if failed is None:
         return draft.now
-    return failed + backoff_s(draft.job.spec.policy.backoff, draft.status.init_restarts)
+    policy = draft.job.spec.policy
+    lately = taken_away_since(draft.status, failed - policy.reset_after_s)
+    return failed + backoff_s(policy.backoff, max(draft.status.init_restarts, lately))
 
 
 def _done(draft: Draft) -> None:
@@ -79,6 +85,25 @@ def _failed(draft: Draft, message: str) -> None:
         draft.update(init_restarts=draft.status.init_restarts + 1, init_clearing=True)
 
 
+def _taken_away(draft: Draft, init: Init, why: str) -> None:
+    """Neither the initializers nor what they look for is at fault: they are tried again outside of the budget."""
+    message = f"the initializers were taken away: {init.message or why}"
+    action, attempt = FailureAction.RESTART_IGNORE_MAX, draft.status.attempt
+    record(draft, Failure(time=draft.now, attempt=attempt, reason=why, message=message, action=action))
+    draft.set_condition(ConditionType.INITIALIZED, False, reasons.INITIALIZER_DISRUPTED, message)
+    draft.update(init_failed_time=draft.now, init_clearing=True)
+
+
+def _is_lost(draft: Draft, init: Init) -> bool:
+    """Whether its machine has not answered for so long that it is given up."""
+    if init.unreachable_since is None:
+        return False
+    at = init.unreachable_since + draft.job.spec.policy.lost_worker_s
+    if draft.now < at:
+        draft.wake(at)
+    return draft.now >= at
+
+
 def _clear(draft: Draft, init: Init) -> None:
     """Wait until the pod that has failed, or that somebody deleted, is gone: the next one has its name."""
     if not draft.status.init_clearing:
@@ -86,23 +111,34 @@ def _clear(draft: Draft, init: Init) -> None:
     lost_s = draft.job.spec.policy.lost_worker_s
     force_at = (draft.status.init_failed_time or 0.0) + lost_s
     if not init.deleting:
-        draft.actions.append(DeleteInit())
-    elif draft.now >= force_at:
+        draft.actions.append(DeleteInit(force=_is_lost(draft, init)))
+    elif draft.now >= force_at or _is_lost(draft, init):
         draft.actions.append(DeleteInit(force=True))
     draft.wake(force_at if draft.now < force_at else draft.now + lost_s)
 
 
 def _wait(draft: Draft, init: Init) -> None:
-    """One that cannot start (an image, a claim, no room) is given up after the start deadline."""
+    """One that cannot start (an image, a claim) is given up after the start deadline; one without room holds nothing,
+    and waits."""
     limit = draft.job.spec.policy.start_deadline_s
-    since = draft.status.start_time if init.created_at is None else init.created_at
-    if limit is None or since is None or init.phase is not WorkerPhase.PENDING:
+    since = init.begun_at or init.created_at or draft.status.start_time
+    if limit is None or since is None or init.phase is not WorkerPhase.PENDING or init.preparing:
         return
     if draft.now < since + limit:
         draft.wake(since + limit)
         return
     why = f": {init.message}" if init.message else ""
-    _failed(draft, f"the initializer pod did not start within {limit:g} s{why}")
+    if init.scheduled:
+        _failed(draft, f"the initializer pod did not start within {limit:g} s{why}")
+    else:
+        _tell_of_no_room(draft, f"the initializer pod has had no machine for {limit:g} s{why}")
+
+
+def _tell_of_no_room(draft: Draft, message: str) -> None:
+    known = draft.status.condition(ConditionType.INITIALIZED)
+    if known is None or known.reason != reasons.UNSCHEDULABLE:
+        draft.event(EventType.WARNING, reasons.UNSCHEDULABLE, message)
+        draft.set_condition(ConditionType.INITIALIZED, False, reasons.UNSCHEDULABLE, message)
 
 
 def _wake_for_start(draft: Draft, since: float) -> None:

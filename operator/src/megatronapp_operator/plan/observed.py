@@ -57,6 +57,12 @@ class Worker:
     """Whether it has a machine."""
     waiting: str | None = None
     """Why its container does not start, such as ImagePullBackOff with the message."""
+    preparing: bool = False
+    """Whether an initializer of its own runs: it has begun, however long it takes until its ranks do."""
+    prepared_at: float | None = None
+    """When the last of them ended."""
+    unreachable_since: float | None = None
+    """Since when nothing is heard of its machine; None: it is, or has no machine."""
     disrupted: str | None = None
     """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
 
@@ -64,6 +70,11 @@ class Worker:
     def live(self) -> bool:
         """Whether a process of it may still run."""
         return self.phase in LIVE_PHASES
+
+    @property
+    def taken(self) -> bool:
+        """Whether somebody else than its own program ends it: the cluster, a hand, the loss of its machine."""
+        return self.disrupted is not None or self.deletion is not None or self.unreachable_since is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +87,16 @@ class Init:
     created_at: float | None = None
     finished_at: float | None = None
     deleting: bool = False
+    scheduled: bool = True
+    """Whether it has a machine."""
+    preparing: bool = False
+    """Whether one of several initializers runs already."""
+    begun_at: float | None = None
+    """When it got its machine, or the last of its initializers that have ended did so."""
+    disrupted: str | None = None
+    """As of a worker."""
+    unreachable_since: float | None = None
+    """As of a worker."""
 
     @property
     def live(self) -> bool:
@@ -114,6 +135,8 @@ class Hub:
     deleting: bool = False
     deletion: Deletion | None = None
     """Where it is known since when: on a machine that is gone a hub never ends by itself."""
+    waiting: str | None = None
+    """Why it does not start: one CamelCase word, and after a colon what more is known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +194,8 @@ class Observed:
     """Newest refusal; one of an older attempt says nothing any more."""
     since: float = 0.0
     """When this process began to look: before, nobody could have heard of progress."""
+    heard: float | None = None
+    """When somebody who knows of progress last answered; None: progress is always there to be read."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""

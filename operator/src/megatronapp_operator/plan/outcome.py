@@ -91,7 +91,19 @@ def lost(indices: Sequence[int], attempt: int, now: float) -> Failure:
 
 
 def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
-    """What is kept of a worker that was asked to go and is still there: its machine does not answer."""
+    """What is kept of a worker whose machine does not answer, or that was asked to go and is still there."""
+    how = f"is still there {after_s:g} s after its time to stop was over"
+    if worker.unreachable_since is not None and now >= worker.unreachable_since + after_s:
+        how = f"is out of reach: its machine has not answered for {after_s:g} s"
+    return _lost_node(worker, now, how)
+
+
+def silent(worker: Worker, now: float) -> Failure:
+    """What is kept of a worker that its peers have lost, and that has neither ended nor been heard of since."""
+    return _lost_node(worker, now, "has not ended, while its peers have lost it: its machine is taken for lost")
+
+
+def _lost_node(worker: Worker, now: float, how: str) -> Failure:
     where = "" if worker.node is None else f" on {worker.node}"
     return Failure(
         time=now,
@@ -99,7 +111,7 @@ def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
         worker=worker.index,
         node=worker.node,
         reason=reasons.LOST_NODE,
-        message=f"worker {worker.index}{where} is still there {after_s:g} s after its time to stop was over",
+        message=f"worker {worker.index}{where} {how}",
         action=FailureAction.RESTART_IGNORE_MAX,
     )
 

@@ -5,7 +5,7 @@ back what it has, and comes again after a pause that grows and differs between j
 """
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan import exclusion, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Worker
@@ -50,24 +50,35 @@ def judge_start(draft: Draft) -> bool:
     limit, status = draft.job.spec.policy.start_deadline_s, draft.status
     if limit is None or status.attempt_time is None or status.running_time is not None:
         return False
-    since = status.scheduled_time or (status.holding_time if draft.job.spec.gang else status.attempt_time)
+    since = _begins_at(draft) or (status.holding_time if draft.job.spec.gang else status.attempt_time)
     if since is None:
         return False  # it holds nothing: a queue may let it wait for ever
+    if status.scheduled_time is not None and any(one.preparing for one in draft.gang):
+        return False  # it is whole, and brings its data
     if draft.now < since + limit:
         draft.wake(since + limit)
         return False
     if status.scheduled_time is None or _lost_since(draft):
-        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s")
+        if status.released:  # the pause before has brought no room
+            exclusion.readmit(draft)
+        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s{_avoided(draft)}")
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
         attempt_failed(draft, _failure(draft, reasons.START_DEADLINE_EXCEEDED, message))
     return True
 
 
+def _begins_at(draft: Draft) -> float | None:
+    """When the last worker had its machine and its initializers behind it; None: some have no machine."""
+    if draft.status.scheduled_time is None:
+        return None
+    return max([draft.status.scheduled_time, *(one.prepared_at for one in draft.gang if one.prepared_at is not None)])
+
+
 def _lost_since(draft: Draft) -> bool:
     """Whether a worker that had a machine has none any more: it was preempted, or its machine is gone."""
     gone = len(draft.gang) < draft.job.spec.workers
-    return gone or any(not _has_machine(one) or one.deletion or one.disrupted for one in draft.gang)
+    return gone or any(not _has_machine(one) or one.taken for one in draft.gang)
 
 
 def waits_for_machines(draft: Draft, culprit: Worker) -> bool:
@@ -100,6 +111,11 @@ def _tell_of_waiting(draft: Draft, message: str) -> None:
 def _unplaced(draft: Draft) -> str:
     missing = draft.job.spec.workers - sum(_has_machine(one) for one in draft.gang)
     return f"{missing} of {draft.job.spec.workers_words} had"
+
+
+def _avoided(draft: Draft) -> str:
+    names = ", ".join(one.node for one in draft.status.excluded_nodes)
+    return f" (without the excluded {names})" if names else ""
 
 
 def _unstarted(draft: Draft) -> str:

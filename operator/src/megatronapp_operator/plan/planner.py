@@ -68,6 +68,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.ends(draft)
     placement.placed(draft)
     report.progress(draft)
+    report.hub(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
     exclusion.expire(draft)

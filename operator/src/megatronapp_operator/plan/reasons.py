@@ -9,6 +9,7 @@ GANG_CREATED = "GangCreated"
 INITIALIZERS_RUNNING = "InitializersRunning"
 INITIALIZERS_SUCCEEDED = "InitializersSucceeded"
 INITIALIZER_FAILED = "InitializerFailed"
+INITIALIZER_DISRUPTED = "InitializerDisrupted"
 
 VOLUMES_UNFIT = "VolumesUnfit"
 VOLUMES_FIT = "VolumesFit"
@@ -30,10 +31,15 @@ WORKER_FAILED = "WorkerFailed"
 WORKER_LOST = "WorkerLost"
 LOST_NODE = "LostNode"
 
+HUB_NOT_RUNNING = "HubNotRunning"
+HUB_RUNS = "HubRuns"
+
 RANK_HUNG = "RankHung"
 PROGRESSING = "Progressing"
+PROGRESS_UNKNOWN = "ProgressUnknown"
 
 NODE_EXCLUDED = "NodeExcluded"
+NODE_READMITTED = "NodeReadmitted"
 SLOW_NODE_EXCLUDED = "SlowNodeExcluded"
 SLOW_NODE_DETECTED = "SlowNodeDetected"
 SLOW_NODE_CLEARED = "SlowNodeCleared"

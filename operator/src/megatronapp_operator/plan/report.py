@@ -1,4 +1,4 @@
-"""What the status tells beside the life of the job: replicas, ends, progress, stalls, slow ranks."""
+"""What the status tells beside the life of the job: replicas, ends, progress, stalls, hub, slow ranks."""
 
 import dataclasses
 from collections import Counter
@@ -7,11 +7,14 @@ from megatronapp_operator.plan import outcome, reasons, rules
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.memory import first_ends
-from megatronapp_operator.plan.observed import Progress, SlowRank, WorkerPhase
+from megatronapp_operator.plan.observed import HubPhase, Progress, SlowRank, WorkerPhase
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})
 """Verdicts that count; a suspect may still turn out to be noise."""
+
+SAME_TROUBLE = {"ErrImagePull": "ImagePullBackOff"}
+"""Words of a kubelet that take turns while one trouble lasts, and the one that it is told by."""
 
 HANG = "hang"
 """Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
@@ -78,13 +81,39 @@ def stalls(draft: Draft) -> None:
     if draft.status.running_time is None or draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
         return
     ranks = draft.status.hung_ranks
+    known = draft.status.condition(ConditionType.STALLED)
     if not ranks:
-        draft.clear_condition(ConditionType.STALLED, reasons.PROGRESSING, "all ranks make progress")
+        if known is None or known.reason != reasons.PROGRESS_UNKNOWN or _heard_since(draft, known.since):
+            draft.clear_condition(ConditionType.STALLED, reasons.PROGRESSING, "all ranks make progress")
         return
     message = f"no progress of rank {', '.join(map(str, ranks))}"
-    if not draft.status.is_true(ConditionType.STALLED):
+    if known is None or not known.status or known.reason != reasons.RANK_HUNG:
         draft.event(EventType.WARNING, reasons.RANK_HUNG, message)
     draft.set_condition(ConditionType.STALLED, True, reasons.RANK_HUNG, message)
+
+
+def _heard_since(draft: Draft, since: float) -> bool:
+    return draft.observed.heard is None or draft.observed.heard > since
+
+
+def hub(draft: Draft) -> None:
+    """Say why the hub does not start, once for each reason. Nothing is held back for it: training needs no hub."""
+    found, known = draft.observed.hub, draft.status.condition(ConditionType.HUB_READY)
+    if found is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if found.phase is HubPhase.READY:
+        if known is not None and not known.status:
+            draft.set_condition(ConditionType.HUB_READY, True, reasons.HUB_RUNS, "the hub runs")
+            draft.event(EventType.NORMAL, reasons.HUB_RUNS, "the hub runs")
+        return
+    if found.waiting is None:
+        return
+    word = found.waiting.partition(":")[0]
+    reason = SAME_TROUBLE.get(word, word)
+    message = f"the hub does not start, and training goes on without it: {found.waiting}"
+    if known is None or known.status or known.reason != reason:
+        draft.event(EventType.WARNING, reasons.HUB_NOT_RUNNING, message)
+        draft.set_condition(ConditionType.HUB_READY, False, reason, message)
 
 
 def slow_ranks(draft: Draft) -> None:

@@ -7,7 +7,7 @@ from megatronapp_operator.plan import exclusion, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase
+from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase, Status
 
 COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
 """Restarts that the budget bounds."""
@@ -25,8 +25,16 @@ def restart_at(draft: Draft) -> float:
     """When the next gang may be created."""
     if draft.status.last_restart_time is None:
         return release_at(draft)
-    pause = backoff_s(draft.job.spec.policy.backoff, draft.status.restarts_towards_max)
+    policy, status = draft.job.spec.policy, draft.status
+    lately = taken_away_since(status, draft.status.last_restart_time - policy.reset_after_s)
+    pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
     return max(draft.status.last_restart_time + pause, release_at(draft))
+
+
+def taken_away_since(status: Status, since: float) -> int:
+    """How many of the kept failures since then were outside of the budget: no budget ends a job that meets them again
+    and again, so the pause at least must grow."""
+    return sum(one.action is FailureAction.RESTART_IGNORE_MAX and one.time > since for one in status.failures)
 
 
 def release_at(draft: Draft) -> float:

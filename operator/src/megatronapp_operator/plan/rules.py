@@ -1,12 +1,13 @@
 """Failure rules: the user's in their order, then our own."""
 
 import dataclasses
+import signal
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.patterns import matches
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.plan.observed import Worker
+from megatronapp_operator.plan.observed import Worker, WorkerPhase
 from megatronapp_operator.plan.spec import Match, Rule
 from megatronapp_operator.plan.status import Failure, FailureAction
 
@@ -114,31 +115,47 @@ def _possible(draft: Draft, failure: Failure) -> Failure:
 
 def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
-    if worker.disrupted is not None or (outcome.suspicion(worker) and _somebody_was_taken_away(draft)):
+    if worker.disrupted is not None or (outcome.suspicion(worker) and any(one.taken for one in draft.gang)):
         return FailureAction.RESTART_IGNORE_MAX
     if code in DEVICE_CODES:
         return FailureAction.EXCLUDE_AND_RESTART
     known = next((action for own, action in ACTIONS.items() if own == code), None)
     if known is not None:
         return known
+    if _died_of_it(draft, worker):
+        return FailureAction.RESTART_IGNORE_MAX
     return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
 
 
-def _somebody_was_taken_away(draft: Draft) -> bool:
-    """Whether a peer was evicted, or deleted by somebody else than us: the loss of it is a preemption."""
-    return any(one.disrupted is not None or one.deletion is not None for one in draft.gang)
+def _died_of_it(draft: Draft, worker: Worker) -> bool:
+    """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away (NCCL aborts
+    it), or of a worker that was killed because it was to go."""
+    if any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang):
+        return True
+    return worker.deletion is not None and outcome.outcome_of(worker).signal == signal.SIGKILL
+
+
+def silent(draft: Draft) -> tuple[Worker, ...]:
+    """Workers on machines that still seem to run, although their peers have ended because they lost somebody.
+
+    Where somebody is known to be taken away, there is nothing to find out.
+    """
+    if any(one.taken for one in draft.gang):
+        return ()
+    return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
 
 
 def settles_at(draft: Draft, culprit: Worker) -> float | None:
     """Until when to wait for the ends of the others before this one is judged; None: it can be judged now.
 
-    The victims' launchers may report before the culprit's does (`outcome.settles_at`), and only when all have ended at
-    once it is known that their arguments are wrong.
+    The victims' launchers may report before the culprit's does (`outcome.settles_at`), and one on a machine that is
+    gone never does; only when all have ended at once it is known that their arguments are wrong.
     """
-    settle_s = draft.job.spec.policy.settle_s
+    policy = draft.job.spec.policy
+    settle_s = max(policy.settle_s, policy.silent_s) if silent(draft) else policy.settle_s
     at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
     if at is None and any(one.live for one in draft.gang) and _begins(draft) and _ended_at_once(culprit):
-        at = (culprit.finished_at or 0.0) + settle_s
+        at = (culprit.finished_at or 0.0) + policy.settle_s
     return at
 
 

@@ -98,12 +98,17 @@ class RunPolicy:
     """From the creation of a gang until all its workers have machines, and from then until all run."""
     progress_deadline_s: float | None = None
     """Without a new iteration for so long, the gang is restarted."""
+    unheard_s: float = 3600.0
+    """How much longer a gang whose progress nobody can be asked about goes on (see `deadlines`)."""
     grace_s: float = 30.0
     """Time for a checkpoint when a healthy worker is stopped."""
     failed_grace_s: float = 5.0
     """The same when a peer has failed: a checkpoint cannot be agreed any more."""
     settle_s: float = 5.0
     """How long to wait for the true culprit when all that is known is that somebody lost a peer."""
+    silent_s: float = 60.0
+    """The same where a worker on another machine says nothing while its peers have lost it: so long it takes until a
+    cluster notices that a machine is gone (50 s since Kubernetes 1.32), and its pod is in the way until then."""
     silent_start_s: float = 300.0
     """How long a gang that has gathered may tell no progress at all before it is taken to train: its page may be
     missing (no room in shared memory), and training goes on without."""

@@ -35,6 +35,8 @@ class ConditionType(enum.StrEnum):
     VOLUMES_SHARED = "VolumesShared"
     """False: a volume claim is missing, or cannot be mounted by all workers."""
     PODS_SCHEDULED = "PodsScheduled"
+    HUB_READY = "HubReady"
+    """False: the hub does not start; the gang does without it."""
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDED = "Suspended"

@@ -4,6 +4,7 @@ ApiError (an OperatorError)
 ├── AlreadyExistsError   409: an object of this name is there
 ├── ConflictError        409: the object has changed since it was read, or is not the one that was meant
 ├── ForbiddenError       403: no right, a quota, or pod security
+│   └── NamespaceEndsError   the namespace is on its way out, and takes nothing new
 ├── NotFoundError        404
 ├── GoneError            410: a list or watch must begin afresh
 ├── InvalidError         422: the object breaks a rule
@@ -40,6 +41,10 @@ class ConflictError(ApiError):
 
 class ForbiddenError(ApiError):
     """No right to it, a quota is used up, or pod security does not allow it; the text says which."""
+
+
+class NamespaceEndsError(ForbiddenError):
+    """Nothing new is taken into a namespace that is being terminated: there is nothing to do but wait."""
 
 
 class NotFoundError(ApiError):
@@ -88,12 +93,17 @@ _BY_STATUS: dict[int, type[ApiError]] = {
     429: ThrottledError,
 }
 SERVER_FAULT = 500
+NAMESPACE_ENDS = "NamespaceTerminating"
+"""Cause that the API server names (NamespaceTerminatingCause in k8s.io/api/core/v1)."""
 
 
 def error_of(status: int, document: Mapping[str, Any], request: str) -> ApiError:
     """The exception for an answer; `document` is its Status object, as far as there is one."""
     kind = _BY_STATUS.get(status, UnavailableError if status >= SERVER_FAULT else ApiError)
+    details = document.get("details") or {}
     if document.get("reason") == "AlreadyExists":
         kind = AlreadyExistsError
+    if kind is ForbiddenError and any(one.get("reason") == NAMESPACE_ENDS for one in details.get("causes") or ()):
+        kind = NamespaceEndsError
     message = document.get("message") or "no reason given"
-    return kind(f"{request}: {message}", status=status, details=document.get("details"))
+    return kind(f"{request}: {message}", status=status, details=details)

@@ -1,13 +1,14 @@
 """Asking a job's hub, and the launcher of its worker 0, how it goes.
 
 They are asked at the addresses of pods that the API server names as this job's, with a token that only this job's can
-check. What they answer is a hint for people: it is bounded, and what cannot be read counts as not said.
+check. What they answer is a hint for people: it is bounded, and what cannot be read counts as not said. Whoever does
+not answer in time is asked less and less often, so that slow hubs do not keep others waiting.
 """
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import httpx
@@ -15,44 +16,83 @@ import httpx
 from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.observe import Contact, Told
 from megatronapp_operator.backends.kubernetes.records import PodRecord
+from megatronapp_operator.plan import Progress
 from megatronapp_operator.summary import UNREADABLE, read_progress, read_summary
 
 POLL_S = 5.0
 TIMEOUT_S = 3.0
+LONGEST_PAUSE_S = 60.0
+"""After many answers that did not come in time."""
 MAX_BYTES = 4 << 20
 """Longest answer that is read."""
+
+
+class _TooLongError(Exception):
+    """An answer that took too long, or was."""
 
 
 class Poller:
     """One for all jobs. `key` is the installation's, from which each job's secret follows."""
 
-    def __init__(self, client: httpx.AsyncClient, *, key: str) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        *,
+        key: str,
+        clock: Callable[[], float] = time.time,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self._client = client
         self._key = key
+        self._clock = clock
+        self._timeout_s = timeout_s
 
     async def poll(self, uid: str, pods: Iterable[PodRecord], before: Told, *, attempt: int) -> Told:
-        """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is."""
+        """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
+
+        The launcher is asked beside a hub, too, whose agent may have died.
+        """
         token = derive(job_secret(self._key, uid), Role.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
-        summary = None
-        if hub is not None:
-            summary = read_summary(await self._ask(f"http://{_host(hub)}:{HUB_PORT}/api/v1/summary", token))
-        table = before.rank_table
-        progress = None
-        if first is not None:  # also beside a hub, whose agent may have died
-            answer = await self._ask(f"http://{_host(first)}:{STATUS_PORT}/api/v1/launcher", token)
-            progress, table = _launcher(answer, table)
-        return dataclasses.replace(before, summary=summary, progress=progress, rank_table=table)
+        (said, at_hub), (answer, at_launcher) = await asyncio.gather(
+            self._turn(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
+            self._turn(first, f":{STATUS_PORT}/api/v1/launcher", token, before.launcher),
+        )
+        summary = read_summary(said)
+        known, progress, table = _launcher(answer, before.rank_table)
+        known |= summary is not None and summary.progress is not None and summary.progress.attempt == attempt
+        return Told(
+            summary=summary,
+            progress=progress,
+            rank_table=table,
+            heard_at=self._clock() if known else before.heard_at,
+            hub=at_hub,
+            launcher=at_launcher,
+        )
+
+    async def _turn(self, pod: PodRecord | None, path: str, token: str, contact: Contact) -> tuple[Any, Contact]:
+        """The answer of a pod if it is its turn, and how it went."""
+        if pod is None:
+            return None, Contact()
+        if contact.uid != pod.uid:
+            contact = Contact(uid=pod.uid)
+        if self._clock() < contact.due:
+            return None, contact
+        try:
+            return await self._ask(f"http://{_host(pod)}{path}", token), Contact(uid=pod.uid)
+        except _TooLongError:
+            pause = min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(contact.misses + 1, 16))
+            return None, Contact(uid=pod.uid, misses=contact.misses + 1, due=self._clock() + pause)
 
     async def _ask(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
-        """The document at an address; None if nobody answers with one."""
+        """The document at an address; None if nobody answers with one. Raises _TooLongError."""
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         try:
             async with (
-                asyncio.timeout(TIMEOUT_S),
-                self._client.stream("GET", url, headers=headers, timeout=TIMEOUT_S) as answer,
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("GET", url, headers=headers, timeout=self._timeout_s) as answer,
             ):
                 if not answer.is_success or "content-encoding" in answer.headers:
                     return None
@@ -60,9 +100,11 @@ class Poller:
                 async for part in answer.aiter_raw():
                     body += part
                     if len(body) > MAX_BYTES:
-                        return None
+                        raise _TooLongError
             return json.loads(body)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError):
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise _TooLongError from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
             return None
 
 
@@ -82,12 +124,12 @@ def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     return next((one for one in workers if one.main.running and one.address), None)
 
 
-def _launcher(answer: Any, table: Any) -> tuple[Any, Any]:  # noqa: ANN401 - JSON of another process
-    """Progress and rank table of a launcher's answer; the table we have if it tells none."""
+def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process
+    """Whether a launcher has answered, its progress and rank table; the table we have if it tells none."""
     try:
-        told = answer["rankTable"]
-        return read_progress(answer["progress"]), table if told is None else RankTable.model_validate_json(
-            json.dumps(told)
-        ).to_dict()
+        told, progress = answer["rankTable"], read_progress(answer["progress"])
+        if told is not None:
+            table = RankTable.model_validate_json(json.dumps(told)).to_dict()
     except UNREADABLE:  # a ValidationError is a ValueError
-        return None, table
+        return False, None, table
+    return True, progress, table
