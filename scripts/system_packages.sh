@@ -27,6 +27,7 @@ case "${1:?usage: system_packages.sh build|native|test|e2e}" in
     ;;
   e2e)
     need buildah buildah
+    need chromium chromium
     need conntrack conntrack
     need containerd containerd
     need debootstrap debootstrap
@@ -37,6 +38,7 @@ case "${1:?usage: system_packages.sh build|native|test|e2e}" in
     need runc runc
     need skopeo skopeo
     [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)
+    [ -d /usr/share/fonts/truetype/dejavu ] || missing+=(fonts-dejavu-core)
     ;;
   *)
     echo "system_packages.sh: unknown group '$1'; use build, native, test or e2e" >&2

@@ -4,16 +4,15 @@ MEGATRONAPP_E2E=standing takes the cluster that `python -m cluster up` brought u
 """
 
 import os
+import pathlib
 from collections.abc import Iterator
 
-import kube
+import playwright.sync_api as pw
 import pytest
-from cluster import machine
-from cluster.layout import ROOT
-from cluster.runtime import Cluster, running, standing
+from cluster import chart, doors, machine
+from cluster.jobs import space
+from cluster.runtime import Cluster, remains, running, standing
 
-HOME = "megatronapp-system"
-CHART = ROOT / "charts" / "megatronapp"
 WANTED = os.environ.get("MEGATRONAPP_E2E", "")
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
 
@@ -27,25 +26,43 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(f"{reason} (the cluster takes {machine.DISK_GB} GB and {machine.MINUTES} minutes)")
     with running() as cluster:
         yield cluster
+    assert remains() == []
 
 
 @pytest.fixture
 def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A namespace under the restricted standard, gone after the test."""
     name = request.node.name.removeprefix("test_").replace("_", "-").replace("[", "-").replace("]", "")[:40]
-    cluster.namespace(name)
-    yield name
-    # Jobs first: a namespace ends its pods first of all, and looks again only after half of their grace period.
-    cluster.kubectl("delete", "megatronjobs", "--all", "-n", name, "--ignore-not-found", "--timeout=120s")
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+    with space(cluster, name) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def release(cluster: Cluster) -> str:
-    """The chart, installed as its README says, in a namespace under the restricted standard."""
-    cluster.namespace(HOME)
-    helm = kube.programs("helm") / "helm"
-    config = ("--kubeconfig", cluster.layout.kubeconfig("admin"), "--namespace", HOME)
-    done = cluster.inside(helm, "upgrade", "--install", "megatronapp", CHART, *config, "--wait", seconds=400)
-    assert done.returncode == 0, f"{done.stderr}\n{cluster.problems()}"
-    return "megatronapp"
+    """The chart, in a namespace under the restricted standard."""
+    cluster.namespace(chart.HOME)
+    chart.install(cluster)
+    return chart.HOME
+
+
+@pytest.fixture(scope="module")
+def browser(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pw.Browser]:
+    with doors.chromium(cluster, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the page has complained about; whatever is left at the end of a test fails it."""
+    return []
+
+
+@pytest.fixture
+def page(browser: pw.Browser, complaints: list[str], tmp_path: pathlib.Path) -> Iterator[pw.Page]:
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
+    shown = context.new_page()
+    shown.on("pageerror", lambda error: complaints.append(str(error)))
+    shown.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    yield shown
+    shown.screenshot(path=tmp_path / "page.png", full_page=True)
+    context.close()
+    assert complaints == []

@@ -1,16 +1,29 @@
 """Manifests for the cluster, and what is read of jobs there."""
 
+import contextlib
 import copy
 import json
 import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
+from cluster.images import name as name_of_image
 from cluster.layout import ROOT
 from cluster.runtime import Cluster
 
 EXAMPLE = ROOT / "examples" / "gpt-tiny-cpu.yaml"
 ASK = pathlib.Path(__file__).with_name("ask.py")
+LONG_S = 600
+"""Patience with a machine that others use, too."""
+SHARED = "/shared"
+"""Where workers see the volume."""
+SAVE_INTERVAL = 50
+PREPARE = [
+    *("megatronapp", "data", "prepare", "--input", "/usr/lib/python3.11/email", "--pattern", "*.py"),
+    *("--output", f"{SHARED}/corpus", "--train-tokenizer", "--vocab-size", "512", "--append-eod"),
+]
+"""Text that the image has already: sources of Python's library."""
 
 
 class Job:
@@ -21,16 +34,34 @@ class Job:
         self.name: str = manifest["metadata"]["name"]
         cluster.apply(manifest, namespace=namespace)
 
+    def wait(self, done: Callable[[], Any], what: str, seconds: float = LONG_S) -> None:
+        """Wait until something is true; a job that fails meanwhile fails the test."""
+
+        def reached() -> bool:
+            return bool(self.status()) and bool(done())
+
+        self.cluster.wait(reached, what, seconds)
+
     def status(self) -> dict[str, Any]:
         """Its status. A failed job fails the test with all that is known."""
         found: dict[str, Any] = self.cluster.get("megatronjob", self.name, "-n", self.namespace).get("status", {})
         assert found.get("phase") != "Failed", json.dumps(found, indent=1)
         return found
 
+    @property
+    def attempt(self) -> int:
+        """Life of the gang, counted from 0."""
+        return int(self.status().get("attempt", 0))
+
     def iteration(self, attempt: int) -> int:
-        """Finished steps that this attempt has told of; 0 before it has."""
+        """Finished steps that this attempt, or a later one, has told of; 0 before it has."""
         progress = self.status().get("progress") or {}
-        return progress.get("iteration") or 0 if progress.get("attempt") == attempt else 0
+        trains = progress.get("attempt", -1) >= attempt and progress.get("state") == "training"
+        return int(progress.get("iteration") or 0) if trains else 0
+
+    def goes_on(self, attempt: int, beyond: int, what: str) -> None:
+        """Wait until this attempt, or a later one, has gone on beyond a step."""
+        self.wait(lambda: self.iteration(attempt) > beyond, f"training goes on {what}")
 
     def pods(self, kind: str = "worker") -> list[dict[str, Any]]:
         """Its pods of a kind, by name."""
@@ -38,9 +69,21 @@ class Job:
         items: list[dict[str, Any]] = self.cluster.get("pods", "-n", self.namespace, "-l", label)["items"]
         return sorted(items, key=lambda item: str(item["metadata"]["name"]))
 
-    def events(self) -> list[str]:
-        """Reasons of the events in its namespace."""
-        return [str(item["reason"]) for item in self.cluster.get("events", "-n", self.namespace)["items"]]
+    def events(self) -> dict[str, str]:
+        """Events in its namespace: reason to newest message."""
+        items = self.cluster.get("events", "-n", self.namespace)["items"]
+        return {str(item["reason"]): str(item["message"]) for item in items}
+
+    def uids(self) -> set[str]:
+        """What tells its worker pods from later ones of the same names."""
+        return {str(item["metadata"]["uid"]) for item in self.pods()}
+
+    def losses(self) -> dict[int, dict[int, float]]:
+        """What its hub has heard: attempt to step to loss. Step n follows iteration n."""
+        series, found = self.hub("/api/v1/metrics/series?name=loss"), dict[int, dict[int, float]]()
+        for attempt, step, value in zip(series["attempts"], series["steps"], series["values"], strict=True):
+            found.setdefault(attempt, {})[step] = value
+        return found
 
     def hub(self, path: str) -> Any:
         """What its hub answers, asked from within the hub's pod."""
@@ -55,16 +98,39 @@ def example() -> dict[str, Any]:
 
 
 def lasting(name: str, claim: str) -> dict[str, Any]:
-    """A job of two ranks that goes on until it is deleted, with checkpoints on a volume."""
+    """A job of two ranks that goes on until it is deleted, on text that it prepares on a volume first."""
     document = copy.deepcopy(example())
     document["metadata"]["name"] = name
     spec = document["spec"]
-    del spec["faults"]
+    del spec["faults"], spec["model"]["vocabSize"]
     spec["procPerNode"] = 1
     spec["parallelism"] = {"data": 2}
     spec["model"] |= {"numLayers": 2, "seqLength": 64}
-    spec["training"] |= {"trainIters": 100_000, "globalBatchSize": 4}
-    volume = {"claim": claim, "mountPath": "/checkpoints"}
-    spec["checkpoint"] = {"save": "/checkpoints", "saveInterval": 20, "keep": 2, "volume": volume}
-    spec["runPolicy"] = {"backoff": {"initialSeconds": 1}}
+    spec["training"] |= {"trainIters": 1_000_000, "globalBatchSize": 4, "lrDecayStyle": "constant", "evalIters": 0}
+    volume = {"claim": claim, "mountPath": SHARED}
+    spec["data"] = {
+        "path": [f"{SHARED}/corpus_text_document"], "tokenizer": f"{SHARED}/tokenizer.json", "volume": volume
+    }  # fmt: skip
+    spec["initializers"] = [{"name": "prepare", "image": name_of_image("trainer"), "command": PREPARE}]
+    spec["checkpoint"] = {"save": f"{SHARED}/checkpoints", "saveInterval": SAVE_INTERVAL, "keep": 3}
+    spec["tolerations"] = [
+        {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
+        for what in ("not-ready", "unreachable")
+    ]
+    spec["runPolicy"] = {
+        "backoff": {"initialSeconds": 1},
+        "maxRestarts": 10,
+        "terminationGracePeriodSeconds": 45,
+        "lostNodeTimeoutSeconds": 5,
+    }
     return document
+
+
+@contextlib.contextmanager
+def space(cluster: Cluster, name: str) -> Iterator[str]:
+    """A namespace under the restricted standard, gone at the end."""
+    cluster.namespace(name)
+    yield name
+    # Jobs first: a namespace ends its pods first of all, and looks again only after half of their grace period.
+    cluster.kubectl("delete", "megatronjobs", "--all", "-n", name, "--ignore-not-found", "--timeout=120s")
+    cluster.kubectl("delete", "namespace", name, "--wait=false")

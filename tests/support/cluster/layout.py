@@ -10,7 +10,8 @@ SERVICE_RANGE = "10.96.0.0/16"
 FIRST_SERVICE = "10.96.0.1"
 POD_RANGE = "10.244.0.0/16"
 PAUSE_IMAGE = "registry.local/pause:1"
-CGROUP = "megatronapp-e2e"
+PREFIX = "megatronapp-e2e"
+"""Of all names that the machine sees."""
 
 
 class ClusterError(Exception):
@@ -33,7 +34,12 @@ class Node:
     @property
     def namespace(self) -> str:
         """Its network namespace."""
-        return f"megatronapp-e2e-{self.index}"
+        return f"{name_of(self.folder.parent)}-{self.index}"
+
+    @property
+    def network(self) -> pathlib.Path:
+        """Where the kernel shows it."""
+        return pathlib.Path("/run/netns", self.namespace)
 
     @property
     def address(self) -> str:
@@ -53,11 +59,11 @@ class Node:
     @property
     def cgroup(self) -> str:
         """Parent of all its pods, in every hierarchy."""
-        return f"{CGROUP}/{self.name}"
+        return f"{name_of(self.folder.parent)}/{self.name}"
 
     def inside(self, *words: object) -> list[str]:
         """A command that runs in the node's network; `ip netns exec` would hide the control groups."""
-        return ["nsenter", f"--net=/run/netns/{self.namespace}", *map(str, words)]
+        return ["nsenter", f"--net={self.network}", *map(str, words)]
 
     def runtime(self, *words: object) -> list[str]:
         """A command of containerd's client, among the images and containers of the kubelet."""
@@ -72,6 +78,11 @@ class Layout:
     nodes: tuple[Node, ...]
 
     @property
+    def cgroup(self) -> str:
+        """Parent of the control groups of all nodes."""
+        return name_of(self.folder)
+
+    @property
     def keys(self) -> pathlib.Path:
         """Certificates, keys and kubeconfigs."""
         return self.folder / "keys"
@@ -84,6 +95,11 @@ class Layout:
     def kubeconfig(self, user: str) -> pathlib.Path:
         """How a component, or "admin", reaches the API server."""
         return self.keys / f"{user}.kubeconfig"
+
+
+def name_of(folder: pathlib.Path) -> str:
+    """How network namespaces and control groups of a cluster are called: two clusters may stand side by side."""
+    return folder.name if folder.name.startswith(PREFIX) else f"{PREFIX}-{folder.name}"
 
 
 def layout(folder: pathlib.Path, nodes: int) -> Layout:

@@ -1,7 +1,6 @@
 """Network namespaces of the nodes: joined with each other by a bridge, and with nothing else."""
 
 import contextlib
-import pathlib
 import subprocess
 
 from cluster.layout import Layout, Node
@@ -36,7 +35,7 @@ def make_network(cluster: Layout) -> None:
 def remove_network(cluster: Layout) -> None:
     """Remove the namespaces that are there, with all in them."""
     for node in cluster.nodes:
-        if pathlib.Path("/run/netns", node.namespace).exists():
+        if node.network.exists():
             with contextlib.suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "delete", node.namespace)
 

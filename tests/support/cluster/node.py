@@ -1,6 +1,7 @@
 """One node: containerd, the kubelet and kube-proxy, with control groups and folders of its own."""
 
 import pathlib
+import re
 import subprocess
 import time
 
@@ -28,11 +29,17 @@ def start_runtime(node: Node) -> None:
         time.sleep(POLL_S)
 
 
+def start_proxy(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
+    """Start kube-proxy."""
+    path = node.folder / "proxy.yaml"
+    path.write_text(settings.proxy(cluster, node), encoding="utf-8")
+    daemons.start(node.folder, "proxy", node.inside(programs / "kube-proxy", f"--config={path}"))
+
+
 def start_kubelet(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
-    """Start the kubelet, which makes the node known, and kube-proxy."""
+    """Start the kubelet, which makes the node known; also after stop_kubelet."""
     _make_cgroups(node)
-    for name, text in (("kubelet", settings.kubelet(cluster, node)), ("proxy", settings.proxy(cluster, node))):
-        (node.folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (node.folder / "kubelet.yaml").write_text(settings.kubelet(cluster, node), encoding="utf-8")
     state = node.folder / "kubelet"
     kubelet = [
         programs / "kubelet",
@@ -44,8 +51,19 @@ def start_kubelet(cluster: Layout, node: Node, programs: pathlib.Path) -> None:
         f"--cert-dir={state / 'pki'}",
     ]
     daemons.start(node.folder, "kubelet", node.inside(*kubelet))
-    proxy = node.inside(programs / "kube-proxy", f"--config={node.folder / 'proxy.yaml'}")
-    daemons.start(node.folder, "proxy", proxy)
+
+
+def stop_kubelet(node: Node) -> None:
+    """End the kubelet alone: the node falls silent, and its pods run on."""
+    daemons.stop(node.folder, "kubelet")
+
+
+def running_pods(node: Node) -> set[str]:
+    """Uids of the pods of which a process runs, whatever the API server knows."""
+    groups = HIERARCHIES.glob(f"pids/{node.cgroup}/**/cgroup.procs")
+    busy = (group.parent for group in groups if group.read_text(encoding="utf-8").strip())
+    found = (re.search(r"/pod([0-9a-f-]{36})/", f"{group}/") for group in busy)
+    return {match[1] for match in found if match}
 
 
 def stop(node: Node) -> None:

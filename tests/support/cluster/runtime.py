@@ -14,7 +14,7 @@ import kube
 from cluster import control, daemons, node
 from cluster.images import IMAGES, OURS, TAKEN, Builder, name, share
 from cluster.keys import write_keys
-from cluster.layout import CGROUP, PAUSE_IMAGE, ClusterError, Layout, default_folder, layout
+from cluster.layout import PAUSE_IMAGE, ClusterError, Layout, default_folder, layout
 from cluster.network import make_network, remove_network
 
 MOST_NODES = 2
@@ -66,6 +66,19 @@ class Cluster:
         self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         self.wait(lambda: bool(self.get("serviceaccounts", "-n", name)["items"]), f"the account of {name}")
 
+    def ready(self) -> bool:
+        """Whether all nodes are. Raises ClusterError if a kubelet has ended."""
+        for member in self.layout.nodes:
+            if not daemons.alive(member.folder, "kubelet"):
+                raise ClusterError(f"the kubelet of {member.name} ended:\n{daemons.tail(member.folder, 'kubelet')}")
+        states = [
+            condition["status"]
+            for item in self.get("nodes")["items"]
+            for condition in item["status"].get("conditions", [])
+            if condition["type"] == "Ready"
+        ]
+        return states == ["True"] * len(self.layout.nodes)
+
     def wait(self, done: "Any", what: str, seconds: float = START_S) -> None:
         """Wait until something is true. Raises ClusterError with what was waited for."""
         deadline = time.monotonic() + seconds
@@ -101,8 +114,9 @@ def up(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: S
     _wait_api(cluster)
     control.start_controllers(places, programs, coredns)
     for member in places.nodes:
+        node.start_proxy(places, member, programs)
         node.start_kubelet(places, member, programs)
-    cluster.wait(lambda: _ready(cluster), "nodes Ready")
+    cluster.wait(cluster.ready, "nodes Ready")
     return cluster
 
 
@@ -114,7 +128,7 @@ def down(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> No
     control.stop(places)
     _unmount(places.folder)
     remove_network(places)
-    node.remove_cgroups(CGROUP)
+    node.remove_cgroups(places.cgroup)
     if not places.folder.exists():
         return
     _restore_machine(places.folder)
@@ -130,12 +144,24 @@ def down(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> No
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path | None = None, *, keep_images: bool = False) -> Iterator[Cluster]:
+def running(
+    folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES, images: Sequence[str] = OURS
+) -> Iterator[Cluster]:
     """A cluster for the length of a block."""
     try:
-        yield up(folder)
+        yield up(folder, nodes=nodes, images=images)
     finally:
-        down(folder, keep_images=keep_images)
+        down(folder)
+
+
+def remains(folder: pathlib.Path | None = None) -> list[str]:
+    """What is there of a cluster: programs, networks, control groups, mounts, folders."""
+    places = layout(folder or default_folder(), MOST_NODES)
+    found = [f"network {member.namespace}" for member in places.nodes if member.network.exists()]
+    found += [f"control group {path}" for path in node.HIERARCHIES.glob(f"*/{places.cgroup}")]
+    found += [f"mount {mount}" for mount in _mounts(places.folder)]
+    found += [f"program {words}" for words in _programs(places.folder)]
+    return [*found, f"folder {places.folder}"] if places.folder.exists() else found
 
 
 def standing(folder: pathlib.Path | None = None, *, nodes: int = MOST_NODES) -> Cluster:
@@ -175,22 +201,22 @@ def _wait_api(cluster: Cluster) -> None:
     cluster.wait(answers, "the API server")
 
 
-def _ready(cluster: Cluster) -> bool:
-    for member in cluster.layout.nodes:
-        if not daemons.alive(member.folder, "kubelet"):
-            raise ClusterError(f"the kubelet of {member.name} ended:\n{daemons.tail(member.folder, 'kubelet')}")
-    states = [
-        condition["status"]
-        for item in cluster.get("nodes")["items"]
-        for condition in item["status"].get("conditions", [])
-        if condition["type"] == "Ready"
-    ]
-    return states == ["True"] * len(cluster.layout.nodes)
+def _mounts(folder: pathlib.Path) -> list[str]:
+    mounts = [line.split()[1] for line in pathlib.Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
+    return sorted((mount for mount in mounts if mount.startswith(f"{folder}/")), reverse=True)
+
+
+def _programs(folder: pathlib.Path) -> Iterator[str]:
+    """Processes that name the folder."""
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if f"{folder}/" in words:
+                yield words
 
 
 def _unmount(folder: pathlib.Path) -> None:
-    mounts = [line.split()[1] for line in pathlib.Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()]
-    for mount in sorted((mount for mount in mounts if mount.startswith(f"{folder}/")), reverse=True):
+    for mount in _mounts(folder):
         subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
 
 

@@ -1,0 +1,23 @@
+"""An image of the agent that cannot be had: the training does without, and people are told why the page is empty."""
+
+import pytest
+from cluster.jobs import Job, example
+from cluster.runtime import Cluster
+
+NOWHERE = "registry.invalid/megatronapp-analyzer:none"
+
+
+@pytest.mark.timeout(3600)
+def test_agent_that_cannot_be_pulled(cluster: Cluster, release: str, namespace: str) -> None:
+    manifest = example()
+    del manifest["spec"]["faults"]
+    manifest["spec"]["analyzer"]["image"] = NOWHERE
+    manifest["spec"]["training"]["trainIters"] = 40
+    job = Job(cluster, namespace, manifest)
+    job.wait(lambda: job.iteration(0) > 0, "training without agents")
+    cluster.wait(lambda: "AgentNotRunning" in job.events(), "the event AgentNotRunning")
+    message = job.events()["AgentNotRunning"]
+    assert NOWHERE in message and f"{job.name}-worker-" in message, message
+    job.wait(lambda: job.status().get("phase") == "Succeeded", "the end")
+    assert job.status()["progress"]["iteration"] == 40
+    cluster.wait(lambda: all(item["status"]["phase"] != "Pending" for item in job.pods()), "no pod holds its node")

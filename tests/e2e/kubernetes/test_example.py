@@ -1,0 +1,100 @@
+"""The README's path on real nodes: the chart, its own test, the example trained and traced, its slow rank named."""
+
+import re
+from collections.abc import Iterator
+
+import playwright.sync_api as pw
+import pytest
+import yaml
+from cluster import chart, doors
+from cluster.jobs import LONG_S, Job, example, space
+from cluster.runtime import Cluster
+
+pytestmark = pytest.mark.timeout(3600)  # the first test brings the cluster up
+SLOW_RANK = 1
+PAGE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def job(cluster: Cluster, release: str) -> Iterator[Job]:
+    with space(cluster, "example") as namespace:
+        yield Job(cluster, namespace, example())
+
+
+def test_chart_finds_itself_well(cluster: Cluster, release: str) -> None:
+    assert "Succeeded" in chart.helm(cluster, "test", release)
+
+
+def test_example_trains_on_both_nodes(job: Job) -> None:
+    job.wait(lambda: job.status().get("phase") == "Running", "training")
+    workers = job.pods()
+    assert [item["metadata"]["name"] for item in workers] == [f"{job.name}-worker-0", f"{job.name}-worker-1"]
+    assert {item["spec"]["nodeName"] for item in workers} == {"node-1", "node-2"}
+
+
+def test_slow_rank_is_named_everywhere(cluster: Cluster, job: Job, release: str) -> None:
+    job.wait(lambda: job.status().get("slowRanks"), "a slow rank in the status")
+    verdict = job.status()["slowRanks"][0]
+    assert (verdict["ranks"], verdict["cause"], verdict["state"]) == ([SLOW_RANK], "compute", "confirmed")
+    condition = next(one for one in job.status()["conditions"] if one["type"] == "SlowNodeDetected")
+    assert condition["status"] == "True" and "ank 1" in condition["message"], condition
+    cluster.wait(lambda: "SlowNodeDetected" in job.events(), "the event SlowNodeDetected")
+    line = cluster.kubectl("get", "mgj", job.name, "-n", job.namespace).splitlines()[1]
+    assert job.status()["slowNode"] in line, line
+
+    suspect = r'^megascan_suspect_info\{cause="compute",.*rank="1",state="confirmed"\} 1\.0$'
+    assert re.search(suspect, scraped(cluster, "hubs"), re.MULTILINE)
+    slow = rf'^megatron_job_slow_node\{{cause="compute",name="{job.name}",namespace="{job.namespace}",node="\S+"\}} '
+    cluster.wait(lambda: re.search(slow, scraped(cluster, "operator"), re.MULTILINE), "the operator's metric")
+
+
+def scraped(cluster: Cluster, what: str) -> str:
+    """What a Prometheus finds by one of the chart's ServiceMonitors."""
+    text = chart.helm(cluster, "template", chart.HOME, chart.CHART, "--api-versions=monitoring.coreos.com/v1")
+    monitors = [item for item in yaml.safe_load_all(text) if item and item["kind"] == "ServiceMonitor"]
+    spec = next(item["spec"] for item in monitors if item["metadata"]["name"] == f"{chart.HOME}-{what}")
+    labels = ",".join(f"{name}={value}" for name, value in spec["selector"]["matchLabels"].items())
+    slices = cluster.get("endpointslices", "-A", "-l", labels)["items"]
+    assert slices, f"no Service has the labels {labels}"
+    wanted = spec["endpoints"][0]["port"]
+    (port,) = {port["port"] for one in slices for port in one["ports"] if port["name"] == wanted}
+    addresses = [address for one in slices for end in one["endpoints"] for address in end["addresses"]]
+    fetch = f"import urllib.request as r;print(r.urlopen('http://{addresses[0]}:{port}/metrics').read().decode())"
+    return cluster.inside("python3", "-c", fetch).stdout
+
+
+def test_page_by_port_forward_and_a_token_of_the_cluster(
+    cluster: Cluster, job: Job, page: pw.Page, complaints: list[str]
+) -> None:
+    token = doors.person(cluster, job.namespace, "view")
+    with doors.forwarded(cluster) as address:
+        page.goto(address)
+        page.get_by_label("Token").fill(token, timeout=PAGE_MS)
+        assert all("401" in text for text in complaints), complaints
+        complaints.clear()
+        page.get_by_role("button", name="Log in").click()
+        row = page.get_by_role("row").filter(has_text=job.name)
+        pw.expect(row).to_contain_text(job.namespace, timeout=PAGE_MS)
+        row.get_by_role("link", name=job.name).click()
+        see_job(page, job)
+
+
+def test_page_by_megatronapp_ui(cluster: Cluster, job: Job, page: pw.Page) -> None:
+    with doors.opened(cluster, job) as address:
+        page.goto(address)
+        see_job(page, job)
+        assert "token" not in page.url
+
+
+def see_job(page: pw.Page, job: Job) -> None:
+    """The page of the job, live, with the rank that is or was slow."""
+    pw.expect(page.get_by_role("heading", name=job.name)).to_be_visible(timeout=PAGE_MS)
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=PAGE_MS)
+    pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=PAGE_MS)
+    pw.expect(page.get_by_test_id("verdict")).to_contain_text(f"Rank {SLOW_RANK}", timeout=PAGE_MS)
+
+
+def test_example_ends(cluster: Cluster, job: Job) -> None:
+    job.wait(lambda: job.status().get("phase") == "Succeeded", "the end", 2 * LONG_S)
+    progress = job.status()["progress"]
+    assert progress["iteration"] == progress["totalIterations"] == 120
