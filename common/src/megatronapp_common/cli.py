@@ -3,7 +3,8 @@
 A part registers under the entry-point group "megatronapp.commands" a function
 ``register(subparsers: argparse._SubParsersAction) -> None``. It adds its subcommands and gives each (or each of their
 own subcommands) a default ``func(args: argparse.Namespace) -> int``, whose result is the exit code. Registering must
-stay light: heavy modules are imported when the function runs.
+stay light: heavy modules are imported when the function runs. The module of that function may also have a function
+``extend(subparsers)``, which is called when all parts have registered: so one part adds to the subcommands of another.
 
 Exit codes: 0 done; 1 refused or failed, said in one `error:` line per problem; 2 a wrong command line; 130 Ctrl-C.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import shtab
 
 from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
+from megatronapp_common.texts import plain
 
 GROUP = "megatronapp.commands"
 PROG = "megatronapp"
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_ours(error):
             raise
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {plain(line)}", file=sys.stderr)
         return FAILURE_EXIT_CODE
 
 
@@ -102,6 +104,8 @@ def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootP
     found = {point.name: point for point in entry_points}
     for name in [*PARTS, *(name for name in found if name not in PARTS)]:
         _add_part(parser, name, found.get(name))
+    for point in found.values():
+        _extend(parser, point)
     before = set(parser.commands.choices)
     _add_completion(parser)
     parser.add_section("shell", set(parser.commands.choices) - before)
@@ -126,6 +130,13 @@ def _add_part(parser: RootParser, name: str, point: importlib.metadata.EntryPoin
     before = set(parser.commands.choices)
     register(parser.commands)
     parser.add_section(part.title, (command for command in parser.commands.choices if command not in before))
+
+
+def _extend(parser: RootParser, point: importlib.metadata.EntryPoint) -> None:
+    """Let a part add to the subcommands of others. One that is not loaded has said so already."""
+    extend: Callable[[object], None] | None = getattr(sys.modules.get(point.module), "extend", None)
+    if extend is not None:
+        extend(parser.commands)
 
 
 def _add_completion(parser: RootParser) -> None:

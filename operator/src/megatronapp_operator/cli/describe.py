@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from megatronapp_common.texts import one_line
 from megatronapp_operator.backends.process import files, registry
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.cli.jobs import Job
@@ -62,7 +63,7 @@ def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
 
 def _pairs(pairs: Pairs) -> Iterator[str]:
     width = max(len(name) for name, _ in pairs) + 3
-    return (f"{name + ':':<{width}}{value}" for name, value in pairs)
+    return (f"{name + ':':<{width}}{one_line(value)}" for name, value in pairs)
 
 
 def _section(title: str, rows: list[list[str]]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megatronapp_common.texts import one_line
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.cli.jobs import Job, Jobs
 from megatronapp_operator.cli.tables import COLUMNS, WIDE_COLUMNS, Table, job_row
@@ -58,7 +59,7 @@ class _Printer:
         if output in {"json", "yaml"}:
             _print_documents(jobs, single=self._arguments.job is not None, output=output)
         elif output == "name":
-            print("".join(f"megatronjob.megatronapp.io/{job.name}\n" for job in jobs), end="", flush=True)
+            print("".join(f"megatronjob.megatronapp.io/{one_line(job.name)}\n" for job in jobs), end="", flush=True)
         else:
             self._table.print(self._rows(jobs, wide=output == "wide", headers=headers))
 

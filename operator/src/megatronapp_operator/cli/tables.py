@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatronapp_common.texts import one_line
 from megatronapp_operator.cli.durations import human_duration
 from megatronapp_operator.cli.jobs import Job
 from megatronapp_operator.document import seconds_of
@@ -27,8 +28,9 @@ class Table:
         sys.stdout.write(self.format(list(rows)))
         sys.stdout.flush()
 
-    def format(self, rows: Sequence[Sequence[str]]) -> str:
-        """More rows as text, no blanks at line ends."""
+    def format(self, written: Sequence[Sequence[str]]) -> str:
+        """More rows as text, no blanks at line ends; a cell is one line, and moves no terminal."""
+        rows = [[one_line(cell) for cell in row] for row in written]
         for row in rows:
             needed = [len(cell) + GAP for cell in row]
             self._widths = [max(pair) for pair in zip(needed, self._widths or needed, strict=True)]

@@ -4,7 +4,6 @@ import argparse
 
 from megatronapp_operator.cli import describe
 from megatronapp_operator.cli.cluster.connection import opened
-from megatronapp_operator.cli.cluster.texts import plain
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -12,5 +11,5 @@ def main(arguments: argparse.Namespace) -> int:
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
         lines = describe.lines(job, cluster.events(job), place=[("Namespace", job.namespace)])
-        print(plain("\n".join(lines)), flush=True)
+        print("\n".join(lines), flush=True)
     return 0

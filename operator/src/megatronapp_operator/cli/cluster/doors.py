@@ -15,11 +15,11 @@ import httpx
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.metadata import NAME_PATTERN
 from megatronapp_common.names import DOOR_PORT, GROUP
+from megatronapp_common.texts import plain
 from megatronapp_common.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes.api import SECRETS, SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
-from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError, OperatorError
 

@@ -3,10 +3,10 @@
 import argparse
 
 from megatronapp_common.job import load_job
+from megatronapp_common.texts import plain
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import opened
-from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.errors import HubError, OperatorError
 
 

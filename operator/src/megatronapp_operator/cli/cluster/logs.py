@@ -15,11 +15,11 @@ import aiohttp
 
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import LABEL_ATTEMPT
+from megatronapp_common.texts import plain
 from megatronapp_common.topology import Placement
 from megatronapp_operator.backends.kubernetes.api import PODS, Object
 from megatronapp_operator.backends.kubernetes.errors import ApiError, UnavailableError
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
-from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.follower import reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 

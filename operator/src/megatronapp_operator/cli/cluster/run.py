@@ -4,9 +4,9 @@ import argparse
 import time
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.texts import plain
 from megatronapp_operator.backends.kubernetes.api import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
-from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
 from megatronapp_operator.cli.tables import iteration, number
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError, ManifestError, OperatorError

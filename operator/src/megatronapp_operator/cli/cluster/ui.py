@@ -5,9 +5,9 @@ import sys
 import urllib.parse
 import webbrowser
 
+from megatronapp_common.texts import plain
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import opened
-from megatronapp_operator.cli.cluster.texts import plain
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 

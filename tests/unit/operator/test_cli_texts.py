@@ -1,0 +1,88 @@
+"""What others wrote into a status never moves a terminal."""
+
+import argparse
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common import cli
+from megatronapp_common.texts import one_line, plain
+from megatronapp_operator.cli import describe, get
+from megatronapp_operator.cli.cluster.connection import ClusterJob
+from megatronapp_operator.cli.tables import format_table
+from megatronapp_operator.errors import OperatorError
+
+EVIL = "a\x1b]0;owned\x07b\x9b2Jc\rd\x08e\u202ef\ud800"
+MOVES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+TIME = "2026-01-01T00:00:00Z"
+
+
+def hostile_job() -> ClusterJob:
+    """Every text that a hub, a launcher or a pod has a say in."""
+    verdict = {"state": "confirmed", "cause": EVIL, "sentence": EVIL, "subject": {"type": EVIL, "ranks": [1]}}
+    status: dict[str, Any] = {
+        "phase": EVIL,
+        "hubUrl": EVIL,
+        "conditions": [
+            {"type": EVIL, "status": EVIL, "reason": EVIL, "message": f"{EVIL}\n{EVIL}", "lastTransitionTime": TIME}
+        ],
+        "rankTable": {"workers": [{"index": 0, "node": EVIL, "address": EVIL, "ranks": [0]}]},
+        "slowRanks": [verdict],
+        "failures": [{"attempt": 0, "time": TIME, "action": EVIL, "reason": EVIL, "message": EVIL}],
+    }
+    metadata = {"name": "gpt", "namespace": EVIL, "uid": EVIL, "creationTimestamp": TIME}
+    return ClusterJob({"metadata": metadata, "spec": {"parallelism": {}}, "status": status})
+
+
+class Place:
+    def view(self, name: str) -> ClusterJob:
+        return hostile_job()
+
+    def views(self) -> list[ClusterJob]:
+        return [hostile_job()]
+
+
+def test_describe_writes_no_escape_sequence() -> None:
+    event = {"type": EVIL, "reason": EVIL, "time": TIME, "message": EVIL}
+    lines = list(describe.lines(hostile_job(), [event], place=[("Namespace", EVIL)]))
+    assert not [line for line in lines if MOVES.search(line) or "\n" in line]
+    assert sum("owned" in line for line in lines) > 8
+
+
+@pytest.mark.parametrize("output", [None, "wide", "name", "json", "yaml"])
+def test_get_writes_no_escape_sequence(output: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(job=None, output=output, watch=False, no_headers=False)
+    get.show(Place(), arguments, namespaces=True)
+    text = capsys.readouterr().out
+    assert "gpt" in text
+    assert not MOVES.search(text)
+    if output == "json":
+        assert json.loads(text)["items"][0]["status"]["phase"] == EVIL
+
+
+def test_a_row_is_one_line_whatever_its_cells_say() -> None:
+    assert format_table([["A", "B"], ["x\ny\tz", "w"]]) == "A       B\nx y z   w\n"
+
+
+@given(st.text(st.characters(), max_size=30))
+def test_plain_keeps_all_but_what_moves(text: str) -> None:
+    assert not MOVES.search(plain(text))
+    assert len(one_line(text).splitlines()) <= 1
+    assert plain(text) == text or MOVES.search(text)
+
+
+def test_errors_are_told_plainly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`megatronapp` itself prints what any part raises, such as the words of an API server about a pod."""
+
+    def fail(_: argparse.Namespace) -> int:
+        raise OperatorError(EVIL)
+
+    monkeypatch.setattr(get, "main", fail)
+    assert cli.main(["get"]) == 1
+    told = capsys.readouterr().err
+    assert told == "".join(f"error: {plain(line)}\n" for line in EVIL.splitlines())
+    assert not MOVES.search(told)
