@@ -94,6 +94,7 @@ class Door:
     key: str
     log: pathlib.Path
     hub_port: int
+    metrics_port: int
 
     def client(self, token: str | None = None, **how: Any) -> httpx.Client:
         """Somebody with a token, or with none."""
@@ -115,7 +116,7 @@ def door(plane: kube.ControlPlane, folder: pathlib.Path, *, reviews: bool = True
     token = account(plane, namespace, "door")
     for role in (namespace, *(["system:auth-delegator"] if reviews else [])):
         bind(plane, namespace, "door", {"kind": "ClusterRole", "name": role}, everywhere=True)
-    port, hub_port = kube.free_ports(2)
+    port, hub_port, metrics_port = kube.free_ports(3)
     key = "ab" * 32
     (folder / "key").write_text(key + "\n", encoding="utf-8")
     dist = folder / "dist"
@@ -123,10 +124,10 @@ def door(plane: kube.ControlPlane, folder: pathlib.Path, *, reviews: bool = True
     (dist / "index.html").write_text("<!doctype html><html><head><title>page</title></head></html>", encoding="utf-8")
     (dist / "assets" / "app-1.js").write_text("1", encoding="utf-8")
     flags = [f"--kubeconfig={kubeconfig(plane, folder, token)}", f"--key-file={folder / 'key'}", "--host=127.0.0.1"]
-    flags += [f"--port={port}", f"--hub-port={hub_port}"]
+    flags += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
     flags += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={dist}"] if page else [])
     log = folder / "door.log"
-    running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port)
+    running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
     with process([sys.executable, "-m", "megatronapp_operator.door", *flags], log), running.client() as client:
         wait_for(lambda: _ready(client), log)
         yield running

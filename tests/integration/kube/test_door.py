@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterator
 
 import door
@@ -237,6 +238,95 @@ def test_the_page_comes_from_the_door_itself(reviewing: door.Door) -> None:
             answer = client.get(path)
             assert answer.status_code == 404
             assert set(answer.json()) == {"code", "message", "hint"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/%00", "/" + "a" * 300, "/" + "a/" * 3000, "/%ff", "/..%2f..%2fetc%2fpasswd", "/a%5c..%5cb"]
+)
+def test_no_path_is_too_odd(reviewing: door.Door, path: str) -> None:
+    with reviewing.client() as client:
+        answer = client.get(path)
+    assert answer.status_code in {200, 404}
+    assert "root:" not in answer.text
+
+
+def test_a_browser_at_a_forwarded_port_is_led_to_a_name(reviewing: door.Door) -> None:
+    """What loads no document, or says nothing of it, stays: programs, and browsers that may not know such names."""
+    opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    port = reviewing.url.rpartition(":")[2]
+    with reviewing.client() as client:
+        led = client.get("/jobs?a=1&token=t", headers=opens)
+        named = client.get("/", headers=opens | {"Host": f"door-1.localhost:{port}"})
+        quiet = client.get("/", headers={"Sec-Fetch-Mode": "cors"})
+        api = client.get("/api/v1/jobs", headers=opens)
+    assert led.status_code == 307
+    assert re.fullmatch(rf"http://door-[0-9a-f]{{16}}\.localhost:{port}/jobs\?a=1&token=t", led.headers["location"])
+    assert (named.status_code, quiet.status_code, api.status_code) == (200, 200, 401)
+
+
+def test_a_page_of_another_port_or_neighbour_reads_nothing_with_the_cookie(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    with reviewing.client() as browser:
+        browser.get("/", params={"token": token})
+        for site, status in (("same-site", 403), ("cross-site", 403), ("same-origin", 200), ("none", 200)):
+            answer = browser.get("/api/v1/jobs", headers={"Sec-Fetch-Site": site})
+            assert answer.status_code == status, site
+    with reviewing.client(token) as program:
+        assert program.get("/api/v1/jobs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
+def test_behind_tls_the_cookie_is_of_this_host_alone(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    tls = {"X-Forwarded-Proto": "https", "Host": "door.example"}
+    with reviewing.client() as browser:
+        made = browser.get("/", params={"token": token}, headers=tls).headers["set-cookie"]
+        name, _, word = made.partition(";")[0].partition("=")
+        assert name.startswith("__Host-")
+        assert "Secure" in made
+        assert "Domain" not in made
+        assert browser.get("/api/v1/jobs", headers=tls | {"Cookie": f"{name}={word}"}).status_code == 200
+        tossed = {"Cookie": f"{name.removeprefix('__Host-')}={word}"}  # as a neighbour of the host may set it
+        assert browser.get("/api/v1/jobs", headers=tls | tossed).status_code == 401
+
+
+def test_metrics_stand_apart_and_name_nobody(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+
+    def metrics() -> str:
+        at = f"http://127.0.0.1:{reviewing.metrics_port}"
+        with httpx.Client(base_url=at, trust_env=False, follow_redirects=True) as client:
+            assert client.get("/healthz").status_code == 200
+            return client.get("/metrics").text
+
+    before = metrics()
+    with reviewing.client(token) as client:
+        client.get(f"{job.path}/job")
+        client.get(f"/api/v1/jobs/{namespace}/other/job")
+    with reviewing.client("wrong") as client:
+        client.get("/api/v1/jobs")
+        assert client.get("/metrics").status_code in {200, 404}
+        assert "megatron_door" not in client.get("/metrics").text
+    after = metrics()
+
+    def grown(series: str) -> float:
+        found = [re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE) for text in (before, after)]
+        old, new = (0.0 if one is None else float(one[1]) for one in found)
+        return new - old
+
+    hub = "/api/v1/jobs/{namespace}/{name}/{path:path}"
+    assert grown(f'megatron_door_requests_total{{code="503",route="{hub}"}}') == 1
+    assert grown(f'megatron_door_requests_total{{code="404",route="{hub}"}}') == 1
+    assert grown('megatron_door_requests_total{code="401",route="/api/v1/jobs"}') == 1
+    assert grown('megatron_door_refusals_total{code="log-in"}') == 1
+    assert grown('megatron_door_refusals_total{code="no-hub"}') == 1
+    assert grown('megatron_door_api_requests_total{code="201",resource="tokenreviews",verb="post"}') >= 2
+    assert "megatron_door_sockets_limit 64.0" in after
+    assert not [name for name in (namespace, "alice", token) if name in after]
 
 
 def test_a_hub_is_that_of_this_life_of_the_job(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:

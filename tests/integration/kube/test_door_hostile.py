@@ -13,7 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from megatronapp_common import frames
-from megatronapp_operator.door.routes import MAX_SOCKETS
+from megatronapp_operator.door.routes import CALLERS_SOCKETS
 
 PASSED = {"content-type", "transfer-encoding", "date", "content-length"}
 OURS = {
@@ -176,9 +176,9 @@ def test_one_caller_holds_so_many_live_sockets(
             page = stack.enter_context(connect(url, additional_headers=headers, proxy=None, compression=None))
             return bytes(page.recv(door.DEADLINE_S, decode=False))
 
-        assert [first_frame() for _ in range(MAX_SOCKETS)] == [b"frame"] * MAX_SOCKETS
+        assert [first_frame() for _ in range(CALLERS_SOCKETS)] == [b"frame"] * CALLERS_SOCKETS
         assert frames.decode(first_frame()).header["code"] == "too-many"
-    assert len(hub.asked) == MAX_SOCKETS
+    assert len(hub.asked) == CALLERS_SOCKETS
 
 
 def test_no_token_is_ever_written_down(reviewing: door.Door, job: door.Job, token: str) -> None:

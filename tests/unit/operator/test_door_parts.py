@@ -1,8 +1,10 @@
 """Parts of the door that need no cluster: answers that are kept, logins, requests, and its document."""
 
 import asyncio
+import base64
 import json
 import pathlib
+import re
 import urllib.parse
 
 import aiohttp
@@ -11,12 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_operator.door import __main__ as program
-from megatronapp_operator.door.access import bearer, cookie_name, same_origin
+from megatronapp_operator.door.access import bearer, cookie_name, opens_page, own_host, same_origin
 from megatronapp_operator.door.app import build_api
 from megatronapp_operator.door.cache import Cache
+from megatronapp_operator.door.catalog import Job
+from megatronapp_operator.door.gate import Caller
 from megatronapp_operator.door.hubs import join, owned
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
+from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
+from megatronapp_operator.door.routes import (
+    CALLERS_SOCKETS,
+    JOBS_SOCKETS,
+    MAX_REQUESTS,
+    MAX_SOCKETS,
+    shares_of_request,
+)
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
 from megatronapp_operator.door.shares import Shares
 from megatronapp_operator.errors import BackendError
@@ -120,6 +132,16 @@ def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [book.look_up(word) for word in words] == [(), ("1",), ("2",)]
 
 
+def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_BYTES", 100)
+    book = Book(life_s=1)
+    words = [book.add(("x" * 40,), whose=str(number)) for number in range(3)]
+    assert [bool(book.look_up(word)) for word in words] == [False, True, True]
+    book.drop(words[1])
+    words += [book.add(("x" * 40,), whose="y")]
+    assert [bool(book.look_up(word)) for word in words] == [False, False, True, True]
+
+
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_EACH", 2)
     book = Book(life_s=1)
@@ -145,22 +167,76 @@ def test_a_query_reaches_the_hub_as_it_was_but_for_tokens(query: dict[str, str])
         ({"origin": "http://door:2", "host": "door:1"}, False),
         ({"origin": "null", "host": "door:1"}, False),
         ({"origin": "", "host": "door:1"}, False),
+        ({"origin": "http://[", "host": "door:1"}, False),
+        ({"origin": "ftp://door:1", "host": "door:1"}, False),
+        ({"origin": "https://door.example", "host": "door.example"}, True),
     ],
 )
 def test_origins(headers: dict[str, str], same: bool) -> None:
     assert same_origin(headers) is same
 
 
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("[::1]:80", ":80"), ("127.9.9.9:1", ":1")]
+)
+def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None:
+    names = {own_host(host) for _ in range(8)}
+    assert len(names) == 8
+    assert all(re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost{port}", name or "") for name in names)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [None, "", "door.example", "door-1.localhost:8080", "10.0.0.1:80", "[", "localhost:x", "127.0.0.1:99999", "a/b@c"],
+)
+def test_other_hosts_keep_their_name(host: str | None) -> None:
+    assert own_host(host) is None
+
+
+@given(st.text())
+def test_no_host_or_origin_is_too_odd(text: str) -> None:
+    own_host(text)
+    same_origin({"origin": text, "host": "door:1"})
+    opens_page({"sec-fetch-mode": text})
+
+
+def claims(**said: object) -> str:
+    body = base64.urlsafe_b64encode(json.dumps(said).encode()).decode().rstrip("=")
+    return f"head.{body}.signature"
+
+
+def test_for_whom_a_token_says_it_is() -> None:
+    assert audiences_of(claims(aud=[AUDIENCE, 7])) == [AUDIENCE]
+    assert audiences_of(claims(aud=AUDIENCE)) == [AUDIENCE]
+    assert [audiences_of(token) for token in ("", "a.b", "a.!.c", claims(sub="x"), claims(aud=7))] == [[]] * 5
+
+
+@given(st.text())
+def test_no_token_is_too_odd(token: str) -> None:
+    assert audiences_of(token) == [] or "." in token
+
+
 def test_nobody_takes_more_than_their_share() -> None:
-    shares = Shares(2, "sockets")
-    first = shares.take("alice", "hub one")
-    with shares.take("alice", "hub two"), pytest.raises(Refusal, match="alice has 2 sockets at once"):
-        shares.take("hub three", "alice")
-    with shares.take("hub three"), shares.take("hub three"), shares.take("alice"):
-        pass
+    shares = Shares("sockets", in_all=4)
+    first = shares.take({"alice": 2, "hub one": 3})
+    with shares.take({"alice": 2, "hub two": 3}), pytest.raises(Refusal, match="alice has 2 sockets at once"):
+        shares.take({"hub three": 3, "alice": 2})
+    assert shares.taken == 1
+    with shares.take({"hub three": 2}), shares.take({"hub three": 2}), shares.take({"alice": 2}):
+        assert shares.taken == 4
+        with pytest.raises(Refusal, match="the door has 4 sockets at once"):
+            shares.take({"bob": 2})
     first.close()
-    with shares.take("alice"), shares.take("alice"):
+    with shares.take({"alice": 2}), shares.take({"alice": 2}):
         pass
+    assert shares.taken == 0
+
+
+def test_no_caller_can_fill_the_share_of_a_job() -> None:
+    job, alice = Job("team", "gpt", "u"), Caller(User("alice"), frozenset())
+    shares = shares_of_request(alice, job)
+    assert shares["user alice at the hub of team/gpt"] < shares["hub of team/gpt"] < MAX_REQUESTS
+    assert CALLERS_SOCKETS < JOBS_SOCKETS < MAX_SOCKETS
 
 
 @pytest.mark.asyncio

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatronapp_analyzer.hub import (
     access,
@@ -18,38 +16,13 @@ from megatronapp_analyzer.hub import (
     routes_read,
     routes_sockets,
 )
+from megatronapp_common.safe_headers import SafeHeaders
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub
 
 TITLE = "MegatronApp hub"
 API_VERSION = "1"
-SAFE_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-
-
-class SafeHeaders:
-    """ASGI layer that adds SAFE_HEADERS to all, and keeps answers of the API out of caches."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in SAFE_HEADERS.items():
-                    headers.setdefault(name, value)
-                headers.setdefault("Cache-Control", "no-store")
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:

@@ -2,25 +2,33 @@
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import pathlib
 import re
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import DOOR_PORT, HUB_PORT, ExitCode
 from megatronapp_common.tokens import read_secret
 from megatronapp_operator.backends.kubernetes.api import connect
+from megatronapp_operator.controller import probes
+from megatronapp_operator.door import protocols
 from megatronapp_operator.door.app import DoorSettings, create_app
+from megatronapp_operator.door.metrics import DoorMetrics
+from megatronapp_operator.door.routes import MAX_SOCKETS
 from megatronapp_operator.errors import BackendError, OperatorError
 
 MAX_MESSAGE_BYTES = 4 << 10
 """Of a page's messages on the live socket, which says nothing."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
-"""Then the door answers 503."""
+"""Then the door answers 503. Live sockets have a limit of their own."""
+METRICS_PORT = 8081
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,6 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatronapp_operator.door", description=__doc__)
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=DOOR_PORT, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--metrics-port", type=int, default=METRICS_PORT, help="port of /metrics and /healthz (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-sockets", type=int, default=MAX_SOCKETS, help="live sockets that may be open (default: %(default)s)"
+    )
     parser.add_argument("--key-file", type=pathlib.Path, required=True, help="file with the installation's key")
     parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
     parser.add_argument(
@@ -50,6 +64,15 @@ def read_key(path: pathlib.Path) -> str:
     return key
 
 
+def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket:
+    """A listening socket. Raises BackendError where the address cannot be had."""
+    try:
+        return protocols.listener(arguments.host, port)
+    except OSError as error:
+        text = f"{flag} {port} at --host {arguments.host}: {error.strerror or error}; choose another one"
+        raise BackendError(text) from error
+
+
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
     settings = DoorSettings(
@@ -58,23 +81,41 @@ async def serve(arguments: argparse.Namespace) -> None:
         reviews=not arguments.no_reviews,
         frontend=arguments.frontend,
         hub_port=arguments.hub_port,
+        max_sockets=arguments.max_sockets,
     )
-    async with connect(kubeconfig=arguments.kubeconfig) as api:
-        config = uvicorn.Config(
-            create_app(api, settings),
-            host=arguments.host,
-            port=arguments.port,
-            ws="websockets-sansio",
-            ws_max_size=MAX_MESSAGE_BYTES,
-            ws_per_message_deflate=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-        await uvicorn.Server(config).serve()
+    registry = CollectorRegistry()
+    metrics = DoorMetrics(registry)
+    with listen(arguments, "--port", arguments.port) as pages:
+        async with connect(kubeconfig=arguments.kubeconfig) as api, measured(arguments, registry):
+            app = create_app(api.guarded(lambda: None, metrics.asked_cluster), settings, metrics)
+            config = uvicorn.Config(
+                app,
+                http=protocols.DoorHttp,
+                ws=protocols.DoorSockets,
+                ws_max_size=MAX_MESSAGE_BYTES,
+                ws_per_message_deflate=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+            await uvicorn.Server(config).serve(sockets=[pages])
+
+
+@contextlib.asynccontextmanager
+async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -> AsyncIterator[None]:
+    """Metrics at a port of their own, which policies close to people; and whether the process lives."""
+    app = probes.create_app(registry, alive=lambda: None, ready=lambda: None)
+    server = probes.create_server(app)
+    with listen(arguments, "--metrics-port", arguments.metrics_port) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await task
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,10 +1,14 @@
 """What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
 
-Browsers send cookies to a host whatever the port, and with WebSocket handshakes of any page. So what a cookie opens and
-changes something, or is a WebSocket, must come from a page of the door itself (Origin equals Host).
+Browsers send cookies to a host whatever the port, and with WebSocket handshakes of any page. So what a cookie opens
+must come from a page of the door itself: what only reads by what the browser says of its page (Sec-Fetch-Site), the
+rest by Origin, which must equal Host. And a forwarded port is opened under a host name of its own (see `own_host`).
 """
 
 import hashlib
+import ipaddress
+import re
+import secrets
 import urllib.parse
 from collections.abc import Mapping
 
@@ -32,12 +36,33 @@ def bearer(headers: Mapping[str, str]) -> str | None:
 def same_origin(headers: Mapping[str, str]) -> bool:
     """Whether a request comes from our own page, or from no page at all."""
     origin = headers.get("origin")
-    return origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")
+    return origin is None or re.sub("^https?://", "", origin) == headers.get("host")
 
 
 def asked_here(headers: Mapping[str, str]) -> bool:
     """Whether a person or our own page opened an address, as far as the browser says; a link elsewhere did not."""
     return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
+
+
+def own_host(host: str | None) -> str | None:
+    """A fresh name for this machine in place of its own; None where `host` is another, or has a name already.
+
+    A cookie of 127.0.0.1 goes to all servers of the machine, whatever their port: to another forward, or to what
+    anybody else runs there. Browsers resolve names below `localhost` by themselves, and a cookie stays with its name.
+    """
+    try:
+        url = urllib.parse.urlsplit(f"//{host or ''}")
+        if not (url.hostname == "localhost" or ipaddress.ip_address(url.hostname or "").is_loopback):
+            return None
+        port = "" if url.port is None else f":{url.port}"
+    except ValueError:
+        return None
+    return f"door-{secrets.token_hex(8)}.localhost{port}"
+
+
+def opens_page(headers: Mapping[str, str]) -> bool:
+    """Whether a browser loads a document. One that does not say so may not know names below `localhost` either."""
+    return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
 
 
 class Credentials:
@@ -54,7 +79,7 @@ class Credentials:
             return (token,)
         tokens = self._sessions.tokens(self._word(connection))
         reads = connection.scope["type"] == "http" and connection.scope["method"] in READING
-        if tokens and not reads and not same_origin(connection.headers):
+        if tokens and not (asked_here(connection.headers) and (reads or same_origin(connection.headers))):
             hint = "Open the page at the address that `megatronapp ui` prints."
             raise Refusal(403, "other-origin", "this request comes from a page that is not the door's", hint)
         return tokens
@@ -68,17 +93,30 @@ class Credentials:
         tokens = self._sessions.redeem(shown) or ((shown,) if shown else ())
         caller = await gate.identify(tokens)
         word = self._sessions.log_in(tokens, whose=caller.identity, before=self._word(connection))
-        secure = "https" in (connection.url.scheme, connection.headers.get("x-forwarded-proto"))
         response.set_cookie(
-            self._cookie, word, max_age=int(LIFE_S), httponly=True, samesite="strict", secure=secure, path="/"
+            self._name(connection),
+            word,
+            max_age=int(LIFE_S),
+            httponly=True,
+            samesite="strict",
+            secure=_secure(connection),
+            path="/",
         )
         return response
 
     def log_out(self, connection: HTTPConnection, response: Response) -> Response:
         """Forget the browser."""
         self._sessions.log_out(self._word(connection))
-        response.delete_cookie(self._cookie, path="/")
+        response.delete_cookie(self._name(connection), path="/", secure=_secure(connection))
         return response
 
     def _word(self, connection: HTTPConnection) -> str:
-        return connection.cookies.get(self._cookie, "")
+        return connection.cookies.get(self._name(connection), "")
+
+    def _name(self, connection: HTTPConnection) -> str:
+        """Over TLS with the prefix by which a browser takes it from this very host only (RFC 6265bis)."""
+        return f"__Host-{self._cookie}" if _secure(connection) else self._cookie
+
+
+def _secure(connection: HTTPConnection) -> bool:
+    return "https" in (connection.url.scheme.replace("wss", "https"), connection.headers.get("x-forwarded-proto"))

@@ -7,30 +7,25 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatronapp_common.names import HUB_PORT
+from megatronapp_common.safe_headers import SafeHeaders
 from megatronapp_operator.backends.kubernetes.api import Api
 from megatronapp_operator.door import pages, problems, routes
 from megatronapp_operator.door.access import Credentials, cookie_name
 from megatronapp_operator.door.catalog import Catalog
 from megatronapp_operator.door.gate import Gate
 from megatronapp_operator.door.hubs import Hubs
+from megatronapp_operator.door.metrics import CountRequests, DoorMetrics
 from megatronapp_operator.door.relay import new_session
 from megatronapp_operator.door.reviews import Reviews
 from megatronapp_operator.door.sessions import Sessions
+from megatronapp_operator.door.shares import Shares
 
 TITLE = "MegatronApp door"
 API_VERSION = "1"
-SAFE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
+"""Of all answers but the pages: what a hub tells is never run or shown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,25 +41,8 @@ class DoorSettings:
     frontend: pathlib.Path | None = None
     """Folder of the built page."""
     hub_port: int = HUB_PORT
-
-
-class SafeHeaders:
-    """ASGI layer that adds SAFE_HEADERS wherever a route says nothing else."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in SAFE_HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+    max_sockets: int = routes.MAX_SOCKETS
+    """Live sockets that may be open at a time."""
 
 
 def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
@@ -84,8 +62,10 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
     return app
 
 
-def create_app(api: Api, settings: DoorSettings) -> FastAPI:
+def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAPI:
     """The application that opens the jobs of a cluster."""
+    sockets = Shares("live sockets", in_all=settings.max_sockets)
+    metrics.count_sockets(lambda: sockets.taken, settings.max_sockets)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,11 +77,15 @@ def create_app(api: Api, settings: DoorSettings) -> FastAPI:
                 hubs=Hubs(api, port=settings.hub_port),
                 credentials=credentials,
                 session=session,
+                metrics=metrics,
+                sockets=sockets,
             )
             yield
 
     credentials = Credentials(Sessions(), cookie=cookie_name(settings.key))
     app = build_api(lifespan)
     app.include_router(pages.build_router(settings.frontend, credentials, lambda request: routes.door_of(request).gate))
-    app.add_middleware(SafeHeaders)
+    app.state.refused = metrics.refused
+    app.add_middleware(SafeHeaders, more=API_POLICY)
+    app.add_middleware(CountRequests, metrics=metrics)
     return app

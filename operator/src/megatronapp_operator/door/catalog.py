@@ -12,6 +12,8 @@ from megatronapp_operator.door.cache import Cache
 FRESH_S = 2.0
 """So old may a list be. Pages ask for it again and again, each for itself."""
 TOKEN_LENGTH = 64
+SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
+"""Of a status."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,12 +24,17 @@ class Job:
     name: str
     uid: str
     document: dict[str, Any] = dataclasses.field(compare=False, repr=False, default_factory=dict)
+    """What the door shows of it. Rank tables and specs of thousands of jobs would fill the door's memory."""
 
     @classmethod
     def of(cls, document: Object) -> "Job":
         """The job of an object as the API server gives it."""
-        metadata = document["metadata"]
-        return cls(metadata["namespace"], metadata["name"], metadata["uid"], document)
+        metadata, status = document["metadata"], document.get("status") or {}
+        kept = {
+            "metadata": {"creationTimestamp": metadata["creationTimestamp"]},
+            "status": {name: status[name] for name in SHOWN if name in status},
+        }
+        return cls(metadata["namespace"], metadata["name"], metadata["uid"], kept)
 
     @property
     def status(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ async def _pump(hub: websockets.asyncio.client.ClientConnection, page: WebSocket
     except TimeoutError:
         return CLOSE_POLICY, "the page does not read its frames"
     except ConnectionClosed as error:
-        LOG.info("a hub's live socket broke off: %s", error)
+        LOG.info("a hub's live socket broke off: %r", str(error)[:200])
     except (RuntimeError, WebSocketDisconnect):
         return CLOSE_AGAIN, ""
     return CLOSE_AGAIN, "the hub has ended the connection"

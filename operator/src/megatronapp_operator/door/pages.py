@@ -1,6 +1,6 @@
 """Serves the built page, tells it that this is a door, and logs browsers in."""
 
-import contextlib
+import asyncio
 import html
 import pathlib
 import urllib.parse
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from megatronapp_operator.door.access import Credentials, asked_here, same_origin
+from megatronapp_operator.door.access import Credentials, asked_here, opens_page, own_host, same_origin
 from megatronapp_operator.door.gate import Gate
-from megatronapp_operator.door.problems import WHERE, Refusal
+from megatronapp_operator.door.problems import WHERE, Refusal, tell
 
 PAGE_POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
@@ -27,6 +27,8 @@ ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
 MARK = '<meta name="megatronapp-server" content="door" />'
 MAX_FORM_BYTES = 16 << 10
 """Tokens of a cluster are a few KiB."""
+BODY_S = 10.0
+"""So long may a body take."""
 FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>MegatronApp: log in</title></head>
 <body><p>{why}</p><form method="post" action="/login">
 <label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
@@ -41,8 +43,11 @@ NO_PAGE = "This door serves no page; start it with --frontend.\n"
 
 def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
     """The file under `root` that a URL path names, or None. Never leaves `root`, not even by links."""
-    candidate = (root / path).resolve()
-    return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
+    try:
+        candidate = (root / path).resolve()
+        return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
 def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: Callable[[Request], Gate]) -> APIRouter:
@@ -58,20 +63,26 @@ def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: C
         try:
             return await credentials.log_in(request, shown, RedirectResponse("./", 303), gate=gate_of(request))
         except Refusal as refusal:
+            tell(request, refusal)
             return _form(refusal.status, f"{refusal}.")
 
     @router.get("/{path:path}")
     async def page(request: Request, path: str) -> Response:
+        if path.startswith("api/"):
+            raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
+        named = own_host(request.headers.get("host")) if opens_page(request.headers) else None
+        if named is not None:
+            return RedirectResponse(str(request.url.replace(netloc=named)), 307)
         token = request.query_params.get("token") if path == "" else None
         if token is not None and not asked_here(request.headers):
             return _form(403, ELSEWHERE)
         if token is not None:
             there = RedirectResponse(_without_token(request), 303)
-            with contextlib.suppress(Refusal):  # a ticket is good once: who is logged in already just sees the page
+            try:
                 await credentials.log_in(request, token, there, gate=gate_of(request))
+            except Refusal as refusal:  # a ticket is good once: who is logged in already just sees the page
+                tell(request, refusal)
             return there
-        if path.startswith("api/"):
-            raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
         return _file(root, path)
 
     return router
@@ -99,7 +110,15 @@ def _file(root: pathlib.Path | None, path: str) -> Response:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request. Raises Refusal (413) where it is longer than `limit`."""
+    """The body of a request. Raises Refusal where it is longer than `limit` (413) or comes too slowly (408)."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _read(request, limit)
+    except TimeoutError as error:
+        raise Refusal(408, "too-slow", f"the body took more than {BODY_S:g} s", "Send it at once.") from error
+
+
+async def _read(request: Request, limit: int) -> bytes:
     body = b""
     async for chunk in request.stream():
         body += chunk

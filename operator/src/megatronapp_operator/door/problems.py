@@ -4,6 +4,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 
 from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
 from megatronapp_operator.errors import OperatorError
@@ -32,14 +33,22 @@ def refused(refusal: Refusal) -> JSONResponse:
     return problem_response(refusal.status, refusal.code, str(refusal), refusal.hint)
 
 
-async def _on_refusal(_: Request, error: Exception) -> JSONResponse:
+async def _on_refusal(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refusal)
+    tell(request, error)
     return refused(error)
 
 
-async def _on_api_error(_: Request, error: Exception) -> JSONResponse:
+async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return refused(of_api(error))
+    refusal = of_api(error)
+    tell(request, refusal)
+    return refused(refusal)
+
+
+def tell(connection: HTTPConnection, refusal: Refusal) -> None:
+    """Let the metrics know, where there are any."""
+    getattr(connection.app.state, "refused", lambda _: None)(refusal)
 
 
 def of_api(error: ApiError) -> Refusal:

@@ -22,7 +22,7 @@ JSON = "application/json"
 MAX_ANSWER_BYTES = 256 << 20
 CHUNK_BYTES = 64 << 10
 TIMEOUT = aiohttp.ClientTimeout(total=120, connect=5, sock_read=30)
-AT_ONCE = 16
+AT_ONCE = 64
 """Connections to one hub; no hub takes from another's."""
 SEND_S = 30.0
 """So long may a caller take no bytes."""

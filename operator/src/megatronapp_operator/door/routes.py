@@ -1,5 +1,6 @@
 """The door's interface: the list of jobs, and what is below each job, which its hub answers."""
 
+import contextlib
 from typing import Annotated, Any
 
 import aiohttp
@@ -15,23 +16,25 @@ from megatronapp_operator.door.access import Credentials
 from megatronapp_operator.door.catalog import Catalog, Job
 from megatronapp_operator.door.gate import Caller, Gate
 from megatronapp_operator.door.hubs import Hubs
+from megatronapp_operator.door.metrics import DoorMetrics
 from megatronapp_operator.door.pages import read_body
-from megatronapp_operator.door.problems import Refusal, of_api
+from megatronapp_operator.door.problems import Refusal, of_api, tell
+from megatronapp_operator.door.relay import AT_ONCE
 from megatronapp_operator.door.reviews import Verb
 from megatronapp_operator.door.schemas import DoorJob, Health, Problem, Ticket
 from megatronapp_operator.door.shares import Shares
 
 MAX_BODY_BYTES = 64 << 10
-MAX_REQUESTS = 32
-"""To hubs at the same time, of one caller and of one job."""
-MAX_SOCKETS = 16
-"""Live sockets of one caller and of one job."""
+MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
+"""To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
+MAX_SOCKETS, CALLERS_SOCKETS, JOBS_SOCKETS = 64, 16, 48
+"""Live sockets: in all, of one caller, of one job. What one may take of memory stands in docs/door.md."""
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 HubPath = Annotated[str, Path(max_length=200, pattern=f"^{_WORD}(/{_WORD})*$")]
 FaultId = Annotated[str, Path(max_length=100, pattern=f"^{_WORD}$")]
-STATUSES = (400, 401, 403, 404, 413, 422, 503)
+STATUSES = (400, 401, 403, 404, 408, 413, 422, 503)
 FROM_HUB = (409, 429, 500, 502, 504)
 PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in STATUSES}
 HUB_PROBLEMS = PROBLEMS | {status: {"model": Problem} for status in FROM_HUB}
@@ -45,15 +48,24 @@ class Door:
     """What the routes work with."""
 
     def __init__(
-        self, *, catalog: Catalog, gate: Gate, hubs: Hubs, credentials: Credentials, session: aiohttp.ClientSession
+        self,
+        *,
+        catalog: Catalog,
+        gate: Gate,
+        hubs: Hubs,
+        credentials: Credentials,
+        session: aiohttp.ClientSession,
+        metrics: DoorMetrics,
+        sockets: Shares,
     ) -> None:
         self.catalog = catalog
         self.gate = gate
         self.hubs = hubs
         self.credentials = credentials
         self.session = session
-        self.requests = Shares(MAX_REQUESTS, "requests")
-        self.sockets = Shares(MAX_SOCKETS, "live sockets")
+        self.metrics = metrics
+        self.requests = Shares("requests", in_all=MAX_REQUESTS)
+        self.sockets = sockets
 
     async def caller(self, connection: HTTPConnection) -> Caller:
         """Who asks. Raises Refusal (401, 403)."""
@@ -65,15 +77,22 @@ class Door:
         """What the job's hub says. Raises Refusal."""
         url = relay.address_of(await self.hubs.address(job), path, query)
         token = self.catalog.viewer_token(job)
-        with self.requests.take(*sharers(caller, job)) as share:
-            answer = await relay.ask(self.session, url, token=token, method=method, body=body)
+        with self.requests.take(shares_of_request(caller, job)) as share:
+            with self.metrics.asking_hub():
+                answer = await relay.ask(self.session, url, token=token, method=method, body=body)
             answer.share = share.pop_all()
             return answer
 
 
-def sharers(caller: Caller, job: Job) -> tuple[str, str]:
-    """Of whose shares a connection to a job's hub takes."""
-    return caller.identity, f"hub of {job.namespace}/{job.name}"
+def shares_of_request(caller: Caller, job: Job) -> dict[str, int]:
+    """Of whose shares a request to a job's hub takes. No caller can fill those of a job."""
+    whose, hub = caller.identity, hub_of(job)
+    return {whose: CALLERS_REQUESTS, hub: JOBS_REQUESTS, f"{whose} at the {hub}": REQUESTS_OF_BOTH}
+
+
+def hub_of(job: Job) -> str:
+    """The job's hub, in words."""
+    return f"hub of {job.namespace}/{job.name}"
 
 
 def door_of(connection: HTTPConnection) -> Door:
@@ -173,18 +192,22 @@ async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     try:
         caller, job = await admit()
     except Refusal as refusal:
+        tell(socket, refusal)
         await socket.close(live.CLOSE_POLICY, str(refusal)[:100])
         return
     await socket.accept()
     try:
-        with door.sockets.take(*sharers(caller, job)):
+        with door.sockets.take({caller.identity: CALLERS_SOCKETS, hub_of(job): JOBS_SOCKETS}):
             address = await door.hubs.address(job)
-            async with live.listening(address, door.catalog.viewer_token(job)) as hub:
+            async with contextlib.AsyncExitStack() as stack:
+                with door.metrics.asking_hub():
+                    token = door.catalog.viewer_token(job)
+                    hub = await stack.enter_async_context(live.listening(address, token))
                 await live.relay(socket, hub, check)
-    except Refusal as refusal:
-        await live.say(socket, refusal)
-    except ApiError as error:
-        await live.say(socket, of_api(error))
+    except (Refusal, ApiError) as error:
+        why = error if isinstance(error, Refusal) else of_api(error)
+        tell(socket, why)
+        await live.say(socket, why)
 
 
 def entry(job: Job) -> DoorJob:

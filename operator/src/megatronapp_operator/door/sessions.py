@@ -12,6 +12,8 @@ from collections.abc import Callable
 LIFE_S = 12 * 3600.0
 TICKET_LIFE_S = 300.0
 MAX_SESSIONS = 10_000
+MAX_BYTES = 32 << 20
+"""Of tokens, in all sessions."""
 MAX_EACH = 100
 """Of one identity, so that nobody pushes out the sessions of others."""
 MAX_TOKENS = 16
@@ -24,6 +26,11 @@ class _Kept:
     whose: str
     until: float
 
+    @property
+    def size(self) -> int:
+        """Bytes of the tokens."""
+        return sum(map(len, self.tokens))
+
 
 class Book:
     """Random words and the tokens behind them; the oldest go first where there are too many."""
@@ -32,6 +39,7 @@ class Book:
         self._life_s = life_s
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._bytes = 0
 
     def add(self, tokens: tuple[str, ...], *, whose: str) -> str:
         """A fresh word for these tokens of an identity."""
@@ -39,9 +47,11 @@ class Book:
         own = [older for older, kept in self._kept.items() if kept.whose == whose]
         for older in own[: max(0, len(own) - MAX_EACH + 1)]:
             self.drop(older)
-        self._kept[word] = _Kept(tokens[:MAX_TOKENS], whose, self._clock() + self._life_s)
-        while len(self._kept) > MAX_SESSIONS:
-            self._kept.popitem(last=False)
+        kept = _Kept(tokens[:MAX_TOKENS], whose, self._clock() + self._life_s)
+        self._kept[word] = kept
+        self._bytes += kept.size
+        while len(self._kept) > MAX_SESSIONS or self._bytes > MAX_BYTES:
+            self.drop(next(iter(self._kept)))
         return word
 
     def look_up(self, word: str) -> tuple[str, ...]:
@@ -56,7 +66,8 @@ class Book:
 
     def drop(self, word: str) -> None:
         """Forget a word."""
-        self._kept.pop(word, None)
+        kept = self._kept.pop(word, None)
+        self._bytes -= 0 if kept is None else kept.size
 
     def take(self, word: str) -> tuple[str, ...]:
         """The tokens of a word that is good for once."""

@@ -1,0 +1,112 @@
+"""How the door speaks HTTP and WebSocket: as uvicorn does, but nobody holds a connection or memory for nothing.
+
+uvicorn waits without end for the head of a request, and for a peer that reads nothing of what it asked for.
+"""
+
+import asyncio
+import socket
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+HEAD_S = 10.0
+"""So long may the head of a request take."""
+STALL_S = 30.0
+"""So long may a peer not read while more than asyncio's high-water mark (64 KiB) waits for it."""
+BACKLOG = 256
+
+
+class _Timer:
+    """Does something later, unless it is stopped before."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, seconds: float, transport: asyncio.Transport) -> None:
+        """Abort a connection after so long; a timer that runs already goes on."""
+        if self._handle is None:
+            self._handle = loop.call_later(seconds, transport.abort)
+
+    def stop(self) -> None:
+        """Leave the connection alone."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class DoorHttp(H11Protocol):
+    """HTTP: a request must arrive, and its answer must be read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
+        self._head, self._stall = _Timer(), _Timer()
+        super().connection_made(transport)
+        self._head.start(self.loop, HEAD_S, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on only while no request is here; its pieces give it no more time."""
+        super().data_received(data)
+        moved = self.transport.get_protocol() is not self  # it is a WebSocket now
+        if moved or (self.cycle is not None and not self.cycle.response_complete):
+            self._head.stop()
+        else:
+            self._head.start(self.loop, HEAD_S, self.transport)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request; as long as nothing of it comes uvicorn's own, shorter limit holds."""
+        super().on_response_complete()
+        self._head.stop()
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the peer to read."""
+        super().pause_writing()
+        self._stall.start(self.loop, STALL_S, self.transport)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        super().resume_writing()
+        self._stall.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._head.stop()
+        self._stall.stop()
+        super().connection_lost(exc)
+
+
+class DoorSockets(WebSocketsSansIOProtocol):
+    """WebSocket: a page must read its frames, and the answers to what it asks (ping)."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._stall = _Timer()
+        super().connection_made(transport)
+
+    def handle_ping(self) -> None:
+        """Answer, while the page reads: nothing else bounds what it may ask."""
+        super().handle_ping()
+        if not self.writable.is_set():
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the page to read."""
+        super().pause_writing()
+        self._stall.start(self.loop, STALL_S, self.transport)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        super().resume_writing()
+        self._stall.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._stall.stop()
+        super().connection_lost(exc)
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket whose connections end by themselves when the peer takes no bytes. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
+    return made

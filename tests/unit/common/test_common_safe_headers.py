@@ -1,0 +1,58 @@
+"""The layer that adds headers, as an ASGI server sees it."""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+from megatronapp_common.safe_headers import SAFE_HEADERS, Message, Receive, SafeHeaders, Send
+
+Pairs = list[tuple[bytes, bytes]]
+
+
+def answered(said: Pairs, **how: Any) -> list[Message]:
+    """What a server is told by an application that says these headers."""
+    told: list[Message] = []
+
+    async def app(_: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        await send({"type": "http.response.start", "status": 200, "headers": said})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        told.append(message)
+
+    asyncio.run(SafeHeaders(app, **how)({"type": "http"}, receive, send))
+    return told
+
+
+def test_every_answer_gets_them_and_what_a_route_says_stays() -> None:
+    said = [(b"Cache-Control", b"public"), (b"set-cookie", b"a"), (b"set-cookie", b"b")]
+    start, body = answered(said, more={"Content-Security-Policy": "sandbox"})
+    assert start["headers"][:3] == said
+    added = {name.decode(): value.decode() for name, value in start["headers"][3:]}
+    wanted = {name.lower(): value for name, value in SAFE_HEADERS.items() if name != "Cache-Control"}
+    assert added == wanted | {"content-security-policy": "sandbox"}
+    assert body == {"type": "http.response.body", "body": b"x"}
+
+
+def test_a_route_overrides_in_any_case_of_letters() -> None:
+    assert len(answered([(b"X-CONTENT-TYPE-OPTIONS", b"other")])[0]["headers"]) == len(SAFE_HEADERS)
+
+
+def test_what_is_no_http_passes_untouched() -> None:
+    told: list[Message] = []
+
+    async def app(_: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+
+    async def receive() -> Message:
+        return {}
+
+    async def send(message: Message) -> None:
+        told.append(message)
+
+    asyncio.run(SafeHeaders(app)({"type": "websocket"}, receive, send))
+    assert told == [{"type": "websocket.accept"}]
