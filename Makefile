@@ -24,7 +24,7 @@ $(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/
 	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
 # Many processes start in demos and tests; where Python may not write bytecode, each would compile megatron-core anew.
-	-$(BIN)/python -m compileall -q -j $(JOBS) $(VENV)/lib $(SOURCES) >/dev/null 2>&1
+	$(BIN)/python -m compileall -q -j $(JOBS) $(VENV)/lib $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
 	touch $@
 
 frontend/node_modules/.ready: frontend/package-lock.json
