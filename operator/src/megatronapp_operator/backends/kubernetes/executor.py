@@ -16,7 +16,13 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, SECRETS, Api, Object, Resource
-from megatronapp_operator.backends.kubernetes.errors import AlreadyExistsError, ApiError, NameTakenError, NotFoundError
+from megatronapp_operator.backends.kubernetes.errors import (
+    AlreadyExistsError,
+    ApiError,
+    NamespaceEndsError,
+    NameTakenError,
+    NotFoundError,
+)
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
@@ -229,6 +235,8 @@ class Executor:
         """Tell people; that nobody could be told is no reason to leave the rest undone."""
         try:
             await self._api.create(EVENTS, _event(owner, event, self._identity))
+        except NamespaceEndsError:
+            return
         except ApiError as error:
             log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
 
