@@ -190,3 +190,86 @@ def test_the_phases_of_a_hub(phase: str, ready: str, expected: HubPhase) -> None
     assert record is not None
     seen = observe([record], Told(), attempt=0, refusal=None)
     assert seen.hub is not None and seen.hub.phase is expected
+
+
+def condition(kind: str, status: str, **others: str) -> Object:
+    return {"type": kind, "status": status, "lastTransitionTime": "2026-11-22T03:07:00Z", **others}
+
+
+READY, CONTAINERS_READY = condition("Ready", "True"), condition("ContainersReady", "True")
+TAKEN_BACK = condition("Ready", "False")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason", "lost"),
+    [
+        ([TAKEN_BACK, CONTAINERS_READY], None, True),  # as the node controller leaves it
+        ([READY, CONTAINERS_READY], None, False),
+        (
+            [condition("Ready", "False", reason="ContainersNotReady"), condition("ContainersReady", "False")],
+            None,
+            False,
+        ),
+        ([condition("Ready", "False", reason="ReadinessGatesNotReady"), CONTAINERS_READY], None, False),
+        ([condition("Ready", "False", reason="PodCompleted"), condition("ContainersReady", "False")], None, False),
+        ([condition("Ready", "Unknown", reason="x")], "NodeLost", True),
+        ([], None, False),
+    ],
+    ids=str,
+)
+def test_that_a_node_is_not_heard_of_is_seen_at_its_pods(
+    conditions: list[Object], reason: str | None, lost: bool
+) -> None:
+    seen = worker(phase="Running", conditions=conditions, reason=reason, **state(running={}))
+    assert (seen.unreachable_since is not None) is lost and seen.phase is WorkerPhase.RUNNING
+    if lost:
+        assert seen.unreachable_since - read_pod(pod()).created_at == 7 * 60  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError", "NodeShutdown"])
+def test_what_a_kubelet_does_not_take_is_not_the_fault_of_the_pod(reason: str) -> None:
+    assert worker(phase="Failed", reason=reason).disrupted == reason
+    assert worker(phase="Failed", reason="TopologyAffinityError").disrupted is None
+
+
+def test_that_a_worker_is_brought_its_data_is_told_from_waiting() -> None:
+    before = {"name": "init-data", "state": {"running": {}}}
+    busy = worker(phase="Pending", initContainerStatuses=[before], **state(waiting={"reason": "PodInitializing"}))
+    assert (busy.preparing, busy.prepared_at, busy.waiting) == (True, None, None)
+    before["state"] = {"terminated": {"exitCode": 0, "finishedAt": "2026-11-22T03:01:00Z"}}
+    done = worker(phase="Pending", initContainerStatuses=[before], **state(waiting={"reason": "PodInitializing"}))
+    assert not done.preparing and done.prepared_at is not None
+
+
+def observed(kind: ReplicaType, **status: Any) -> Any:
+    made = pod("job-it", **status)
+    made["metadata"]["labels"] |= {"megatronapp.io/replica-type": kind.value}
+    record = read_pod(made)
+    assert record is not None
+    return observe([record], Told(), attempt=0, refusal=None)
+
+
+def test_why_a_hub_does_not_start_begins_with_a_word_for_programs() -> None:
+    unplaced = condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes are available")
+    assert observed(ReplicaType.HUB, conditions=[unplaced]).hub.waiting == "Unschedulable: 0/3 nodes are available"
+    gated = condition("PodScheduled", "False", reason="SchedulingGated")
+    assert observed(ReplicaType.HUB, conditions=[gated]).hub.waiting is None
+    ended = {"lastState": {"terminated": {"exitCode": 1, "message": "Traceback\nOSError: No space left\n"}}}
+    loop = {"name": "trainer", "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s"}}}
+    hub = observed(ReplicaType.HUB, phase="Running", containerStatuses=[loop | ended]).hub
+    assert hub.waiting == "CrashLoopBackOff: it ended with code 1: OSError: No space left"
+
+
+def test_an_initializer_is_seen_with_its_room_and_its_fate() -> None:
+    placed = condition("PodScheduled", "True")
+    first = {"name": "init-a", "state": {"terminated": {"exitCode": 0, "finishedAt": "2026-11-22T03:09:00Z"}}}
+    init = observed(
+        ReplicaType.INIT, phase="Failed", reason="Evicted", message="low on resource", conditions=[placed],
+        initContainerStatuses=[first],
+    ).init  # fmt: skip
+    assert (init.disrupted, init.message) == ("Evicted", "low on resource")
+    assert init.begun_at - init.created_at == 7 * 60
+    waiting = observed(
+        ReplicaType.INIT, conditions=[condition("PodScheduled", "False", reason="Unschedulable", message="full")]
+    ).init
+    assert (waiting.scheduled, waiting.message) == (False, "full")

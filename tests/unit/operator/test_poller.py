@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Told
-from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, Poller
+from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
 
 pytestmark = pytest.mark.asyncio
@@ -53,6 +54,21 @@ async def answering(host: str, port: int, body: bytes, *, status: str = "200 OK"
 
     async with await asyncio.start_server(serve, host, port):
         yield heard
+
+
+@contextlib.asynccontextmanager
+async def silent(host: str, port: int) -> AsyncIterator[None]:
+    """A server that listens and never answers, until whoever asks has gone."""
+    tasks: set[asyncio.Task[None] | None] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(serve, host, port):
+        yield
+        await asyncio.gather(*(task for task in tasks if task is not None))
 
 
 async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> Told:
@@ -113,3 +129,65 @@ async def test_nobody_is_asked_who_does_not_run_or_is_of_another_attempt() -> No
     ):
         assert await polled(pods=waiting) == Told()
     assert hub == [] and launcher == []
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often_and_its_launcher_as_ever() -> None:
+    clock, told, turns = Clock(), Told(), []
+    async with (
+        silent(HUB, HUB_PORT),
+        answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        poller = Poller(client, key=KEY, clock=clock, timeout_s=0.05)
+        for _ in range(40):
+            told = await poller.poll("uid", PODS, told, attempt=1)
+            turns.append(told.hub.misses)
+            clock.now += POLL_S
+        asked = [turn for turn, (now, before) in enumerate(zip(turns, [0, *turns], strict=False)) if now > before]
+        assert [POLL_S * (after - before) for before, after in itertools.pairwise(asked)] == [10, 20, 40, 60, 60]
+        assert len(launcher) == 40 and told.progress is not None
+        fresh = [dataclasses.replace(PODS[0], uid="another"), PODS[1]]
+        assert (await poller.poll("uid", fresh, told, attempt=1)).hub.misses == 1
+
+
+async def test_hub_and_launcher_are_asked_beside_each_other() -> None:
+    asked = asyncio.Barrier(2)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        await asked.wait()  # for the other one
+        body = json.dumps(SUMMARY if b"summary" in head else LAUNCHER_ANSWER).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(serve, HUB, HUB_PORT),
+        await asyncio.start_server(serve, LAUNCHER, STATUS_PORT),
+    ):
+        told = await polled()
+    assert told.summary is not None and told.progress is not None
+
+
+async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself() -> None:
+    clock, older = Clock(), SUMMARY | {"progress": {"attempt": 0, "iteration": 7}}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        poller = Poller(client, key=KEY, clock=clock)
+        async with answering(HUB, HUB_PORT, json.dumps(older).encode()):
+            assert (await poller.poll("uid", PODS, Told(), attempt=1)).heard_at == 0.0
+        async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()):
+            first = await poller.poll("uid", PODS, Told(), attempt=1)
+            clock.now += 5
+            again = await poller.poll("uid", PODS, first, attempt=1)
+        assert (first.heard_at, again.heard_at, first == again) == (1000.0, 1005.0, True)
+        clock.now += 5
+        assert (await poller.poll("uid", PODS, again, attempt=1)).heard_at == 1005.0
+        async with answering(LAUNCHER, STATUS_PORT, b'{"rankTable": null, "progress": null}'):
+            assert (await poller.poll("uid", PODS, again, attempt=1)).heard_at == 1010.0

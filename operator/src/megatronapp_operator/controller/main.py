@@ -71,7 +71,7 @@ async def operate(settings: Settings) -> None:
         lease = LeaseHolder(
             api, namespace=settings.lease_namespace, name=settings.lease_name, identity=settings.identity
         )
-        app = create_app(registry, alive=lambda: None, ready=lambda: _not_ready(health))
+        app = create_app(registry, alive=health.stuck, ready=lambda: _not_ready(health))
         async with served(create_server(app), settings.port):
             log.info("waiting for the lease %s/%s", settings.lease_namespace, settings.lease_name)
             await lease.acquire()
@@ -102,6 +102,7 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
         service = Service(guarded, client, settings, metrics, health)
         watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
         watches.start(asyncio.get_running_loop())
+        health.turned_at = lambda: watches.turned_at
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.hold())

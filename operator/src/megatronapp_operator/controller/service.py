@@ -20,6 +20,7 @@ from megatronapp_operator.backends.kubernetes.errors import (
     ForbiddenError,
     InvalidError,
     LeaseLostError,
+    NamespaceEndsError,
     NameTakenError,
     NotFoundError,
     ThrottledError,
@@ -41,10 +42,16 @@ BACKOFF_S = (0.5, 300.0)
 """First and longest pause after a look that failed."""
 PAUSE_PER_LOOK, PAUSE_S = 2.0, 0.5
 """A key rests for so many times the length of its last look, at most so long in seconds."""
-POLLERS = 16
+POLLERS = 32
 TELLING = (JobError, NameTakenError, ForbiddenError, InvalidError, NotFoundError)
 """What does not pass by itself, so that people should know."""
+ENDING_S = 60.0
+"""How often a job is looked at whose namespace is being terminated."""
 RESYNC_RETRY_S = 5.0
+STUCK_S = 600.0
+"""So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
+TURN_LATE_S = 120.0
+"""The watches' loop turns every second, if it is not stuck."""
 
 
 class Clock:
@@ -65,6 +72,27 @@ class Health:
     synced: bool = False
     """Everything was listed once since we lead."""
     leads: bool = False
+    finished_at: float = 0.0
+    """When a look at a job last came to its end, on the monotonic clock."""
+    oldest_s: Callable[[], float] = lambda: 0.0
+    """How long the first job in the queue has waited."""
+    turned_at: Callable[[], float] = time.monotonic
+    """When the loop of the watches last turned."""
+
+    def stuck(self) -> str | None:
+        """Why a new process would do better than this one; None: it would not.
+
+        Whoever asks is answered by the loop that also looks at jobs: if that is stuck, there is no answer.
+        """
+        if not self.leads:
+            return None
+        now = time.monotonic()
+        late_s, waited_s = now - self.turned_at(), min(self.oldest_s(), now - self.finished_at)
+        if late_s > TURN_LATE_S:
+            return f"the watches have not turned for {late_s:.0f} s"
+        if self.synced and waited_s > STUCK_S:
+            return f"jobs wait, and no look at a job has come to its end for {waited_s:.0f} s"
+        return None
 
 
 class Service:
@@ -88,15 +116,13 @@ class Service:
         self._store = Store()
         executor = Executor(api, self._store, key=settings.key, identity=settings.identity)
         self._reconciler = Reconciler(api, self._store, executor, settings.render, clock=self._clock)
-        self._poller = Poller(client, key=settings.key)
+        self._poller = Poller(client, key=settings.key, clock=self._clock)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._failures: dict[Key, int] = {}
-
-    @property
-    def pod_count(self) -> int:
-        """Pods that are known."""
-        return self._store.pod_count
+        self._ending: set[str] = set()
+        """Namespaces that are being terminated."""
+        health.oldest_s = lambda: self._queue.oldest_s
 
     def news(self, resource: str, kind: str | None, obj: Object) -> None:
         """What a watch brings (`watches.News`)."""
@@ -113,7 +139,7 @@ class Service:
     async def run(self) -> NoReturn:
         """Look after the jobs for ever. Raises LeaseLostError from whatever notices it first."""
         await self._sync()
-        self._health.synced = True
+        self._health.synced, self._health.finished_at = True, time.monotonic()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
             for _ in range(self._settings.workers):
@@ -160,8 +186,13 @@ class Service:
             try:
                 await self._sync()
                 pause = self._settings.resync_s
+            except LeaseLostError:
+                raise
             except ApiError as error:
                 log.warning("everything could not be listed, it is tried again in %g s: %s", RESYNC_RETRY_S, error)
+                pause = RESYNC_RETRY_S
+            except Exception:  # one object of a shape that nobody foresaw must not end the whole operator
+                log.exception("everything could not be listed, it is tried again in %g s", RESYNC_RETRY_S)
                 pause = RESYNC_RETRY_S
 
     async def _work(self, queue: KeyedQueue[Key], look: Callable[[Key], Awaitable[None]]) -> None:
@@ -184,20 +215,38 @@ class Service:
         except AgainError:
             self._queue.add(key)
             return
-        except (OperatorError, JobError) as error:
-            outcome, wake_at = "error", self._retry_at(key, error)
-            log.warning("%s/%s: %s", *key, error)
-            if isinstance(error, TELLING):
-                await self._reconciler.tell_trouble(key, error)
+        except NamespaceEndsError as error:
+            wake_at = self._clock() + ENDING_S
+            if key[0] not in self._ending:
+                log.info("namespace %s is being terminated, its jobs wait for that: %s", key[0], error)
+            self._ending.add(key[0])
         except Exception as error:
             outcome, wake_at = "error", self._retry_at(key, error)
-            log.exception("%s/%s: a look at the job failed", *key)
+            await self._tell(key, error)
         else:
             self._failures.pop(key, None)
+            self._ending.discard(key[0])
+        finally:
+            self._health.finished_at = time.monotonic()
         self._metrics.reconciled(time.monotonic() - began, outcome)
         if wake_at is not None:
             self._queue.add_at(key, wake_at)
         self._metrics.queue(self._queue.depth, self._queue.oldest_s)
+
+    async def _tell(self, key: Key, error: Exception) -> None:
+        """Name what went wrong, in the log, and at the job if it does not pass by itself."""
+        if not isinstance(error, OperatorError | JobError):
+            log.error("%s/%s: a look at the job failed", *key, exc_info=error)
+            return
+        log.warning("%s/%s: %s", *key, error)
+        if not isinstance(error, TELLING):
+            return
+        try:
+            await self._reconciler.tell_trouble(key, error)
+        except LeaseLostError:
+            raise
+        except Exception:
+            log.exception("%s/%s: that could not be told at the job", *key)
 
     def _retry_at(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1

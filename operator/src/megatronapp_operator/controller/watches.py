@@ -8,8 +8,9 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import kopf
 
@@ -26,6 +27,8 @@ STOP_S = 10.0
 SERVER_TIMEOUT_S = 290
 CONNECT_TIMEOUT_S = 10
 PAGE = 500
+TURN_S = 1.0
+"""How often the watches' loop shows that it turns."""
 
 
 class Watches:
@@ -39,6 +42,8 @@ class Watches:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.turned_at = time.monotonic()
+        """When their loop last turned, on the monotonic clock."""
         self.error: BaseException | None = None
         """Why the watches have ended by themselves."""
 
@@ -50,6 +55,7 @@ class Watches:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin; news come into this loop."""
         self._loop = loop
+        self.turned_at = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
@@ -65,14 +71,23 @@ class Watches:
             log.exception("the watches have ended")
 
     async def _operate(self) -> None:
-        await kopf.operator(
-            registry=self._registry(),
-            settings=self._settings(),
-            standalone=True,
-            clusterwide=not self._namespaces,
-            namespaces=list(self._namespaces),
-            stop_flag=self._stop,
-        )
+        turns = asyncio.create_task(self._turn())
+        try:
+            await kopf.operator(
+                registry=self._registry(),
+                settings=self._settings(),
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=list(self._namespaces),
+                stop_flag=self._stop,
+            )
+        finally:
+            turns.cancel()
+
+    async def _turn(self) -> NoReturn:
+        while True:
+            self.turned_at = time.monotonic()
+            await asyncio.sleep(TURN_S)
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()

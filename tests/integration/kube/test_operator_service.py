@@ -1,0 +1,124 @@
+"""The operator's own loop on a real API server: what goes wrong once ends nothing, and is not told for ever."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import kube
+import pytest
+from operator_play import KEY, SETTINGS, manifest
+from prometheus_client import CollectorRegistry
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Listing, Object, connect
+from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.controller.service import Health, Service
+from megatronapp_operator.controller.settings import Settings
+from megatronapp_operator.metrics import OperatorMetrics
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 60.0
+
+
+class FailingApi(Api):
+    """Lists of jobs fail with what stands in `failures`, one after the other."""
+
+    failures: list[Exception]
+    lists = 0
+
+    async def list_objects(self, *words: Any, **options: Any) -> Listing:
+        self.lists += 1
+        if self.lists > 1 and self.failures:  # the first one is that of the start
+            raise self.failures.pop(0)
+        return await super().list_objects(*words, **options)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    plane: kube.ControlPlane, namespace: str, failures: list[Exception]
+) -> AsyncIterator[tuple[Api, asyncio.Task[Any], Health]]:
+    """An operator without watches, which lists everything again and again."""
+    settings = Settings(
+        render=SETTINGS, key=KEY, identity="one", lease_namespace=namespace, lease_name="none",
+        namespaces=(namespace,), resync_s=0.05,
+    )  # fmt: skip
+    health = Health(leads=True)
+    async with (
+        connect(kubeconfig=str(plane.kubeconfig())) as api,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        failing = FailingApi(api._client)
+        failing.failures = failures
+        service = Service(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
+        task = asyncio.ensure_future(service.run())
+        try:
+            yield api, task, health
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(what: Callable[[], Any]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await what():
+            await asyncio.sleep(0.05)
+
+
+async def pods(api: Api, namespace: str) -> list[Object]:
+    return (await api.list_objects(PODS, namespace)).items
+
+
+async def test_a_list_that_nobody_foresaw_is_tried_again(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatronapp_operator.controller.service.RESYNC_RETRY_S", 0.01)
+    async with serving(plane, namespace, [KeyError("metadata"), TypeError("none")]) as (api, _, health):
+        await api.create(JOBS, manifest(namespace))
+
+        async def made() -> bool:
+            return len(await pods(api, namespace)) == 2
+
+        await until(made)
+        assert health.stuck() is None
+    assert sum("could not be listed" in one.getMessage() for one in caplog.records) == 2
+
+
+async def test_the_loss_of_the_lease_ends_it_wherever_it_is_noticed(plane: kube.ControlPlane, namespace: str) -> None:
+    async with serving(plane, namespace, [LeaseLostError("gone")]) as (_, task, _health):
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with asyncio.timeout(DEADLINE_S):
+                await task
+    assert caught.group_contains(LeaseLostError)
+
+
+async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietly(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatronapp_operator.controller.service.ENDING_S", 0.05)
+    caplog.set_level(logging.INFO)
+    async with connect(kubeconfig=str(plane.kubeconfig())) as api:
+        for name in ("one", "two"):
+            await api.create(JOBS, manifest(namespace, name))
+    assert plane.kubectl("delete", "namespace", namespace, "--wait=false").returncode == 0
+    async with serving(plane, namespace, []) as (api, task, health):
+
+        async def looked() -> bool:
+            assert not task.done()
+            return _said(caplog) == 1
+
+        await until(looked)
+        began = health.finished_at
+
+        async def looked_again() -> bool:
+            return health.finished_at > began + 0.5
+
+        await until(looked_again)
+        assert await pods(api, namespace) == []
+    assert _said(caplog) == 1
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("is being terminated, its jobs wait" in one.getMessage() for one in caplog.records)

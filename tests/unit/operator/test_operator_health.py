@@ -1,0 +1,61 @@
+"""What the liveness probe says of an operator, and what of an API server's refusals tells that a namespace ends."""
+
+import dataclasses
+import time
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.testclient import TestClient
+
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, NamespaceEndsError, error_of
+from megatronapp_operator.controller.probes import create_app
+from megatronapp_operator.controller.service import STUCK_S, TURN_LATE_S, Health
+
+
+def health(*, oldest_s: float = 0.0, finished_ago_s: float = 0.0, turned_ago_s: float = 0.0) -> Health:
+    now = time.monotonic()
+    return Health(
+        synced=True,
+        leads=True,
+        finished_at=now - finished_ago_s,
+        oldest_s=lambda: oldest_s,
+        turned_at=lambda: now - turned_ago_s,
+    )
+
+
+LATE_S = STUCK_S + 1
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (health(), None),
+        (health(oldest_s=LATE_S), None),  # looks come to their end: there is much to do
+        (health(finished_ago_s=LATE_S), None),  # nothing is to do
+        (health(oldest_s=LATE_S, finished_ago_s=LATE_S), "jobs wait"),
+        (health(turned_ago_s=TURN_LATE_S + 1), "watches"),
+    ],
+)
+def test_an_operator_is_stuck_where_jobs_wait_and_nothing_is_done_or_its_watches_stand_still(
+    found: Health, word: str | None
+) -> None:
+    app = create_app(CollectorRegistry(), alive=found.stuck, ready=lambda: None)
+    with TestClient(app) as client:
+        answer = client.get("/healthz")
+    assert answer.status_code == (200 if word is None else 503)
+    assert (word or "ok") in answer.text
+
+
+def test_who_waits_for_the_lease_or_still_lists_everything_is_not_stuck() -> None:
+    waiting = health(oldest_s=LATE_S, finished_ago_s=LATE_S, turned_ago_s=TURN_LATE_S + 1)
+    assert dataclasses.replace(waiting, leads=False).stuck() is None
+    listing = health(oldest_s=LATE_S, finished_ago_s=LATE_S)
+    assert dataclasses.replace(listing, synced=False).stuck() is None
+
+
+def test_only_the_cause_says_that_a_namespace_ends() -> None:
+    document = {"reason": "Forbidden", "message": 'pods "a" is forbidden: because it is being terminated'}
+    assert type(error_of(403, document, "POST /pods")) is ForbiddenError
+    cause = {"reason": "NamespaceTerminating", "field": "metadata.namespace"}
+    ending = error_of(403, document | {"details": {"causes": [cause]}}, "POST /pods")
+    assert isinstance(ending, NamespaceEndsError) and "being terminated" in str(ending)
