@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common.pages import PageReader, PageWriter
+from megatronapp_native import RingWriter
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 20.0
@@ -93,6 +94,37 @@ async def test_sigterm_drains_once_more(hub: Any, worker: Any, until: Any) -> No
         process.terminate()
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     assert len(await hub.get("/api/v1/steps")) == 40
+    mine.close_rings(unlink=True)
+
+
+@pytest.mark.parametrize("how", ["closed", "killed", "asked twice"])
+async def test_what_ranks_record_after_sigterm_is_brought_until_their_launcher_has_ended(
+    hub: Any, worker: Any, until: Any, how: str
+) -> None:
+    mine = worker(hub.url)
+    mine.open_rings()
+    launcher = RingWriter(str(mine.shm_dir / f"{mine.prefix}.worker.ring"), 64, 0, b"{}")
+    mine.write_steps(range(2))
+    async with mine.agent() as process:
+
+        async def has(count: int) -> None:
+            async def arrived() -> bool:
+                launcher.heartbeat()
+                return len(await hub.get("/api/v1/steps")) == count
+
+            await until(arrived)
+
+        await has(2)
+        process.terminate()
+        for step in range(2, 6):
+            mine.write_steps([step])
+            await has(step + 1)
+        assert process.returncode is None
+        if how == "closed":
+            launcher.close(False)
+        elif how == "asked twice":
+            process.terminate()
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
     mine.close_rings(unlink=True)
 
 

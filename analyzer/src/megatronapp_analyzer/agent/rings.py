@@ -17,6 +17,7 @@ from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
 LOG = logging.getLogger(__name__)
 FRAME_RECORDS = 4096
 CLOCK_RESEND_NS = 30_000_000_000
+NS_PER_S = 1_000_000_000
 MAX_FRAMES_PER_READ = 16
 """Frames read from one ring before the others get their turn."""
 
@@ -150,6 +151,10 @@ class RingSource:
             "processState": self._state,
         }
 
+    def beats(self, now_ns: int, within_s: float) -> bool:
+        """Whether its writer was heard of lately, and has not ended."""
+        return not self.ended and now_ns - self._info.heartbeat_ns < within_s * NS_PER_S
+
     def close(self) -> None:
         """Unmap."""
         self._reader.close()
@@ -186,6 +191,10 @@ class RingDirectory:
     def all_ended(self) -> bool:
         """Whether there was a ring and all of them have ended."""
         return bool(self._sources) and all(source.ended for source in self._sources.values())
+
+    def launcher_lives(self, now_ns: int, quiet_s: float) -> bool:
+        """Whether the worker's own ring is there and still written, as it is until all ranks have ended."""
+        return any(source.beats(now_ns, quiet_s) for source in self.sources if source.ring is None)
 
     def discover(self) -> list[RingSource]:
         """Open rings that have appeared since the last call."""

@@ -34,15 +34,19 @@ class Agent:
         self._progress = PageReader(settings.shm_dir / f"{settings.shm_prefix}.{ShmFile.PROGRESS.value}")
         self._control: PageWriter | None = None
         self._stopping = asyncio.Event()
+        self._asked_to_stop = False
         self._reason = "rings ended"
         self._uplink = Uplink(
             settings, self._buffer, ring_frames=self._ring_frames, status=self._status, on_command=self._command
         )
 
     def stop(self) -> None:
-        """Drain once more, deliver, and end."""
+        """Drain, deliver, and end: once the launcher has ended, who was asked to stop at the same time and whose ranks
+        may write a last checkpoint; at once if there is none, if it was killed, or when asked a second time."""
         self._reason = "stopped"
-        self._stopping.set()
+        if self._asked_to_stop:
+            self._stopping.set()
+        self._asked_to_stop = True
 
     async def run(self) -> None:
         """Until the rings have ended or `stop` was called; then deliver what is buffered.
@@ -74,6 +78,8 @@ class Agent:
                 self._discover()
                 next_discovery = loop.time() + self._settings.discover_s
             self._read()
+            if self._asked_to_stop and not self._rings.launcher_lives(self._monotonic_ns(), self._settings.quiet_s):
+                break
             if not self._rings.all_ended:
                 ended_since = loop.time()
             elif loop.time() - ended_since > self._settings.linger_s:

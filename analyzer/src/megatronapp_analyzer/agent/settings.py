@@ -40,6 +40,8 @@ class AgentSettings:
     backoff_max_s: float = 5.0
     linger_s: float = 1.0
     """After the last ring ended: how long to look for another one."""
+    quiet_s: float = 5.0
+    """A launcher whose ring has not beaten for so long has ended without closing it; it beats every second."""
     deliver_s: float = 10.0
     """At the end: how long to try to deliver what is buffered."""
 
