@@ -3,7 +3,7 @@
 Layout, little endian::
 
     0   u32  length of the whole frame in bytes, this field included; a multiple of 8
-    4   u8   version (1)
+    4   u8   version (1); one minor release raises it by one at most, and reads the version before, too
     5   u8   type
     6   u16  reserved, 0
     8   u32  length of the header in bytes
@@ -95,12 +95,20 @@ def encode(frame: Frame) -> bytes:
     return bytes(out)
 
 
+def accepts(version: object, newest: int) -> bool:
+    """Whether who speaks `newest` reads this version: that, and the one before, which the minor release before speaks.
+
+    In an upgrade agents of a live attempt go on as they are beside a hub that is newer.
+    """
+    return version in range(max(1, newest - 1), newest + 1)
+
+
 def frame_length(prefix: bytes | memoryview) -> int:
     """Length in bytes of the frame that starts with `prefix` (at least 16 bytes). Raises FrameError."""
     if len(prefix) < PREFIX.size:
         raise FrameError(f"a frame starts with {PREFIX.size} bytes, got {len(prefix)}")
     total, version, _, _, header, body = PREFIX.unpack_from(prefix, 0)
-    if version != VERSION:
+    if not accepts(version, VERSION):
         raise FrameError(f"frame version {version} is not {VERSION}; use the same release on both sides")
     if total != PREFIX.size + _padded(header) + _padded(body) or total > MAX_FRAME_BYTES:
         raise FrameError(f"frame lengths disagree: total {total}, header {header}, body {body}")

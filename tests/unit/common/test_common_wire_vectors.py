@@ -56,3 +56,24 @@ def test_columns_of_steps_are_read_from_a_body() -> None:
 def test_every_file_is_listed() -> None:
     listed = {entry["file"] for entry in [*INDEX["valid"], *INDEX["invalid"]]}
     assert {path.name for path in WIRE.glob("*.bin")} == listed
+
+
+def test_the_next_minor_release_reads_the_frames_of_this_one_and_the_one_after_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = {entry["name"]: (WIRE / entry["file"]).read_bytes() for entry in INDEX["valid"]}
+    monkeypatch.setattr(frames, "VERSION", frames.VERSION + 1)
+    for entry in INDEX["valid"]:
+        assert frames.decode(recorded[entry["name"]]).type == entry["type"]
+    monkeypatch.setattr(frames, "VERSION", frames.VERSION + 1)
+    for data in recorded.values():
+        with pytest.raises(FrameError, match="frame version 1 is not 3"):
+            frames.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("version", "newest", "read"),
+    [(1, 1, True), (0, 1, False), (2, 1, False), (1, 2, True), (1, 3, False), (None, 2, False), ("1", 1, False)],
+)
+def test_a_version_is_read_by_its_own_release_and_the_next(version: object, newest: int, read: bool) -> None:
+    assert frames.accepts(version, newest) is read

@@ -51,7 +51,7 @@ def parse_hello(frame: Frame, job: str, uid: str) -> AgentLink:
     header = frame.header
     if frame.type != FrameType.HELLO:
         raise ProtocolError("no-hello", f"the first frame is of type {frame.type}", "Send HELLO first.")
-    if header.get("protocol") != PROTOCOL:
+    if not frames.accepts(header.get("protocol"), PROTOCOL):
         raise ProtocolError("protocol", f"protocol {header.get('protocol')} is not {PROTOCOL}", "Use the same release.")
     if header.get("uid") != uid or header.get("job") != job:
         raise ProtocolError("other-job", f"this is the hub of {job} ({uid})", "Check the agent's environment.")
