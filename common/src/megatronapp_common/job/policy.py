@@ -33,7 +33,8 @@ class NodeExclusion(ManifestModel):
     enabled: bool = True
     """Keep such a list; false: no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
-    """So many at most; a node that fails takes the place of the oldest, a slow one waits until there is room."""
+    """So many at most; a node that fails takes the place of the oldest, a slow one waits until there is room. Of a gang
+    that finds no room the oldest may be used again."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""
 
@@ -78,7 +79,8 @@ class RunPolicy(ManifestModel):
     """Restarts, deadlines, and what stays after the end."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Restarts of the gang before the job fails."""
+    """Restarts of the gang before the job fails. What the cluster takes away (preemption, eviction, a lost node) does
+    not count; the pause before a restart grows with it all the same."""
     backoff: Backoff = Backoff()
     """Pause before a restart."""
     reset_after_seconds: Seconds = 3600
@@ -87,11 +89,14 @@ class RunPolicy(ManifestModel):
     """Longest life of the job over all attempts; left out: no limit."""
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
-    The same again until all run; then the job fails, because an image or a volume is wrong."""
+    The same again until all run; then the job fails, because an image or a volume is wrong. Time in which initializers
+    run does not count."""
     progress_deadline_seconds: Seconds | None = None
-    """Longest time without a finished step; left out: no limit."""
+    """Longest time without a finished step; left out: no limit. While neither hub nor launcher answers the operator it
+    waits for them, up to an hour more."""
     lost_node_timeout_seconds: Seconds = 300
-    """Seconds that a worker may be out of reach (node not ready, pod terminating) until it is given up."""
+    """Seconds that a worker may be out of reach (node not ready, pod terminating after its grace period) until it is
+    given up; the gang restarts then, which does not count against maxRestarts."""
     termination_grace_period_seconds: Annotated[int, Field(ge=1, le=86400)] = 600
     """Time to write a checkpoint after SIGTERM, before SIGKILL."""
     clean_pod_policy: Literal["None", "Running", "All"] = "Running"
