@@ -141,3 +141,18 @@ async def test_an_answer_that_is_no_status_object(namespace: str) -> None:
         with pytest.raises(errors.UnavailableError, match="<html>") as refused:
             await Api(client).get(CONFIG_MAPS, namespace, "one")
     assert refused.value.status == 502
+
+
+async def test_a_proxy_of_the_environment_is_used_unless_it_is_not_for_this_server(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "elsewhere.example")
+        with pytest.raises(errors.UnavailableError):
+            async with opened(plane) as api:
+                await api.get(CONFIG_MAPS, namespace, "one")
+        monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+        async with opened(plane) as api:
+            assert await api.get(CONFIG_MAPS, namespace, "one") is None

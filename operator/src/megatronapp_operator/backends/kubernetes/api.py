@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes_asyncio import config
@@ -34,6 +35,7 @@ Object = dict[str, Any]
 FIELD_MANAGER = "megatron-operator"
 REQUEST_S = 30.0
 PAGE = 500
+READ_BUFFER = 1 << 21
 MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -87,8 +89,19 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
         config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+    settings.proxy = settings.proxy or _proxy_for(settings.host or "")
     async with ApiClient(configuration=settings) as client:
+        # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
+        session = client.rest_client.pool_manager
+        client.rest_client.pool_manager = aiohttp.ClientSession(connector=session.connector, read_bufsize=READ_BUFFER)
+        session.detach()
         yield Api(client)
+
+
+def _proxy_for(host: str) -> str | None:
+    """The proxy that the environment names for an address."""
+    place = urlsplit(host)
+    return None if proxy_bypass(place.hostname or "") else getproxies().get(place.scheme)
 
 
 class Api:

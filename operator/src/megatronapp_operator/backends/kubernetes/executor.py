@@ -186,6 +186,7 @@ class Executor:
         await self._all([self._create(work, pod) for pod in pods])
 
     async def _create(self, work: Work, pod: Object) -> None:
+        made: Object | None
         try:
             made = await self._api.create(PODS, pod)
         except AlreadyExistsError:

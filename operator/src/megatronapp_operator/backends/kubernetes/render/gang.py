@@ -22,8 +22,8 @@ from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 RANKS_KEY = "rank-table.json"
 
 
-class _Plain(yaml.SafeDumper):
-    """Without aliases, which manifests may not have."""
+class _Plain(yaml.CSafeDumper):
+    """Without aliases, which manifests may not have. libyaml's, as a manifest is written for each of many jobs."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
