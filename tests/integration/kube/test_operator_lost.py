@@ -82,8 +82,8 @@ async def test_initializers_that_are_evicted_are_tried_again_outside_of_the_budg
     one = {"name": "data", "image": "busybox", "storageUri": "s3://a/b", "target": "/data", "scope": "Job"}
     data = {"mock": True, "volume": {"claim": "data", "mountPath": "/data"}}
     async with play(plane, namespace) as stage:
-        spec = {"initializers": [one], "data": data, "runPolicy": {"maxRestarts": 0}}
-        await stage.api.create(JOBS, manifest(namespace, **spec))
+        made = manifest(namespace, initializers=[one], data=data, runPolicy={"maxRestarts": 0})
+        await stage.api.create(JOBS, made)
         await stage.begin()
         await stage.rest()
         first = (await stage.machines.pods())["job-init"]["metadata"]["uid"]

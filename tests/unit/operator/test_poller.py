@@ -13,7 +13,7 @@ import pytest
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.observe import Contact, Told
 from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
 
@@ -138,23 +138,29 @@ class Clock:
         return self.now
 
 
-async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often_and_its_launcher_as_ever() -> None:
-    clock, told, turns = Clock(), Told(), []
-    async with (
-        silent(HUB, HUB_PORT),
-        answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
-        httpx.AsyncClient(trust_env=False) as client,
-    ):
-        poller = Poller(client, key=KEY, clock=clock, timeout_s=0.05)
+async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often() -> None:
+    clock, told, misses = Clock(), Told(), []
+    async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False) as client:
+        poller = Poller(client, key=KEY, clock=clock, timeout_s=0.02)
         for _ in range(40):
-            told = await poller.poll("uid", PODS, told, attempt=1)
-            turns.append(told.hub.misses)
+            told = await poller.poll("uid", PODS[:1], told, attempt=1)
+            misses.append(told.hub.misses)
             clock.now += POLL_S
-        asked = [turn for turn, (now, before) in enumerate(zip(turns, [0, *turns], strict=False)) if now > before]
+        asked = [turn for turn, (now, before) in enumerate(zip(misses, [0, *misses], strict=False)) if now > before]
         assert [POLL_S * (after - before) for before, after in itertools.pairwise(asked)] == [10, 20, 40, 60, 60]
-        assert len(launcher) == 40 and told.progress is not None
-        fresh = [dataclasses.replace(PODS[0], uid="another"), PODS[1]]
-        assert (await poller.poll("uid", fresh, told, attempt=1)).hub.misses == 1
+        fresh = dataclasses.replace(PODS[0], uid="another")
+        assert (await poller.poll("uid", [fresh], told, attempt=1)).hub.misses == 1
+
+
+async def test_while_a_slow_hub_is_left_alone_its_launcher_is_asked_as_ever() -> None:
+    resting = Told(hub=Contact(uid=PODS[0].uid, misses=3, due=float("inf")))
+    async with (
+        answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as hub,
+        answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()),
+    ):
+        told = await polled(resting)
+    assert (hub, told.summary, told.hub) == ([], None, resting.hub)
+    assert told.progress is not None and told.progress.iteration == 9
 
 
 async def test_hub_and_launcher_are_asked_beside_each_other() -> None:
