@@ -4,7 +4,6 @@ MEGATRONAPP_E2E=standing takes the cluster that `python -m cluster up` brought u
 """
 
 import os
-import pathlib
 from collections.abc import Iterator
 
 import playwright.sync_api as pw
@@ -57,12 +56,11 @@ def complaints() -> list[str]:
 
 
 @pytest.fixture
-def page(browser: pw.Browser, complaints: list[str], tmp_path: pathlib.Path) -> Iterator[pw.Page]:
+def page(browser: pw.Browser, complaints: list[str]) -> Iterator[pw.Page]:
     context = browser.new_context(viewport={"width": 1440, "height": 900}, reduced_motion="reduce")
     shown = context.new_page()
     shown.on("pageerror", lambda error: complaints.append(str(error)))
     shown.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     yield shown
-    shown.screenshot(path=tmp_path / "page.png", full_page=True)
     context.close()
     assert complaints == []

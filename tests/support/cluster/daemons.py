@@ -11,6 +11,8 @@ from cluster.layout import ClusterError
 
 STOP_S = 10.0
 POLL_S = 0.05
+_STARTED: list["subprocess.Popen[bytes]"] = []
+"""Those of this process. They may outlive it, of which Python would warn when it forgets them."""
 
 
 def start(folder: pathlib.Path, name: str, command: list[str], environment: dict[str, str] | None = None) -> None:
@@ -25,6 +27,7 @@ def start(folder: pathlib.Path, name: str, command: list[str], environment: dict
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
+    _STARTED.append(process)
     (folder / f"{name}.pid").write_text(f"{process.pid} {_birth(process.pid)}\n", encoding="utf-8")
 
 
