@@ -2,11 +2,13 @@
 
 import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import door
 import kube
 import pytest
+
+from megatronapp_common import cli
 
 _NUMBERS = itertools.count()
 CRD = kube.ROOT / "crds" / "megatronjob.yaml"
@@ -14,7 +16,9 @@ CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
-    with kube.control_plane(tmp_path_factory.mktemp("control-plane"), users=("nobody",)) as plane:
+    folder = tmp_path_factory.mktemp("control-plane")
+    authority = door.make_authority(folder)  # of people who show certificates
+    with kube.control_plane(folder, users=("nobody",), flags=(f"--client-ca-file={authority}",)) as plane:
         apply(plane, CRD)
         with plane.client() as client:
             door.wait_for(lambda: client.get("/apis/megatronapp.io/v1alpha1/megatronjobs").is_success)
@@ -34,6 +38,36 @@ def namespace(plane: kube.ControlPlane) -> str:
     done = plane.kubectl("create", "namespace", name)
     assert done.returncode == 0, done.stderr
     return name
+
+
+RIGHTS = (
+    door.on_jobs("get", "list", "create", "update", "patch", "delete"),
+    {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list", "delete"]},
+    {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]},
+)
+"""Of somebody who works in a namespace."""
+
+
+@pytest.fixture
+def token(plane: kube.ControlPlane, namespace: str) -> str:
+    return door.account(plane, namespace, "user", grants=RIGHTS)
+
+
+@pytest.fixture
+def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, token: str) -> pathlib.Path:
+    """The kubeconfig of somebody with all rights in one namespace, which is its context's."""
+    return door.kubeconfig(plane, tmp_path, token, namespace=namespace)
+
+
+@pytest.fixture
+def run(config: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """One `megatronapp` on the cluster: exit code, output, errors."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = cli.main([*words, "--kubeconfig", str(config)])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 def apply(plane: kube.ControlPlane, path: pathlib.Path) -> None:

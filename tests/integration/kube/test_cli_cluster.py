@@ -10,51 +10,22 @@ import ssl
 import subprocess
 import sys
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import door
-import httpx
 import kube
 import pytest
 import yaml
 
-from megatronapp_common import cli
 from megatronapp_common.names import LABEL_ATTEMPT
-from megatronapp_common.tokens import job_secret
-from megatronapp_operator.cli.cluster import doors, meant
-from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
+from megatronapp_operator.cli.cluster import meant
 from megatronapp_operator.cli.cluster.logs import select
 
-ALL = door.on_jobs("get", "list", "create", "update", "patch", "delete")
-PODS = {"apiGroups": [""], "resources": ["pods", "pods/log"], "verbs": ["get", "list", "delete"]}
-EVENTS = {"apiGroups": [""], "resources": ["events"], "verbs": ["list"]}
 Run = Callable[..., tuple[int, str, str]]
+Capture = pytest.CaptureFixture[str]
 LOG = "launcher: starts\n[rank 0] step 1\n[rank 1] loss 7.5\n[rank 10] other\n[rank 1] [odd] text\nlauncher: ends\n"
-
-
-@pytest.fixture
-def token(plane: kube.ControlPlane, namespace: str) -> str:
-    return door.account(plane, namespace, "user", grants=[ALL, PODS, EVENTS])
-
-
-@pytest.fixture
-def config(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, token: str) -> pathlib.Path:
-    """The kubeconfig of somebody with all rights in one namespace, which is its context's."""
-    return door.kubeconfig(plane, tmp_path, token, namespace=namespace)
-
-
-@pytest.fixture
-def run(config: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """One `megatronapp` on the cluster: exit code, output, errors."""
-
-    def call(command: str, *words: str) -> tuple[int, str, str]:
-        code = cli.main([command, "--kubeconfig", str(config), *words])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
@@ -173,120 +144,6 @@ def test_waiting_ends_when_it_is_so_or_cannot_be(plane: kube.ControlPlane, names
     assert run("wait", "demo", "--for", "condition=Running")[:2] == (0, met)
     door.set_status(plane, job, phase="Failed", conditions=[{**running, "type": "Failed"}])
     assert "Complete cannot become True" in run("wait", "demo", "--for", "condition=Complete")[2]
-
-
-def test_a_fault_goes_through_the_door_with_the_callers_own_token(
-    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, tmp_path: pathlib.Path
-) -> None:
-    job = door.make_job(plane, namespace, "demo")
-    words = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
-    with door.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
-        code, text, problem = run("inject", "--door", reviewing.url, *words)
-        assert (code, problem) == (0, "")
-        assert text.endswith("rank 1, compute x 2, steps 90 to 92\n")
-        with reviewing.client(reviewing.job_token(job.uid)) as client:
-            door.wait_for(lambda: client.get(f"{job.path}/faults").is_success)
-            assert [fault["rank"] for fault in client.get(f"{job.path}/faults").json()][-1] == 1
-    assert "outside of this world" in run("inject", "--door", reviewing.url, *words[:2], "99", *words[3:])[2]
-
-
-def test_the_pages_open_by_an_address_that_holds_no_token(
-    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, token: str
-) -> None:
-    job = door.make_job(plane, namespace, "demo", hub=False)
-    code, text, _ = run("ui", "demo", "--door", reviewing.url, "--print")
-    assert code == 0
-    assert token not in text
-    query = urllib.parse.parse_qs(urllib.parse.urlsplit(text.strip()).query)
-    assert query["job"] == [f"{namespace}/demo"]
-    with httpx.Client(trust_env=False, follow_redirects=True) as browser:
-        assert browser.get(text.strip()).status_code == 200
-        assert browser.get(reviewing.url + job.path).json()["uid"] == job.uid
-
-
-def test_who_has_no_token_opens_a_job_by_its_secret(
-    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path, token: str
-) -> None:
-    """A kubeconfig with a token that the door refuses, whose owner may read the job's Secret."""
-    job = door.make_job(plane, namespace, "demo", hub=False)
-    body = {
-        "metadata": {"name": f"demo-tokens-{job.uid[:8]}"},
-        "stringData": {"secret": job_secret(reviewing.key, job.uid)},
-    }
-    door.create(plane, f"/api/v1/namespaces/{namespace}/secrets", body)
-    reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
-    poor = door.account(plane, namespace, "poor", grants=[reader])
-    config = door.kubeconfig(plane, tmp_path, poor, namespace=namespace)
-    with reviewing.client(poor) as client:
-        assert client.get(job.path).status_code == 403
-    arguments = argparse.Namespace(kubeconfig=str(config), context=None, namespace=None, door=reviewing.url)
-    with opened(arguments) as cluster:
-        found = doors.token_for(cluster, reviewing.url, ClusterJob(job.document))
-    assert found == reviewing.job_token(job.uid)
-
-
-def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
-    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The real kubectl refuses to forward to a Service that selects no pods."""
-    services = {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list"]}
-    token = door.account(plane, namespace, "user", grants=[ALL, services])
-    config = door.kubeconfig(plane, tmp_path, token, namespace=namespace)
-    door.make_job(plane, namespace, "demo", hub=False)
-
-    def problem(*words: str) -> str:
-        assert cli.main(["ui", "demo", "--kubeconfig", str(config), "--print", *words]) == 1
-        return capsys.readouterr().err
-
-    forget = "meta.helm.sh/release-namespace-"  # a test of the chart may have left it
-    assert plane.kubectl("annotate", "crd", "megatronjobs.megatronapp.io", forget).returncode == 0
-    how = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
-    assert how in problem("--door", f"{namespace}/none")
-    assert "this is no NAMESPACE/SERVICE" in problem("--door", "none")
-    labels = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
-    body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
-    door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # anybody's, with labels that all know
-    assert f"which tells where the door is; {how}" in problem()
-    _let_read_definitions(plane, namespace)
-    assert "has no annotation meta.helm.sh/release-namespace" in problem()
-    release = f"{namespace}-release"
-    door.create(plane, "/api/v1/namespaces", {"metadata": {"name": release}})
-    with _released_in(plane, release):
-        assert f"you may not list the Services of '{release}'" in problem()
-        listing = {"metadata": {"name": "services"}, "rules": [services]}
-        rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
-        door.create(plane, f"{rbac}/roles", listing)
-        subjects = [{"kind": "ServiceAccount", "name": "user", "namespace": namespace}]
-        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "services"}
-        binding = {"metadata": {"name": "services"}, "roleRef": reference, "subjects": subjects}
-        door.create(plane, f"{rbac}/rolebindings", binding)
-        assert f"'{release}', the release's namespace, has no door; {how}" in problem()
-        door.create(plane, f"/api/v1/namespaces/{release}/services", body)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("PATH", str(tmp_path))
-            assert "kubectl is not there" in problem()
-            patched.setenv("PATH", str(plane.programs))
-            assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
-
-
-def _let_read_definitions(plane: kube.ControlPlane, namespace: str) -> None:
-    rule = {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["get"]}
-    role = f"{namespace}-definitions"
-    body = {"metadata": {"name": role}, "rules": [rule]}
-    door.create(plane, "/apis/rbac.authorization.k8s.io/v1/clusterroles", body)
-    door.bind(plane, namespace, "user", {"kind": "ClusterRole", "name": role}, everywhere=True)
-
-
-@contextlib.contextmanager
-def _released_in(plane: kube.ControlPlane, namespace: str) -> Iterator[None]:
-    """What helm writes on the definition."""
-    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/megatronjobs.megatronapp.io"
-    name = "meta.helm.sh/release-namespace"
-    door.patch(plane, path, {"metadata": {"annotations": {name: namespace}}})
-    try:
-        yield
-    finally:
-        door.patch(plane, path, {"metadata": {"annotations": {name: None}}})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Subcommands of `megatronapp` for jobs; the command itself lives in megatronapp_common."""
 
-from megatronapp_operator.cli.commands import register
+from megatronapp_operator.cli.commands import extend, register
 
-__all__ = ["register"]
+__all__ = ["extend", "register"]

@@ -24,6 +24,24 @@ def register(subparsers: Subparsers) -> None:
         add(subparsers)
 
 
+def extend(subparsers: Subparsers) -> None:
+    """Let `trace export`, which the analyzer brings, mean a cluster, too."""
+    export = _below(_below(subparsers, "trace"), "export")
+    if export is None:
+        return
+    here, there = export.get_default("func"), _command("trace")
+    _add_cluster(export)
+    _add_door(export)
+    export.set_defaults(func=lambda arguments: (there if cluster.meant(arguments) else here)(arguments))
+
+
+def _below(above: Any, name: str) -> Any:  # noqa: ANN401
+    """The parser of a subcommand, of what holds subcommands or is a parser that does; None if there is none."""
+    if isinstance(above, argparse.ArgumentParser):
+        above = next((one for one in above._actions if isinstance(one, argparse._SubParsersAction)), None)
+    return None if above is None else above.choices.get(name)
+
+
 def _command(module: str) -> Callable[[argparse.Namespace], int]:
     def call(arguments: argparse.Namespace) -> int:
         folder = "cli.cluster" if cluster.meant(arguments) and module not in LOCAL else "cli"
@@ -54,6 +72,8 @@ def _add_door(parser: argparse.ArgumentParser) -> None:
     """Only for those subcommands that talk to hubs."""
     text = "on a cluster: the door's URL, or NAMESPACE/SERVICE; left out: the one that is found"
     parser.add_argument("--door", metavar="WHERE", help=text)
+    text = "on a cluster: show the door a token of this service account; left out: your own, or one that you may have"
+    parser.add_argument("--service-account", metavar="[NAMESPACE/]NAME", help=text)
 
 
 def _add_job(parser: argparse.ArgumentParser, text: str = "name of a job", *, nargs: str | None = None) -> None:

@@ -20,6 +20,8 @@ SEND_S = 30.0
 """So long may a page take to read a frame."""
 OPEN_S = 10.0
 CLOSE_S = 5.0
+LEAVE_S = 1.0
+"""So long may a hub take to say goodbye: until then it holds memory."""
 RECHECK_S = 30.0
 CLOSE_POLICY, CLOSE_FAULT, CLOSE_AGAIN = 1008, 1011, 1012
 """WebSocket close codes (RFC 6455 and its registry): policy violation, internal error, service restart."""
@@ -44,8 +46,9 @@ async def listening(hub: str, token: str) -> AsyncIterator[websockets.asyncio.cl
             proxy=None,
             compression=None,
             max_size=MAX_FRAME_BYTES,
-            max_queue=1,
+            max_queue=0,
             open_timeout=OPEN_S,
+            close_timeout=LEAVE_S,
         )
     except (WebSocketException, OSError, TimeoutError) as error:
         text = f"the job's hub does not open its live socket: {type(error).__name__}"

@@ -1,13 +1,15 @@
-"""The way to the door of a cluster, and what opens it: nobody has to paste a token."""
+"""The way to the door of a cluster."""
 
-import base64
 import contextlib
+import dataclasses
+import ipaddress
 import re
+import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from http import HTTPStatus
+import urllib.parse
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -15,18 +17,18 @@ import httpx
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.metadata import NAME_PATTERN
 from megatronapp_common.names import DOOR_PORT, GROUP
-from megatronapp_common.texts import plain
-from megatronapp_common.tokens import Role, derive
-from megatronapp_operator.backends.kubernetes.api import SECRETS, SERVICES, Object, Resource
-from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
-from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
-from megatronapp_operator.cli.inject import problem_of
+from megatronapp_operator.backends.kubernetes.api import SERVICES, Object, Resource
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
+from megatronapp_operator.cli.cluster.connection import Cluster
 from megatronapp_operator.errors import HubError, OperatorError
 
+LABEL_KEYS = ("app.kubernetes.io/component", "app.kubernetes.io/part-of")
 LABELS = "app.kubernetes.io/component=door,app.kubernetes.io/part-of=megatronapp"
 DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions")
-RELEASE_NAMESPACE = "meta.helm.sh/release-namespace"
-"""Annotation that helm writes."""
+RELEASE_NAMESPACE, RELEASE_NAME = "meta.helm.sh/release-namespace", "meta.helm.sh/release-name"
+"""Annotations that helm writes."""
+USUAL_NAME = "megatronapp"
+"""Of the door's Service, where the name of the release does not say it."""
 TIMEOUT_S = 15.0
 AGAIN_S = 1.0
 _HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
@@ -74,17 +76,47 @@ class Forward:
             self._process.communicate()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Door:
+    """A door that can be reached."""
+
+    url: str
+    forward: Forward | None = None
+    service: Object | None = None
+    """None where --door gave a URL."""
+
+    @property
+    def page(self) -> str:
+        """The address for a browser: at a forwarded port under a fresh name, with which alone its cookie goes.
+
+        What is called 127.0.0.1 shares its cookies with every other server of this machine, whatever the port.
+        """
+        parts = urllib.parse.urlsplit(self.url)
+        if parts.scheme != "http" or not _is_this_machine(parts.hostname or ""):
+            return self.url
+        port = "" if parts.port is None else f":{parts.port}"
+        return f"http://door-{secrets.token_hex(8)}.localhost{port}{parts.path}"
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @contextlib.contextmanager
-def reached(cluster: Cluster) -> Iterator[tuple[str, Forward | None]]:
-    """Address of the door while it can be reached; with a forward, unless --door gave a URL. Raises OperatorError."""
+def reached(cluster: Cluster) -> Iterator[Door]:
+    """The door while it can be reached; by a forwarded port, unless --door gave a URL. Raises OperatorError."""
     wanted = cluster.arguments.door or ""
     if "://" in wanted:
-        yield wanted.rstrip("/"), None
+        yield Door(wanted.rstrip("/"))
         return
-    forward = Forward(cluster, _service(cluster, wanted))
+    service = _service(cluster, wanted)
+    forward = Forward(cluster, service)
     try:
         forward.start()
-        yield f"http://127.0.0.1:{forward.port}", forward
+        yield Door(f"http://127.0.0.1:{forward.port}", forward, service)
     finally:
         forward.stop()
 
@@ -97,16 +129,36 @@ def _service(cluster: Cluster, wanted: str) -> Object:
     """
     if wanted:
         return _named(cluster, wanted)
-    namespace = _release_namespace(cluster)
+    namespace, release = _release(cluster)
     try:
         found = cluster.run(cluster.api.list_objects(SERVICES, namespace, labels=LABELS)).items
     except ForbiddenError as error:
-        raise OperatorError(f"you may not list the Services of {namespace!r}, where the door is; {_HOW}") from error
+        found = _guessed(cluster, namespace, (release, USUAL_NAME))
+        if not found:
+            raise OperatorError(_blind(namespace)) from error
     if len(found) != 1:
         names = ", ".join(f"{one['metadata']['namespace']}/{one['metadata']['name']}" for one in found)
         what = f"there are several doors ({names})" if found else f"{namespace!r}, the release's namespace, has no door"
         raise OperatorError(f"{what}; {_HOW}")
     return found[0]
+
+
+def _guessed(cluster: Cluster, namespace: str, names: Iterable[str]) -> list[Object]:
+    """The door by the names that the chart gives it, for people who may get one Service and not list all."""
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(ForbiddenError):
+            service = cluster.run(cluster.api.get(SERVICES, namespace, name))
+            labels = (service or {}).get("metadata", {}).get("labels", {})
+            if service is not None and ",".join(f"{key}={labels.get(key)}" for key in LABEL_KEYS) == LABELS:
+                return [service]
+    return []
+
+
+def _blind(namespace: str) -> str:
+    return (
+        f"you may not list the Services of {namespace!r}, where the door is; ask for the rights that `door.users` "
+        f"of the chart gives, or {_HOW}"
+    )
 
 
 def _named(cluster: Cluster, wanted: str) -> Object:
@@ -119,18 +171,19 @@ def _named(cluster: Cluster, wanted: str) -> Object:
     return service
 
 
-def _release_namespace(cluster: Cluster) -> str:
-    """Where helm has installed the chart. Raises OperatorError if that cannot be told."""
+def _release(cluster: Cluster) -> tuple[str, str]:
+    """Where helm has installed the chart, and under which name. Raises OperatorError if that cannot be told."""
     try:
         definition = cluster.run(cluster.api.get(DEFINITIONS, None, f"{PLURAL}.{GROUP}"))
     except ForbiddenError as error:
         text = f"you may not read the CustomResourceDefinition {PLURAL}.{GROUP}, which tells where the door is"
-        raise OperatorError(f"{text}; {_HOW}") from error
-    namespace = (definition or {}).get("metadata", {}).get("annotations", {}).get(RELEASE_NAMESPACE)
+        raise OperatorError(f"{text}; ask for the rights that `door.users` of the chart gives, or {_HOW}") from error
+    notes = (definition or {}).get("metadata", {}).get("annotations", {})
+    namespace = notes.get(RELEASE_NAMESPACE)
     if not namespace:
         text = f"the CustomResourceDefinition {PLURAL}.{GROUP} has no annotation {RELEASE_NAMESPACE}"
         raise OperatorError(f"{text}, so that the door's namespace is not known; {_HOW}")
-    return str(namespace)
+    return str(namespace), str(notes.get(RELEASE_NAME, USUAL_NAME))
 
 
 def _flags(cluster: Cluster) -> list[str]:
@@ -138,37 +191,20 @@ def _flags(cluster: Cluster) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value]
 
 
-def token_for(cluster: Cluster, door: str, job: ClusterJob | None) -> str:
-    """A token that the door takes: of the kubeconfig, else of the job. Raises HubError with the door's words."""
-    path = "/api/v1/jobs" if job is None else f"/api/v1/jobs/{job.namespace}/{job.name}"
-    refusal = "your kubeconfig has no token" + ("; name a job" if job is None else "")
-    for token in _tokens(cluster, job):
-        answer = call(door, "GET", path, token=token)
-        if answer.is_success:
-            return token
-        refusal = plain(problem_of(answer))
-        if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
-            break
-    raise HubError(f"the door does not let you in: {refusal}")
-
-
-def _tokens(cluster: Cluster, job: ClusterJob | None) -> Iterator[str]:
-    own = cluster.bearer()
-    if own is not None:
-        yield own
-    if job is None:
-        return
-    with contextlib.suppress(ApiError):  # few may read Secrets
-        secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
-        if secret is not None:
-            text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
-            yield derive(text, Role.VIEWER)
-
-
-def call(door: str, method: str, path: str, *, token: str, json: Any = None) -> httpx.Response:  # noqa: ANN401
+def call(
+    door: Door,
+    method: str,
+    path: str,
+    *,
+    token: str,
+    json: Any = None,  # noqa: ANN401
+    query: Mapping[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> httpx.Response:
     """One request to the door. Raises HubError if it does not answer."""
+    headers = {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
-            return client.request(method, f"{door}{path}", json=json, headers={"Authorization": f"Bearer {token}"})
+        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+            return client.request(method, f"{door.url}{path}", json=json, params=query, headers=headers)
     except httpx.HTTPError as error:
-        raise HubError(f"{door}: the door does not answer: {error}") from error
+        raise HubError(f"{door.url}: the door does not answer: {error or type(error).__name__}") from error

@@ -5,7 +5,7 @@ import argparse
 from megatronapp_common.job import load_job
 from megatronapp_common.texts import plain
 from megatronapp_operator.cli import inject
-from megatronapp_operator.cli.cluster import doors
+from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import opened
 from megatronapp_operator.errors import HubError, OperatorError
 
@@ -17,8 +17,8 @@ def main(arguments: argparse.Namespace) -> int:
         if job.ended:
             raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
         inject.check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
-        with doors.reached(cluster) as (door, _):
-            token = doors.token_for(cluster, door, job)
+        with doors.reached(cluster) as door:
+            token = tokens.token_for(cluster, door, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"
             answer = doors.call(door, "POST", path, token=token, json=inject.fault_of(arguments))
     if not answer.is_success:

@@ -1,0 +1,102 @@
+"""What opens the door to the caller: nobody has to paste a token.
+
+Tried in this order: the token of the kubeconfig; what --service-account names instead; the job's own token, where the
+caller may read its Secret; the service account that the chart makes for looking on. A token that is asked of the
+cluster for the door has the door's audience, so that nothing else takes it, and ends after a working day.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from http import HTTPStatus
+
+from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.texts import plain
+from megatronapp_common.tokens import Role, derive
+from megatronapp_operator.backends.kubernetes.api import SECRETS, Resource
+from megatronapp_operator.backends.kubernetes.errors import ApiError
+from megatronapp_operator.cli.cluster import doors
+from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
+from megatronapp_operator.cli.cluster.doors import Door
+from megatronapp_operator.cli.inject import problem_of
+from megatronapp_operator.door.reviews import AUDIENCE
+from megatronapp_operator.errors import HubError, OperatorError
+
+ACCOUNTS = Resource("v1", "serviceaccounts")
+LIFE_S = 8 * 3600
+VIEWER = "viewer"
+"""The chart calls its account as the door's Service, and this."""
+NO_TOKEN = (
+    "your kubeconfig holds no token (a client certificate, most likely), and the door takes only tokens; name a "
+    "service account that may see the jobs and whose tokens you may create by --service-account NAMESPACE/NAME"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """A token, and whose rights it gives where they are not the caller's own."""
+
+    token: str
+    whose: str | None = None
+
+
+def token_for(cluster: Cluster, door: Door, job: ClusterJob | None) -> str:
+    """A token that the door takes. Raises HubError with the door's words, OperatorError for a wrong account."""
+    path = "/api/v1/jobs" if job is None else f"/api/v1/jobs/{job.namespace}/{job.name}"
+    refusal = NO_TOKEN + ("" if job is not None else ", or name a job whose Secret you may read")
+    for shown in _tokens(cluster, door, job):
+        answer = doors.call(door, "GET", path, token=shown.token)
+        if answer.is_success:
+            if shown.whose is not None:
+                print(f"note: with the rights of {shown.whose}", file=sys.stderr)
+            return shown.token
+        refusal = plain(problem_of(answer))
+        if answer.status_code not in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            break
+    raise HubError(f"the door does not let you in: {refusal}")
+
+
+def _tokens(cluster: Cluster, door: Door, job: ClusterJob | None) -> Iterator[Shown]:
+    if cluster.arguments.service_account:
+        yield _of_account(cluster, *_account(cluster, cluster.arguments.service_account))
+        return
+    own = cluster.bearer()
+    if own is not None:
+        yield Shown(own)
+    if job is not None:
+        with contextlib.suppress(ApiError):  # few may read Secrets
+            yield from _of_job(cluster, job)
+    if own is None and door.service is not None:
+        place = door.service["metadata"]
+        with contextlib.suppress(ApiError):  # nor make tokens of others
+            yield _of_account(cluster, place["namespace"], f"{place['name']}-{VIEWER}")
+
+
+def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
+    secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
+    if secret is not None:
+        text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
+        yield Shown(derive(text, Role.VIEWER), f"who has the token of job {job.namespace}/{job.name}")
+
+
+def _of_account(cluster: Cluster, namespace: str, name: str) -> Shown:
+    """A token of a service account, for the door alone. Raises ApiError."""
+    body = {
+        "apiVersion": "authentication.k8s.io/v1",
+        "kind": "TokenRequest",
+        "spec": {"audiences": [AUDIENCE], "expirationSeconds": LIFE_S},
+    }
+    made = cluster.ask("POST", ACCOUNTS.path(namespace, name, "token"), body=body)
+    return Shown(str(made["status"]["token"]), f"service account {namespace}/{name}")
+
+
+def _account(cluster: Cluster, words: str) -> tuple[str, str]:
+    """Namespace and name of what the command line names. Raises OperatorError."""
+    namespace, slash, name = words.rpartition("/")
+    place = (namespace if slash else cluster.namespace, name)
+    if not all(re.fullmatch(NAME_PATTERN, part) for part in place):
+        raise OperatorError(f"--service-account {words}: this is no NAME or NAMESPACE/NAME of a service account")
+    return place

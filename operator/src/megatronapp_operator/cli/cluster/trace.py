@@ -1,0 +1,65 @@
+"""`megatronapp trace export` on a cluster: the trace that a job's hub holds, through the door."""
+
+import argparse
+import json
+import pathlib
+from http import HTTPStatus
+from typing import Any
+
+from megatronapp_common.texts import plain
+from megatronapp_operator.cli.cluster import doors, tokens
+from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
+from megatronapp_operator.cli.inject import problem_of
+from megatronapp_operator.errors import HubError, OperatorError
+
+ANSWER_S = 120.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Fetch the trace and write it; returns the exit code."""
+    first, last, output = arguments.first, arguments.last, arguments.output
+    if first is not None and last is not None and last < first:
+        raise OperatorError(f"--to is before --from: {last} comes before {first}; swap them")
+    bounds = {name: str(step) for name, step in (("from", first), ("to", last)) if step is not None}
+    with opened(arguments) as cluster:
+        job = cluster.view(arguments.job)
+        with doors.reached(cluster) as door:
+            token = tokens.token_for(cluster, door, job)
+            path = f"/api/v1/jobs/{job.namespace}/{job.name}/trace"
+            answer = doors.call(door, "GET", path, token=token, query=bounds, timeout_s=ANSWER_S)
+    if not answer.is_success:
+        raise HubError(plain(problem_of(answer)) + _why(job, answer.status_code))
+    events = events_of(answer.content)
+    write(output, answer.content)
+    spans, arrows = (sum(event.get("ph") == phase for event in events) for phase in "Xs")
+    print(f"{output}: {spans} spans, {arrows} arrows, from the running hub; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _why(job: ClusterJob, status: int) -> str:
+    """What people may not expect who know a laptop: there traces stay after the job."""
+    if status == HTTPStatus.SERVICE_UNAVAILABLE and job.ended:
+        return f"; {job.name} has ended, and its traces went with its hub, unless spec.analyzer.volume keeps them"
+    return ""
+
+
+def events_of(content: bytes) -> list[dict[str, Any]]:
+    """The events of a Chrome trace. Raises HubError for anything else: a hub is not trusted."""
+    try:
+        events = json.loads(content)["traceEvents"]
+        if isinstance(events, list) and all(isinstance(event, dict) for event in events):
+            return events
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise HubError("the job's hub answered with something that is no trace; look at the log of its pod")
+
+
+def write(path: pathlib.Path, content: bytes) -> None:
+    """Write as a whole or not at all. Raises OperatorError if the file cannot be written."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OperatorError(f"{path}: cannot write the trace: {error.strerror}; choose another -o FILE") from error

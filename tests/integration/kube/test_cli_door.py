@@ -1,0 +1,291 @@
+"""`megatronapp ui`, `inject` and `trace export` on a cluster: the way to a real door, and what opens it."""
+
+import argparse
+import base64
+import contextlib
+import json
+import pathlib
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import door
+import httpx
+import kube
+import pytest
+import yaml
+
+from megatronapp_common import cli
+from megatronapp_common.tokens import job_secret
+from megatronapp_operator.cli.cluster import tokens, trace
+from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
+from megatronapp_operator.cli.cluster.doors import Door
+from megatronapp_operator.errors import HubError
+
+ALL = door.on_jobs("get", "list", "create", "update", "patch", "delete")
+Run = Callable[..., tuple[int, str, str]]
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_fault_goes_through_the_door_with_the_callers_own_token(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, tmp_path: pathlib.Path
+) -> None:
+    job = door.make_job(plane, namespace, "demo")
+    words = ["demo", "--rank", "1", "--kind", "compute", "--factor", "2", "--from-step", "90", "--steps", "3"]
+    with door.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
+        code, text, problem = run("inject", "--door", reviewing.url, *words)
+        assert (code, problem) == (0, "")
+        assert text.endswith("rank 1, compute x 2, steps 90 to 92\n")
+        with reviewing.client(reviewing.job_token(job.uid)) as client:
+            door.wait_for(lambda: client.get(f"{job.path}/faults").is_success)
+            assert [fault["rank"] for fault in client.get(f"{job.path}/faults").json()][-1] == 1
+    assert "outside of this world" in run("inject", "--door", reviewing.url, *words[:2], "99", *words[3:])[2]
+
+
+def test_the_pages_open_by_an_address_that_holds_no_token(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, token: str
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    code, text, _ = run("ui", "demo", "--door", reviewing.url, "--print")
+    assert code == 0
+    assert token not in text
+    address = urllib.parse.urlsplit(text.strip())
+    assert urllib.parse.parse_qs(address.query)["job"] == [f"{namespace}/demo"]
+    assert re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost:{reviewing.url.rpartition(':')[2]}", address.netloc)
+    with reviewing.client(follow_redirects=True) as browser:
+        browser.headers["Host"] = address.netloc
+        assert browser.get(f"/?{address.query}").status_code == 200
+        assert browser.get(job.path).json()["uid"] == job.uid
+
+
+def test_who_has_no_token_opens_a_job_by_its_secret(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path, token: str
+) -> None:
+    """A kubeconfig with a token that the door refuses, whose owner may read the job's Secret."""
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    body = {
+        "metadata": {"name": f"demo-tokens-{job.uid[:8]}"},
+        "stringData": {"secret": job_secret(reviewing.key, job.uid)},
+    }
+    door.create(plane, f"/api/v1/namespaces/{namespace}/secrets", body)
+    reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
+    poor = door.account(plane, namespace, "poor", grants=[reader])
+    config = door.kubeconfig(plane, tmp_path, poor, namespace=namespace)
+    with reviewing.client(poor) as client:
+        assert client.get(job.path).status_code == 403
+    with opened(asked(config)) as cluster:
+        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
+    assert found == reviewing.job_token(job.uid)
+
+
+def asked(config: pathlib.Path, service_account: str | None = None) -> argparse.Namespace:
+    """A command line with this kubeconfig."""
+    return argparse.Namespace(
+        kubeconfig=str(config), context=None, namespace=None, door=None, service_account=service_account
+    )
+
+
+@pytest.fixture
+def jane(plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path) -> pathlib.Path:
+    """Somebody with a certificate and no token, who may see jobs here."""
+    user = f"jane-{namespace}"
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    door.create(plane, f"{rbac}/roles", {"metadata": {"name": user}, "rules": [ALL]})
+    bind_person(plane, namespace, user, user)
+    return door.certified(plane, tmp_path, user, namespace=namespace)
+
+
+def bind_person(plane: kube.ControlPlane, namespace: str, user: str, role: str) -> None:
+    group = "rbac.authorization.k8s.io"
+    body = {
+        "metadata": {"name": f"{user}-{role}"},
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": role},
+        "subjects": [{"kind": "User", "name": user, "apiGroup": group}],
+    }
+    door.create(plane, f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", body)
+
+
+def test_who_shows_a_certificate_is_told_what_to_do(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, jane: pathlib.Path, capsys: Capture
+) -> None:
+    door.make_job(plane, namespace, "demo", hub=False)
+    for words in ([], ["demo"]):
+        assert cli.main(["ui", *words, "--kubeconfig", str(jane), "--door", reviewing.url, "--print"]) == 1
+        problem = capsys.readouterr().err
+        assert "your kubeconfig holds no token (a client certificate, most likely)" in problem
+        assert "--service-account NAMESPACE/NAME" in problem
+    words = ["--door", reviewing.url, "--print", "--service-account"]
+    assert cli.main(["ui", "--kubeconfig", str(jane), *words, f"{namespace}/none"]) == 1
+    assert 'cannot create resource "serviceaccounts/token"' in capsys.readouterr().err
+    assert cli.main(["ui", "--kubeconfig", str(jane), *words, "a/b/c"]) == 1
+    assert "no NAME or NAMESPACE/NAME of a service account" in capsys.readouterr().err
+
+
+def test_who_shows_a_certificate_enters_by_a_short_lived_token_for_the_door_alone(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, jane: pathlib.Path, capsys: Capture
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    door.account(plane, namespace, "megatronapp-viewer", grants=[door.on_jobs("get", "list")])
+    rule = {"apiGroups": [""], "resources": ["serviceaccounts/token"], "verbs": ["create"]}
+    rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}"
+    door.create(plane, f"{rbac}/roles", {"metadata": {"name": "tokens"}, "rules": [rule]})
+    bind_person(plane, namespace, f"jane-{namespace}", "tokens")
+    service = {"metadata": {"namespace": namespace, "name": "megatronapp"}}
+    with opened(asked(jane)) as cluster:
+        found = tokens.token_for(cluster, Door(reviewing.url, service=service), None)
+    told = capsys.readouterr().err
+    assert told == f"note: with the rights of service account {namespace}/megatronapp-viewer\n"
+    claims = json.loads(base64.urlsafe_b64decode(found.split(".")[1] + "=="))
+    assert claims["aud"] == ["megatronapp.io/door"]
+    assert claims["exp"] - claims["iat"] == 8 * 3600
+    with reviewing.client(found) as client:
+        assert client.get(job.path).status_code == 200
+        assert client.post(f"{job.path}/faults", json={}).status_code == 403
+    elsewhere = httpx.get(
+        f"{plane.url}/api", headers={"Authorization": f"Bearer {found}"}, verify=plane.context(), trust_env=False
+    )
+    assert elsewhere.status_code == 401
+    with opened(asked(jane, service_account="megatronapp-viewer")) as cluster:
+        assert tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
+
+
+def test_a_token_for_somebody_else_opens_nothing(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door
+) -> None:
+    door.account(plane, namespace, "user", grants=[door.on_jobs("get", "list")])
+    for audiences in (["vault"], ["vault", "megatronapp.io/doors"]):
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/user/token"
+        token = door.create(plane, path, {"spec": {"audiences": audiences}})["status"]["token"]
+        with reviewing.client(token) as client:
+            assert client.get("/api/v1/jobs").status_code == 401
+
+
+def test_a_plugin_of_the_kubeconfig_gives_the_token(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path, token: str
+) -> None:
+    config = door.kubeconfig(plane, tmp_path, "none", namespace=namespace)
+    document = yaml.safe_load(config.read_text(encoding="utf-8"))
+    version = "client.authentication.k8s.io/v1"
+    answer = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": token}}
+    plugin = {"apiVersion": version, "command": "echo", "args": [json.dumps(answer)], "interactiveMode": "Never"}
+    document["users"][0]["user"] = {"exec": plugin}
+    config.write_text(yaml.safe_dump(document), encoding="utf-8")
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    with opened(asked(config)) as cluster:
+        assert tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document)) == token
+
+
+def test_a_trace_comes_through_the_door(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, tmp_path: pathlib.Path
+) -> None:
+    job = door.make_job(plane, namespace, "demo")
+    out = tmp_path / "trace.json"
+    words = ("trace", "export", "demo", "-o", str(out), "--door", reviewing.url)
+    with door.hub(job, tmp_path / "hub", port=reviewing.hub_port, key=reviewing.key):
+        code, text, _ = run(*words, "--from", "2", "--to", "4")
+        assert (code, text) == (
+            0,
+            f"{out}: 18 spans, 0 arrows, from the running hub; open it at https://ui.perfetto.dev\n",
+        )
+        document = json.loads(out.read_text(encoding="utf-8"))
+        assert {event["args"]["step"] for event in document["traceEvents"] if event["ph"] == "X"} == {2, 3, 4}
+        code, _, problem = run(*words, "--from", "900")
+        assert (code, problem) == (1, "error: no step of that range is held in full; leave out from and to.\n")
+        assert "cannot write the trace" in run(*words[:4], str(tmp_path / "none" / "t"), *words[5:])[2]
+    assert "--to is before --from" in run(*words, "--from", "4", "--to", "2")[2]
+    assert 'megatronjobs.megatronapp.io "none" not found' in run("trace", "export", "none", *words[3:])[2]
+
+
+def test_a_trace_of_a_job_without_a_hub_is_explained(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, run: Run, tmp_path: pathlib.Path
+) -> None:
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    words = ("trace", "export", "demo", "-o", str(tmp_path / "trace.json"), "--door", reviewing.url)
+    assert "has no hub now; it needs spec.analyzer.enabled: true" in run(*words)[2]
+    door.set_status(plane, job, phase="Succeeded")
+    assert "demo has ended, and its traces went with its hub" in run(*words)[2]
+    assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"traceEvents": 7}', b'{"traceEvents": [7]}', b"[" * 100_000])
+def test_what_is_no_trace_is_not_written(content: bytes) -> None:
+    with pytest.raises(HubError, match="no trace"):
+        trace.events_of(content)
+
+
+def test_a_door_that_cannot_be_reached_is_told_with_what_to_write(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, capsys: Capture
+) -> None:
+    """The real kubectl refuses to forward to a Service that selects no pods."""
+    services = {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list"]}
+    token = door.account(plane, namespace, "user", grants=[ALL, services])
+    config = door.kubeconfig(plane, tmp_path, token, namespace=namespace)
+    door.make_job(plane, namespace, "demo", hub=False)
+
+    def problem(*words: str) -> str:
+        assert cli.main(["ui", "demo", "--kubeconfig", str(config), "--print", *words]) == 1
+        return capsys.readouterr().err
+
+    forget = "meta.helm.sh/release-namespace-"  # a test of the chart may have left it
+    assert plane.kubectl("annotate", "crd", "megatronjobs.megatronapp.io", forget).returncode == 0
+    how = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
+    assert how in problem("--door", f"{namespace}/none")
+    assert "this is no NAMESPACE/SERVICE" in problem("--door", "none")
+    labels = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
+    body = {"metadata": {"name": "megatronapp", "labels": labels}, "spec": {"ports": [{"port": 8080}]}}
+    door.create(plane, f"/api/v1/namespaces/{namespace}/services", body)  # anybody's, with labels that all know
+    assert "which tells where the door is; ask for the rights" in problem()
+    _let_read_definitions(plane, namespace)
+    assert "has no annotation meta.helm.sh/release-namespace" in problem()
+    release = f"{namespace}-release"
+    door.create(plane, "/api/v1/namespaces", {"metadata": {"name": release}})
+    with _released_in(plane, release):
+        assert f"you may not list the Services of '{release}'" in problem()
+        assert "`door.users` of the chart" in problem()
+        door.create(plane, f"/api/v1/namespaces/{release}/services", body)
+        one = {**services, "verbs": ["get"], "resourceNames": ["megatronapp"]}
+        rights = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
+        door.create(plane, f"{rights}/roles", {"metadata": {"name": "one"}, "rules": [one]})
+        door.create(plane, f"{rights}/rolebindings", _bound("one", namespace))
+        assert "the port to the door cannot be forwarded" in problem()  # found by its name
+        with plane.client() as client:
+            assert client.delete(f"/api/v1/namespaces/{release}/services/megatronapp").is_success
+        listing = {"metadata": {"name": "services"}, "rules": [services]}
+        rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{release}"
+        door.create(plane, f"{rbac}/roles", listing)
+        door.create(plane, f"{rbac}/rolebindings", _bound("services", namespace))
+        assert f"'{release}', the release's namespace, has no door; {how}" in problem()
+        door.create(plane, f"/api/v1/namespaces/{release}/services", body)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("PATH", str(tmp_path))
+            assert "kubectl is not there" in problem()
+            patched.setenv("PATH", str(plane.programs))
+            assert "the port to the door cannot be forwarded: error: cannot attach" in problem()
+
+
+def _bound(role: str, namespace: str) -> dict[str, Any]:
+    """A binding of the user to a role of another namespace."""
+    subjects = [{"kind": "ServiceAccount", "name": "user", "namespace": namespace}]
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": role}
+    return {"metadata": {"name": role}, "roleRef": reference, "subjects": subjects}
+
+
+def _let_read_definitions(plane: kube.ControlPlane, namespace: str) -> None:
+    rule = {"apiGroups": ["apiextensions.k8s.io"], "resources": ["customresourcedefinitions"], "verbs": ["get"]}
+    role = f"{namespace}-definitions"
+    body = {"metadata": {"name": role}, "rules": [rule]}
+    door.create(plane, "/apis/rbac.authorization.k8s.io/v1/clusterroles", body)
+    door.bind(plane, namespace, "user", {"kind": "ClusterRole", "name": role}, everywhere=True)
+
+
+@contextlib.contextmanager
+def _released_in(plane: kube.ControlPlane, namespace: str) -> Iterator[None]:
+    """What helm writes on the definition."""
+    path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/megatronjobs.megatronapp.io"
+    name = "meta.helm.sh/release-namespace"
+    door.patch(plane, path, {"metadata": {"annotations": {name: namespace}}})
+    try:
+        yield
+    finally:
+        door.patch(plane, path, {"metadata": {"annotations": {name: None}}})
