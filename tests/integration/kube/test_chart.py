@@ -18,6 +18,7 @@ from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
 from megatronapp_operator.controller import settings as controller
 from megatronapp_operator.door.__main__ import build_parser
+from megatronapp_operator.door.routes import MAX_SOCKETS
 
 Object = dict[str, Any]
 CHART = kube.ROOT / "charts" / "megatronapp"
@@ -151,6 +152,8 @@ def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
         ("watchNamespaces[0]=Team_A", "/watchNamespaces/0"),
         ("serviceMonitor.enabled=maybe", "/serviceMonitor/enabled"),
         ("images.operator.digest=abc", "/images/operator/digest"),
+        ("door.users[0].name=jane", "/door/users/0"),
+        ("door.maxSockets=0", "/door/maxSockets"),
     ],
 )
 def test_a_wrong_value_is_named(chart: Chart, wrong: str, told: str) -> None:
@@ -274,3 +277,43 @@ def test_a_hub_can_neither_flood_nor_steer_prometheus(chart: Chart, values: path
     assert limits <= spec.keys()
     assert spec["endpoints"][0]["followRedirects"] is False
     assert spec["endpoints"][0]["honorLabels"] is False
+
+
+def test_metrics_of_the_door_are_for_prometheus_alone(chart: Chart) -> None:
+    documents = chart.render(None, "--set", "door.service.type=LoadBalancer")
+    services = [one for one in documents if one["kind"] == "Service"]
+    people = {"app.kubernetes.io/component": "door", "app.kubernetes.io/part-of": "megatronapp"}
+    (front,) = [one for one in services if people.items() <= one["metadata"]["labels"].items()]
+    assert [port["name"] for port in front["spec"]["ports"]] == ["http"]
+    behind = only(documents, "Service", "megatronapp-door-metrics")
+    assert (behind["spec"]["type"], behind["spec"]["clusterIP"]) == ("ClusterIP", "None")
+    assert behind["spec"]["selector"] == front["spec"]["selector"]
+    monitor = only(documents, "ServiceMonitor", "megatronapp-door")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= behind["metadata"]["labels"].items()
+    assert not monitor["selector"]["matchLabels"].items() <= front["metadata"]["labels"].items()
+    assert [end["port"] for end in monitor["endpoints"]] == [port["name"] for port in behind["spec"]["ports"]]
+    pages, metrics = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+    assert [port["port"] for port in pages["ports"]] == [8080]
+    assert [port["port"] for port in metrics["ports"]] == [8081]
+    assert metrics["from"] == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+        }
+    ]
+
+
+def test_without_a_prometheus_nobody_reaches_the_doors_metrics(chart: Chart) -> None:
+    documents = chart.render(None, "--set", "prometheus.namespace=")
+    (pages,) = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+    assert [port["port"] for port in pages["ports"]] == [8080]
+
+
+def test_the_doors_memory_has_room_for_its_sockets(chart: Chart) -> None:
+    """Figures of docs/door.md: a door at rest, all requests and sessions, and each socket at its worst."""
+    pod = only(chart.render(), "Deployment", "megatronapp-door")["spec"]["template"]["spec"]["containers"][0]
+    sockets = next(int(flag.partition("=")[2]) for flag in pod["args"] if flag.startswith("--max-sockets="))
+    limit = pod["resources"]["limits"]["memory"]
+    assert limit.endswith("Mi")
+    assert int(limit.removesuffix("Mi")) >= 110 + 150 + 14 * sockets
+    assert sockets == MAX_SOCKETS

@@ -222,6 +222,57 @@ def test_people_get_what_their_role_says() -> None:
     assert names["admin"] == names["edit"] | {"deletecollection"}
 
 
+def test_users_of_the_door_find_it_and_forward_a_port(plane: kube.ControlPlane) -> None:
+    """And nothing else: neither other Services, nor logs, nor commands in its pods."""
+    for namespace in (HOME, OTHER):
+        plane.kubectl("create", "namespace", namespace)
+    settings = ("--set", "door.users[0].kind=Group", "--set", "door.users[0].name=researchers")
+    found = [one for one in rendered_rights(*settings) if one["metadata"]["name"].endswith("-door-users")]
+    rights = {"apiVersion": "v1", "kind": "List", "items": found}
+    assert plane.kubectl("apply", "-f", "-", stdin=rights).returncode == 0
+
+    def may(verb: str, what: str, namespace: str = HOME) -> bool:
+        who = ("--as=jane", "--as-group=researchers", "--as-group=system:authenticated")
+        resource, _, part = what.partition(":")
+        words = (verb, resource, *([f"--subresource={part}"] if part else []))
+        return plane.kubectl("auth", "can-i", *words, "-n", namespace, *who).stdout.strip() == "yes"
+
+    try:
+        definition = "customresourcedefinitions.apiextensions.k8s.io/megatronjobs.megatronapp.io"
+        for verb, resource in (
+            ("get", definition),
+            ("get", "services/megatronapp"),
+            ("list", "pods"),
+            ("create", "pods:portforward"),
+        ):
+            assert may(verb, resource), (verb, resource)
+        for verb, resource in (
+            ("list", "services"),
+            ("get", "services/other"),
+            ("get", "pods:log"),
+            ("create", "pods:exec"),
+            ("get", "secrets"),
+            ("create", "serviceaccounts:token"),
+            ("list", "megatronjobs.megatronapp.io"),
+            ("list", "customresourcedefinitions.apiextensions.k8s.io"),
+        ):
+            assert not may(verb, resource), (verb, resource)
+        assert not may("create", "pods:portforward", OTHER)
+    finally:
+        assert plane.kubectl("delete", "-f", "-", stdin=rights).returncode == 0
+
+
+def test_the_viewers_account_may_only_look(plane: kube.ControlPlane) -> None:
+    rights = rendered_rights()
+    assert "megatronapp-viewer" in {one["metadata"]["name"] for one in rights if one["kind"] == "ServiceAccount"}
+    (binding,) = [one for one in rights if one.get("subjects", [{}])[0].get("name") == "megatronapp-viewer"]
+    (role,) = [one for one in rights if one["kind"] == "ClusterRole" and one["metadata"] == binding["metadata"]]
+    assert role["rules"] == [{"apiGroups": ["megatronapp.io"], "resources": ["megatronjobs"], "verbs": ["get", "list"]}]
+    for off in ("door.viewerAccount=false", "door.reviews=false", "rbac.create=false", f"watchNamespaces[0]={TEAM}"):
+        accounts = {one["metadata"]["name"] for one in rendered_rights("--set", off) if one["kind"] == "ServiceAccount"}
+        assert "megatronapp-viewer" not in accounts
+
+
 def test_the_lists_here_are_what_the_code_asks_for() -> None:
     """Every kind of object that the operator's code names stands in the tables above."""
     source = kube.ROOT / "operator" / "src" / "megatronapp_operator" / "backends" / "kubernetes"

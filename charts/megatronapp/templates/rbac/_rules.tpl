@@ -46,3 +46,16 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [pods]
   verbs: [get]
 {{- end -}}
+
+{{/* Subjects of door.users. */}}
+{{- define "megatronapp.doorUsers" -}}
+{{- range .Values.door.users }}
+- kind: {{ .kind }}
+  name: {{ .name | quote }}
+  {{- if eq .kind "ServiceAccount" }}
+  namespace: {{ .namespace | default $.Release.Namespace }}
+  {{- else }}
+  apiGroup: rbac.authorization.k8s.io
+  {{- end }}
+{{- end }}
+{{- end -}}
