@@ -52,12 +52,17 @@ async def serving(
         failing = FailingApi(api._client)
         failing.failures = failures
         service = Service(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
-        task = asyncio.ensure_future(service.run())
+        task = asyncio.ensure_future(running(service))
         try:
             yield api, task, health
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def running(service: Service) -> None:
+    await service.begin()
+    await service.run()
 
 
 async def until(what: Callable[[], Any]) -> None:

@@ -101,11 +101,12 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     async with httpx.AsyncClient(trust_env=False) as client:
         service = Service(guarded, client, settings, metrics, health)
         watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
-        watches.start(asyncio.get_running_loop())
-        health.turned_at = lambda: watches.turned_at
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(lease.hold())
+                await service.begin()  # before the watches list the same again: what is to be done soon comes first
+                watches.start(asyncio.get_running_loop())
+                health.turned_at = lambda: watches.turned_at
                 group.create_task(_watched(watches))
                 group.create_task(service.run())
         finally:

@@ -47,7 +47,9 @@ TELLING = (JobError, NameTakenError, ForbiddenError, InvalidError, NotFoundError
 """What does not pass by itself, so that people should know."""
 ENDING_S = 60.0
 """How often a job is looked at whose namespace is being terminated."""
-RESYNC_RETRY_S = 5.0
+FIRST_RESYNC_S, RESYNC_RETRY_S = 30.0, 5.0
+POLL_PER_JOB_S = 0.015
+"""Of many jobs each is asked less often: five hundred in 7.5 s, as many as a processor core can ask beside its work."""
 STUCK_S = 600.0
 """So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
 TURN_LATE_S = 120.0
@@ -136,10 +138,13 @@ class Service:
             self._queue.add(key)
             self._metrics.queue(self._queue.depth, self._queue.oldest_s)
 
-    async def run(self) -> NoReturn:
-        """Look after the jobs for ever. Raises LeaseLostError from whatever notices it first."""
+    async def begin(self) -> None:
+        """List everything. Raises ApiError."""
         await self._sync()
         self._health.synced, self._health.finished_at = True, time.monotonic()
+
+    async def run(self) -> NoReturn:
+        """Look after the jobs for ever, once everything is listed. Raises LeaseLostError from whatever notices it."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._resync())
             for _ in range(self._settings.workers):
@@ -180,7 +185,8 @@ class Service:
         return found, min(versions)
 
     async def _resync(self) -> None:
-        pause = self._settings.resync_s
+        """List everything now and then. What went between the first list and the watches' own, only a list can tell."""
+        pause = min(FIRST_RESYNC_S, self._settings.resync_s)
         while True:
             await asyncio.sleep(pause)
             try:
@@ -264,7 +270,10 @@ class Service:
             return
         self._metrics.observe_job(*key, memory.status, now=self._clock(), facts=_facts(memory))
         if memory.status.attempt_time is not None and memory.status.phase not in TERMINAL_PHASES:
-            self._polls.add_at(key, self._clock() + POLL_S)
+            self._poll_later(key)
+
+    def _poll_later(self, key: Key) -> None:
+        self._polls.add_at(key, self._clock() + max(POLL_S, POLL_PER_JOB_S * self._store.job_count))
 
     async def _poll(self, key: Key) -> None:
         memory = self._reconciler.memory(key)
@@ -280,7 +289,7 @@ class Service:
             memory.told = told
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
-            self._polls.add_at(key, self._clock() + POLL_S)
+            self._poll_later(key)
 
 
 def _facts(memory: Memory) -> JobFacts:

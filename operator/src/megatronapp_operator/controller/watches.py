@@ -61,7 +61,8 @@ class Watches:
     def stop(self) -> None:
         """End, within a few seconds."""
         self._stop.set()
-        self._thread.join(STOP_S)
+        if self._loop is not None:  # else they were never begun
+            self._thread.join(STOP_S)
 
     def _run(self) -> None:
         try:

@@ -33,9 +33,9 @@ class Store:
         return list(self._jobs)
 
     @property
-    def pod_count(self) -> int:
-        """All pods."""
-        return sum(map(len, self._pods.values()))
+    def job_count(self) -> int:
+        """All jobs."""
+        return len(self._jobs)
 
     def job(self, key: Key) -> Object | None:
         """A job, as it was last seen."""
