@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import importlib.util
 import inspect
 import os
@@ -34,6 +35,16 @@ START_TIMEOUT_S = 180
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _OUTPUT_CHARACTERS = 4000
+_IMPORTED_LATE = (
+    "megatronapp_trainer.checkpoint.manager",
+    "megatronapp_trainer.loop",
+    "megatronapp_trainer.setup",
+    "pytest",
+    "torch._dynamo",
+    "torch.onnx",
+)
+"""What ranks and files of tests import when they run, which would cost each rank seconds. Nothing of the tracer: that
+it stays away where it is off is tested."""
 
 
 class RanksFailedError(Exception):
@@ -160,6 +171,8 @@ def serve(path: str) -> None:
     from megatronapp_trainer.device import cpu
 
     cpu.install()
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
