@@ -6,6 +6,7 @@ business now.
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import signal
 import sys
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"operator: {error}", file=sys.stderr)
         return USAGE
+    gc.collect()
+    gc.freeze()  # what is imported lives for ever: watches of large gangs would have it searched again and again
     return asyncio.run(_until_signal(settings))
 
 
