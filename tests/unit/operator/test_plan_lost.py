@@ -340,3 +340,36 @@ def test_a_deletion_without_more_is_judged_as_ever(running: Maker, worker: Maker
     stopping = dataclasses.replace(worker(1), deletion=Deletion(since=made.now, grace_s=30))
     made.see(worker(0, "Failed", 1), stopping, progress=Progress(attempt=0, iteration=1))
     assert last(made.plan())[2] is FailureAction.RESTART
+
+
+def test_a_gang_that_has_run_before_is_not_failed_for_a_registry_that_is_away(running: Maker, worker: Maker) -> None:
+    made = running(start_deadline_s=60, max_restarts=2)
+    made.see(worker(0), worker(1, "Failed", 1))
+    made.plan()
+    made.see()
+    made.now += 10
+    made.plan()
+    waiting = dataclasses.replace(worker(1, "Pending", attempt=1), waiting="trainer: ErrImagePull")
+    made.see(worker(0, attempt=1), waiting)
+    made.plan()
+    made.now += 60
+    assert last(made.plan()) == ("StartDeadlineExceeded", None, FailureAction.RESTART)
+    assert made.job.status.restarts_towards_max == 2
+
+
+def test_who_has_lost_a_peer_gets_no_time_for_a_checkpoint_that_nobody_can_agree_on(
+    running: Maker, worker: Maker
+) -> None:
+    made = running(settle_s=5, silent_s=60, grace_s=600, failed_grace_s=30)
+    made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
+    made.now += 60
+    assert {one.grace_s for one in deeds(made.plan())} == {30}
+    made = running(grace_s=600, failed_grace_s=30)
+    made.see(worker(0, "Failed", ExitCode.PREEMPTED), worker(1))
+    assert {one.grace_s for one in deeds(made.plan())} == {600}
+
+
+def test_a_gang_whose_time_is_over_may_save(running: Maker) -> None:
+    made = running(active_deadline_s=50, grace_s=600, failed_grace_s=30)
+    made.now += 50
+    assert {one.grace_s for one in deeds(made.plan())} == {600}

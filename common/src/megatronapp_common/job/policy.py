@@ -86,11 +86,12 @@ class RunPolicy(ManifestModel):
     reset_after_seconds: Seconds = 3600
     """A run that stayed healthy for so long gives the whole budget of restarts back."""
     active_deadline_seconds: Seconds | None = None
-    """Longest life of the job over all attempts; left out: no limit."""
+    """Longest life of the job over all attempts; left out: no limit. At its end workers have their time to write a
+    checkpoint, then the job fails."""
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
-    The same again until all run; then the job fails, because an image or a volume is wrong. Time in which initializers
-    run does not count."""
+    The same again until all run; then the job fails, because an image or a volume is wrong, or, if it has run before,
+    the gang is restarted. Time in which initializers run does not count."""
     progress_deadline_seconds: Seconds | None = None
     """Longest time without a finished step; left out: no limit. While neither hub nor launcher answers the operator it
     waits for them, up to an hour more."""

@@ -105,20 +105,21 @@ def clear_stale(draft: Draft) -> bool:
     """Remove workers of older attempts; nothing is created while one is left."""
     stale = [one for one in draft.observed.workers if one.attempt != draft.status.attempt]
     for worker in stale:
-        draft.delete(worker, _stale_grace_s(draft))
+        draft.delete(worker, _stale_grace_s(draft, stale))
     return bool(stale)
 
 
-def _stale_grace_s(draft: Draft) -> float:
-    """After a preemption the others may still be writing the checkpoint that was agreed.
+def _stale_grace_s(draft: Draft, stale: list[Worker]) -> float:
+    """After a preemption the others may still be writing the checkpoint that was agreed, unless one has lost a peer.
 
     What was released never trained: it gives back what it holds at once.
     """
     last, policy = draft.status.failures[-1:], draft.job.spec.policy
     if draft.status.released:
         return 0.0
+    parted = any(outcome.suspicion(one) for one in outcome.failed(stale))
     preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
-    return policy.grace_s if preempted else policy.failed_grace_s
+    return policy.grace_s if preempted and not parted else policy.failed_grace_s
 
 
 def ensure_hub(draft: Draft) -> bool:

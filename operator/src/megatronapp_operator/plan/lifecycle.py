@@ -199,7 +199,10 @@ def _stopping_grace_s(draft: Draft) -> float:
 
 
 def _failing_grace_s(draft: Draft) -> float:
-    return _stopping_grace_s(draft) if draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
+    """A gang whose time is over is well, and saves; one that has failed cannot."""
+    target = draft.status.condition(ConditionType.FAILURE_TARGET)
+    well = target is not None and target.reason == reasons.DEADLINE_EXCEEDED
+    return _stopping_grace_s(draft) if well or draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
 
 
 def _retire_hub(draft: Draft) -> None:

@@ -4,6 +4,8 @@ Two jobs that each hold half of the machines wait for each other for ever. So a 
 back what it has, and comes again after a pause that grows and differs between jobs.
 """
 
+import dataclasses
+
 from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import exclusion, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
@@ -64,7 +66,10 @@ def judge_start(draft: Draft) -> bool:
         release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s{_avoided(draft)}")
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
-        attempt_failed(draft, _failure(draft, reasons.START_DEADLINE_EXCEEDED, message))
+        failure = _failure(draft, reasons.START_DEADLINE_EXCEEDED, message)
+        if status.condition(ConditionType.RUNNING) is not None:  # image and volumes are right: it has run with them
+            failure = dataclasses.replace(failure, action=FailureAction.RESTART)
+        attempt_failed(draft, failure)
     return True
 
 
