@@ -37,14 +37,14 @@ def test_example_trains_on_both_nodes(job: Job) -> None:
 def test_slow_rank_is_named_everywhere(cluster: Cluster, job: Job, release: str) -> None:
     job.wait(lambda: job.status().get("slowRanks"), "a slow rank in the status")
     verdict = job.status()["slowRanks"][0]
-    assert (verdict["subject"]["ranks"], verdict["cause"], verdict["state"]) == ([SLOW_RANK], "compute", "confirmed")
+    assert (verdict["subject"]["ranks"], verdict["cause"]) == ([SLOW_RANK], "compute")
     condition = next(one for one in job.status()["conditions"] if one["type"] == "SlowNodeDetected")
     assert condition["status"] == "True" and "ank 1" in condition["message"], condition
     cluster.wait(lambda: "SlowNodeDetected" in job.events(), "the event SlowNodeDetected")
     line = cluster.kubectl("get", "mgj", job.name, "-n", job.namespace).splitlines()[1]
     assert job.status()["slowNode"] in line, line
 
-    suspect = r'^megascan_suspect_info\{cause="compute",.*rank="1",state="confirmed"\} 1\.0$'
+    suspect = r'^megascan_suspect_info\{cause="compute",.*rank="1",state="(confirmed|recovering)"\} 1\.0$'
     assert re.search(suspect, scraped(cluster, "hubs"), re.MULTILINE)
     slow = rf'^megatron_job_slow_node\{{cause="compute",name="{job.name}",namespace="{job.namespace}",node="\S+"\}} '
     cluster.wait(lambda: re.search(slow, scraped(cluster, "operator"), re.MULTILINE), "the operator's metric")
