@@ -336,3 +336,16 @@ def test_a_hub_is_that_of_this_life_of_the_job(plane: kube.ControlPlane, namespa
     with httpx.Client(base_url=reviewing.url, headers={"Authorization": f"Bearer {token}"}) as client:
         answer = client.get(f"{job.path}/job")
     assert (answer.status_code, answer.json()["code"]) == (503, "no-hub")
+
+
+def test_a_hub_that_is_ending_is_asked_nothing(plane: kube.ControlPlane, namespace: str, reviewing: door.Door) -> None:
+    """Its address may be given to a pod of somebody else at any moment."""
+    token = door.account(plane, namespace, "alice", grants=[VIEWER])
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    door.make_pod(plane, job, "demo-hub", address=job.address, nodeName="none")  # a kubelet would end it
+    with plane.client() as client:
+        assert client.delete(f"/api/v1/namespaces/{namespace}/pods/demo-hub").is_success
+    with reviewing.client(token) as client:
+        answer = client.get(f"{job.path}/job")
+    assert (answer.status_code, answer.json()["code"]) == (503, "no-hub")
+    assert "is ending" in answer.json()["message"]

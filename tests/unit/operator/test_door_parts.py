@@ -6,19 +6,22 @@ import json
 import pathlib
 import re
 import urllib.parse
+from typing import cast
 
 import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_operator.backends.kubernetes.api import Api, Listing
 from megatronapp_operator.door import __main__ as program
 from megatronapp_operator.door.access import bearer, cookie_name, opens_page, own_host, same_origin
 from megatronapp_operator.door.app import build_api
 from megatronapp_operator.door.cache import Cache
-from megatronapp_operator.door.catalog import Job
+from megatronapp_operator.door.catalog import Catalog, Job
 from megatronapp_operator.door.gate import Caller
 from megatronapp_operator.door.hubs import join, owned
+from megatronapp_operator.door.live import reason_of
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
 from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
@@ -88,6 +91,38 @@ async def test_a_failure_is_told_and_not_kept() -> None:
     with pytest.raises(OSError, match="no"):
         await cache.get("a")
     assert await cache.get("a") == 7
+
+
+class NoJobs:
+    """An API server without jobs, which counts how often it is asked for them."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def list_objects(self, *_: object) -> Listing:
+        self.asked += 1
+        return Listing([], "1")
+
+
+@pytest.mark.asyncio
+async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every request of a browser that kept some would wait for one more listing for each of them."""
+    monkeypatch.setattr("megatronapp_operator.door.catalog.FRESH_S", 0.05)
+    api = NoJobs()
+    catalog = Catalog(cast(Api, api), key="ab" * 32)
+    tokens = [f"{number:064x}" for number in range(16)]
+    assert await asyncio.gather(*map(catalog.job_of, tokens)) == [None] * 16
+    assert api.asked == 2
+    before = api.asked
+    assert [await catalog.job_of(token) for token in tokens] == [None] * 16
+    assert api.asked <= before + 1
+
+
+@given(st.text())
+def test_words_of_a_close_frame_fit(text: str) -> None:
+    reason = reason_of(Refusal(403, "no-right", text, ""))
+    assert text.startswith(reason)
+    assert len(reason.encode()) <= 123
 
 
 def test_a_ticket_is_good_once_and_for_five_minutes() -> None:

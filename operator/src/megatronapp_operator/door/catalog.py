@@ -11,6 +11,8 @@ from megatronapp_operator.door.cache import Cache
 
 FRESH_S = 2.0
 """So old may a list be. Pages ask for it again and again, each for itself."""
+UNKNOWN_S, MAX_UNKNOWN = 60.0, 2_000
+"""How long a token counts as that of no job, which was asked for once: browsers keep those of jobs that are gone."""
 TOKEN_LENGTH = 64
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Of a status."""
@@ -58,6 +60,7 @@ class Catalog:
         self._namespaces = tuple(namespaces)
         self._all: Cache[None, _Listed] = Cache(self._list, ttl_s=FRESH_S)
         self._one = Cache(self._get, ttl_s=FRESH_S)
+        self._unknown: Cache[str, bool] = Cache(self._is_unknown, ttl_s=UNKNOWN_S, size=MAX_UNKNOWN)
 
     async def jobs(self) -> tuple[Job, ...]:
         """All of them, by namespace and name."""
@@ -75,9 +78,9 @@ class Catalog:
             return None
         mark = _fingerprint(token)
         found = (await self._all.get(None)).by_token.get(mark)
-        if found is not None:
+        if found is not None or await self._unknown.get(mark):
             return found
-        return (await self._all.next(None)).by_token.get(mark)  # the job may have just been made
+        return (await self._all.get(None)).by_token.get(mark)
 
     def viewer_token(self, job: Job) -> str:
         """What the job's hub wants to see."""
@@ -89,6 +92,10 @@ class Catalog:
             documents += (await self._api.list_objects(JOBS, namespace)).items
         jobs = sorted((Job.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
         return _Listed(tuple(jobs), {_fingerprint(self.viewer_token(job)): job for job in jobs})
+
+    async def _is_unknown(self, mark: str) -> bool:
+        """Whether the next listing does not have it, either: its job may have just been made."""
+        return mark not in (await self._all.next(None)).by_token
 
     async def _get(self, key: tuple[str, str]) -> Job | None:
         document = await self._api.get(JOBS, *key)

@@ -42,8 +42,8 @@ class Gate:
             raise Refusal(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
         jobs: set[str] = set()
         user = None
-        for token in tokens:
-            job = await self._catalog.job_of(token)
+        found = await asyncio.gather(*map(self._catalog.job_of, tokens))  # who is not known waits for one listing
+        for token, job in zip(tokens, found, strict=True):
             if job is not None:
                 jobs.add(job.uid)
             elif self._reviews is not None and user is None:

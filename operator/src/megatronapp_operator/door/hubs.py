@@ -30,6 +30,8 @@ class Hubs:
         pod = await self._pods.get((job.namespace, f"{job.name}-hub"))
         if pod is None or not owned(pod, job.uid):
             raise Refusal(503, "no-hub", f"{job.namespace}/{job.name} has no hub now", HINT)
+        if pod["metadata"].get("deletionTimestamp"):  # soon its address may be another pod's
+            raise Refusal(503, "no-hub", f"the hub of {job.namespace}/{job.name} is ending", HINT)
         status = pod.get("status", {})
         if status.get("phase") != "Running" or not status.get("podIP"):
             phase = status.get("phase", "Pending")

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import socket
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import websockets.asyncio.client
@@ -11,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_operator.door import protocols
 from megatronapp_operator.door.problems import Refusal
 
 LOG = logging.getLogger(__name__)
@@ -25,6 +28,7 @@ LEAVE_S = 1.0
 RECHECK_S = 30.0
 CLOSE_POLICY, CLOSE_FAULT, CLOSE_AGAIN = 1008, 1011, 1012
 """WebSocket close codes (RFC 6455 and its registry): policy violation, internal error, service restart."""
+MAX_REASON_BYTES = 123
 Check = Callable[[], Awaitable[None]]
 
 
@@ -42,6 +46,7 @@ async def listening(hub: str, token: str) -> AsyncIterator[websockets.asyncio.cl
     try:
         connection = await _Direct(
             f"ws://{hub}/api/v1/live",
+            sock=await _reach(hub),
             additional_headers={"Authorization": f"Bearer {token}"},
             proxy=None,
             compression=None,
@@ -55,6 +60,20 @@ async def listening(hub: str, token: str) -> AsyncIterator[websockets.asyncio.cl
         raise Refusal(502, "hub-not-there", text, "It may be starting; the page tries again.") from error
     async with connection:
         yield connection
+
+
+async def _reach(hub: str) -> socket.socket:
+    """A connection to `host:port`. Raises OSError, TimeoutError."""
+    parts = urllib.parse.urlsplit(f"//{hub}")
+    host, port = str(parts.hostname), parts.port
+    made = protocols.towards(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        async with asyncio.timeout(OPEN_S):
+            await asyncio.get_running_loop().sock_connect(made, (host, port))
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 async def relay(page: WebSocket, hub: websockets.asyncio.client.ClientConnection, check: Check) -> None:
@@ -100,7 +119,12 @@ async def _guard(check: Check) -> tuple[int, str]:
         try:
             await check()
         except Refusal as refusal:
-            return CLOSE_POLICY, str(refusal)[:100]
+            return CLOSE_POLICY, reason_of(refusal)
+
+
+def reason_of(refusal: Refusal) -> str:
+    """As much of the words as a close frame holds (123 bytes)."""
+    return str(refusal).encode()[:MAX_REASON_BYTES].decode(errors="ignore")
 
 
 async def say(page: WebSocket, refusal: Refusal) -> None:

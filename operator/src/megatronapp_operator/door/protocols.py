@@ -14,6 +14,8 @@ HEAD_S = 10.0
 STALL_S = 30.0
 """So long may a peer not read while more than asyncio's high-water mark (64 KiB) waits for it."""
 BACKLOG = 256
+KERNEL_BYTES = 128 << 10
+"""What the kernel may keep of a connection in one direction (it doubles it); by itself it takes up to 6 MiB."""
 
 
 class _Timer:
@@ -109,4 +111,13 @@ def listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.create_server((host, port), family=family, backlog=BACKLOG)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+    return made
+
+
+def towards(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+    """A socket for a connection to a hub, which may send more than anybody reads."""
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KERNEL_BYTES)
+    made.setblocking(False)
     return made

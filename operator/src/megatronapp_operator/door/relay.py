@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from megatronapp_operator.door import protocols
 from megatronapp_operator.door.problems import Refusal
 
 LOG = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ _HUB_LOG = "Look at the log of the job's hub."
 def new_session() -> aiohttp.ClientSession:
     """Connections to hubs: no cookies, no proxies of the environment, nothing unpacked."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=AT_ONCE),
+        connector=aiohttp.TCPConnector(
+            limit=0, limit_per_host=AT_ONCE, socket_factory=lambda address: protocols.towards(*address[:3])
+        ),
         timeout=TIMEOUT,
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,

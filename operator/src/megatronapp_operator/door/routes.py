@@ -193,7 +193,7 @@ async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
         caller, job = await admit()
     except Refusal as refusal:
         tell(socket, refusal)
-        await socket.close(live.CLOSE_POLICY, str(refusal)[:100])
+        await socket.close(live.CLOSE_POLICY, live.reason_of(refusal))
         return
     await socket.accept()
     try:

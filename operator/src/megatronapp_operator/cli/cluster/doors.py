@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
@@ -110,6 +111,7 @@ def reached(cluster: Cluster) -> Iterator[Door]:
     """The door while it can be reached; by a forwarded port, unless --door gave a URL. Raises OperatorError."""
     wanted = cluster.arguments.door or ""
     if "://" in wanted:
+        _warn_of_plain_text(wanted)
         yield Door(wanted.rstrip("/"))
         return
     service = _service(cluster, wanted)
@@ -119,6 +121,12 @@ def reached(cluster: Cluster) -> Iterator[Door]:
         yield Door(f"http://127.0.0.1:{forward.port}", forward, service)
     finally:
         forward.stop()
+
+
+def _warn_of_plain_text(url: str) -> None:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "https" and not _is_this_machine(parts.hostname or ""):
+        print(f"warning: --door {url}: whoever is on the way can read your token; use https://", file=sys.stderr)
 
 
 def _service(cluster: Cluster, wanted: str) -> Object:
