@@ -105,7 +105,7 @@ build: setup ## Wheels of the five distributions and the page
 images: frontend/dist/index.html ## Images of operator, analyzer and trainer, with docker or buildah (images/README.md)
 	scripts/build_images.sh
 
-e2e: setup ## A real Kubernetes of two nodes on this machine (root, 35 GB, 30 min the first time): images, gang, operator
+e2e: setup ## A real Kubernetes of two nodes on this machine (root, 35 GB, 40 min the first time): images, chart, gang, pages
 	scripts/system_packages.sh e2e
 	MEGATRONAPP_E2E=1 $(BIN)/python -m pytest tests/e2e/kubernetes --timeout 3600
 
