@@ -19,6 +19,12 @@ LIVE = """(path) => new Promise((done) => {
   const socket = new WebSocket(new URL(path, document.baseURI).href.replace("http", "ws"));
   socket.onopen = () => done("open"); socket.onerror = () => done("refused");
 })"""
+FORM = """(token) => {
+  const form = document.createElement("form"), field = document.createElement("input");
+  Object.assign(form, { method: "post", action: "login" });
+  Object.assign(field, { name: "token", value: token });
+  form.append(field); document.body.append(form); form.submit();
+}"""
 
 pytestmark = pytest.mark.browser
 
@@ -96,5 +102,9 @@ def test_the_login_of_a_forwarded_port_stays_there(
     assert NAMED.match(page.url)
     assert page.url.split(":")[1] not in mine
     assert page.evaluate(STATUS) == 401
+    with page.expect_navigation():
+        page.evaluate(FORM, token)
+    assert page.evaluate(STATUS) == 200
+    assert len({cookie["domain"] for cookie in page.context.cookies()}) == 2
     page.goto(mine)
     assert page.evaluate(STATUS) == 200
