@@ -118,6 +118,13 @@ def test_own_resources_of_agent_and_hub() -> None:
         assert rendered.container(pod, name)["resources"] == {"requests": {}, "limits": {"cpu": "3"}}
 
 
+def test_a_hub_that_starts_slowly_is_not_killed_for_it() -> None:
+    job = rendered.make_job(rendered.ANALYZED)
+    hub = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)
+    probe = rendered.container(hub, "hub")["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 300
+
+
 @pytest.mark.parametrize(
     ("shm", "memory", "size"),
     [

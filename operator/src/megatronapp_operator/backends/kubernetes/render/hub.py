@@ -20,6 +20,8 @@ ANNOTATION_STARTS = f"{GROUP}/starts"
 """On the hub's pod: how often a hub of this job was started, this one included."""
 REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 LIMITS = {"cpu": "2", "memory": "2Gi"}
+STARTS_S = 300
+"""A hub on a crowded node may take minutes to listen; killed for that, it would only begin anew."""
 GRACE_S = 10
 """The hub writes what it holds and ends within three seconds."""
 
@@ -87,6 +89,7 @@ def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Obje
         "resources": given.to_dict() if given.requests or given.limits else {"requests": REQUESTS, "limits": LIMITS},
         "securityContext": container_security(read_only=True),
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        "startupProbe": _probe("/healthz", period_s=2, failures=STARTS_S // 2),
         "readinessProbe": _probe("/readyz", period_s=2, failures=3),
         "livenessProbe": _probe("/healthz", period_s=10, failures=6),
         "volumeMounts": _mounts(job, owner),
