@@ -22,7 +22,7 @@ from megatronapp_operator.backends.kubernetes.errors import NameTakenError
 from megatronapp_operator.backends.kubernetes.observe import Told
 
 pytestmark = pytest.mark.asyncio
-HUB = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
+HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
 
 
 async def begun(stage: Play, **spec: Any) -> Object:
