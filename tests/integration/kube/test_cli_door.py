@@ -18,7 +18,7 @@ import yaml
 
 from megatronapp_common import cli
 from megatronapp_common.tokens import job_secret
-from megatronapp_operator.cli.cluster import tokens, trace
+from megatronapp_operator.cli.cluster import doors, tokens, trace
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.cluster.doors import Door
 from megatronapp_operator.errors import HubError
@@ -289,3 +289,16 @@ def _released_in(plane: kube.ControlPlane, namespace: str) -> Iterator[None]:
         yield
     finally:
         door.patch(plane, path, {"metadata": {"annotations": {name: None}}})
+
+
+@pytest.mark.parametrize(
+    ("url", "warned"), [("http://door.example/", True), ("https://door.example", False), ("http://127.0.0.1:1", False)]
+)
+def test_a_token_that_travels_in_plain_text_is_warned_of(
+    config: pathlib.Path, capsys: Capture, url: str, warned: bool
+) -> None:
+    arguments = asked(config)
+    arguments.door = url
+    with opened(arguments) as cluster, doors.reached(cluster) as found:
+        assert (found.page == url.rstrip("/")) is ("127.0.0.1" not in url)
+    assert ("can read your token" in capsys.readouterr().err) is warned
