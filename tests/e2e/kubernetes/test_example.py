@@ -94,7 +94,10 @@ def see_job(page: pw.Page, job: Job, folder: pathlib.Path) -> None:
     pw.expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=PAGE_MS)
     pw.expect(page.get_by_test_id("heatmap")).to_be_visible(timeout=PAGE_MS)
     pw.expect(page.get_by_test_id("verdict")).to_contain_text(f"Rank {SLOW_RANK}", timeout=PAGE_MS)
+    pw.expect(page.get_by_test_id("timeline")).to_be_visible(timeout=PAGE_MS)
     page.screenshot(path=folder / "page.png", full_page=True)
+    pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
+    pw.expect(page.locator("[data-state=stale], [role=alert]")).to_have_count(0)
     page.goto("about:blank")
 
 
