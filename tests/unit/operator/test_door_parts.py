@@ -228,6 +228,21 @@ def test_other_hosts_keep_their_name(host: str | None) -> None:
     assert own_host(host) is None
 
 
+@pytest.mark.parametrize(
+    ("agent", "opens"),
+    [
+        ("Mozilla/5.0 (X11; Linux x86_64; rv:140.0) Gecko/20100101 Firefox/140.0", True),
+        ("Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/140.0.0.0 Safari/537.36", True),
+        ("Mozilla/5.0 (X11; Linux) AppleWebKit/537.36 (KHTML, like Gecko) HeadlessChrome/140.0 Safari/537.36", True),
+        ("Mozilla/5.0 (Macintosh) AppleWebKit/605.1.15 (KHTML, like Gecko) Version/18.0 Safari/605.1.15", False),
+    ],
+)
+def test_who_finds_names_below_localhost(agent: str, opens: bool) -> None:
+    loads = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    assert opens_page(loads | {"user-agent": agent}) is opens
+    assert not opens_page({"user-agent": agent, "sec-fetch-mode": "cors"})
+
+
 @given(st.text())
 def test_no_host_or_origin_is_too_odd(text: str) -> None:
     own_host(text)

@@ -61,8 +61,11 @@ def own_host(host: str | None) -> str | None:
 
 
 def opens_page(headers: Mapping[str, str]) -> bool:
-    """Whether a browser loads a document. One that does not say so may not know names below `localhost` either."""
-    return (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    """Whether a browser loads a document, and is none that finds no names below `localhost`, as WebKit's (Safari)."""
+    agent = headers.get("user-agent", "")
+    webkit = "Safari/" in agent and "Chrome/" not in agent
+    loads = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    return loads and not webkit
 
 
 class Credentials:
