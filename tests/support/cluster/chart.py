@@ -23,4 +23,4 @@ def helm(cluster: Cluster, *words: object, seconds: float = READY_S) -> str:
 
 def install(cluster: Cluster, *flags: str) -> None:
     """Install or upgrade the release, and wait until operator and door are ready."""
-    helm(cluster, "upgrade", "--install", HOME, CHART, "--wait", *flags)
+    helm(cluster, "upgrade", "--install", HOME, CHART, "--reset-values", "--wait", *flags)
