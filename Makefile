@@ -3,7 +3,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-UV_VERSION := 0.13.8
 NPM_CI := npm ci --no-audit --no-fund --prefer-offline
 MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
@@ -21,8 +20,8 @@ setup: $(BIN)/.ready frontend/dist/index.html ## Python environment, native exte
 $(BIN)/.ready: constraints.txt pyproject.toml $(wildcard */pyproject.toml) csrc/CMakeLists.txt $(wildcard csrc/src/*.cpp csrc/bindings/*.cpp csrc/include/megatronapp/*.hpp)
 	scripts/system_packages.sh build
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
+	test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --build-constraints constraints.txt --group dev -e csrc $(addprefix -e ,$(MEMBERS))
 # Many processes start in demos and tests; where Python may not write bytecode, each would compile megatron-core anew.
 	$(BIN)/python -m compileall -q -j $(JOBS) $(VENV)/lib $(SOURCES) >/dev/null 2>&1 || true  # templates are no code
 	touch $@
@@ -100,7 +99,7 @@ bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside 
 
 build: setup ## Wheels of the five distributions and the page
 	mkdir -p dist
-	for part in $(MEMBERS) csrc; do $(BIN)/uv build --quiet --wheel --out-dir dist $$part; done
+	for part in $(MEMBERS) csrc; do $(BIN)/uv build --quiet --wheel --build-constraints constraints.txt --out-dir dist $$part; done
 
 images: frontend/dist/index.html ## Images of operator, analyzer and trainer, with docker or buildah (images/README.md)
 	scripts/build_images.sh
@@ -110,9 +109,12 @@ e2e: setup ## A real Kubernetes of two nodes on this machine (root, 35 GB, 40 mi
 	MEGATRONAPP_E2E=1 $(BIN)/python -m pytest tests/e2e/kubernetes --timeout 3600
 
 .PHONY: images e2e
-constraints: $(BIN)/.ready ## Export the exact versions of this environment
-	{ echo "# Exact versions; written by 'make constraints'."; $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | grep -vE '^(uv|pip|setuptools)=='; } > constraints.tmp
-	mv constraints.tmp constraints.txt
+constraints: $(BIN)/.ready ## Export the exact versions of this environment, and the hashes that images install by
+	{ $(BIN)/uv pip freeze --python $(BIN)/python --exclude-editable | grep -v '^pip=='; \
+	  printf '%s\n' cmake ninja | $(BIN)/uv pip compile --quiet --no-header --no-annotate -; } | LC_ALL=C sort > constraints.tmp
+	{ echo "# Exact versions; written by 'make constraints'."; cat constraints.tmp; } > constraints.txt
+	rm constraints.tmp
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/lock_images.py
 
 clean: ## Remove everything that these targets made
 	rm -rf $(VENV) dist .demo frontend/dist frontend/node_modules csrc/build

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs inside an image build. Usage: install.sh dependencies PART... | install.sh own PART...
-#   dependencies  what the parts need, in the versions of constraints.txt, into /opt/megatronapp
+# Runs inside an image build. Usage: install.sh dependencies | install.sh own PART...
+#   dependencies  what requirements.txt lists, by its hashes, into /opt/megatronapp; what builds our parts beside it
 #   own           the parts themselves, into /opt/megatronapp/own: a layer apart, so that a release moves kilobytes
-# How packages are reached comes as build secrets (packages.env, pip.conf, ca.crt), which no layer keeps.
+# How packages are reached comes as build secrets (packages.env, pip.conf, ca.crt), which no layer keeps. Building our
+# parts reaches nothing.
 set -euo pipefail
-step="${1:?usage: install.sh dependencies|own PART...}"
+step="${1:?usage: install.sh dependencies | own PART...}"
 shift
 home=/opt/megatronapp
 tools=/opt/build
-uv_version=0.13.8
 
 set -a
 # shellcheck disable=SC1091
@@ -29,16 +29,21 @@ compile() {
 case "$step" in
   dependencies)
     python3 -m venv "$tools"
-    "$tools/bin/pip" install --quiet --no-cache-dir "uv==$uv_version"
+    "$tools/bin/pip" install --quiet --no-cache-dir --require-hashes --only-binary :all: -r tools.txt
     python3 -m venv --without-pip "$home"
-    python3 requirements.py "$@" >requirements.txt
-    "$tools/bin/uv" pip install --no-cache --python "$home/bin/python" -c constraints.txt -r requirements.txt
+    "$tools/bin/uv" pip install --no-cache --python "$home/bin/python" --require-hashes --only-binary :all: -r requirements.txt
     site=$("$home/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$home/own" >"$site/megatronapp-own.pth"
     compile "$site"
     ;;
   own)
-    "$tools/bin/uv" pip install --no-cache --python "$home/bin/python" --no-deps --target "$home/own" "${@/#/./}"
+    export PATH="$tools/bin:$PATH"
+    wheels=$(mktemp -d)
+    for part in "$@"; do
+      uv build --quiet --no-cache --offline --wheel --no-build-isolation --python "$tools/bin/python" --out-dir "$wheels" "$part"
+    done
+    uv pip install --no-cache --offline --python "$home/bin/python" --no-deps --target "$home/own" "$wheels"/*.whl
+    rm -rf "$wheels"
     compile "$home/own"
     ;;
   *)

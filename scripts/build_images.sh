@@ -3,7 +3,8 @@
 #   REGISTRY       put before the names, as in registry.example/team; left out: megatronapp-operator and so on alone
 #   TAG            the tag; left out: the version of the operator's pyproject.toml
 #   ENGINE         docker or buildah; left out: docker where its engine answers, else buildah
-#   BASE, BUILDER  images to stand on: python3 in both, a C++ compiler and Python's headers in BUILDER
+#   BASE, BUILDER  images to stand on, best by digest (NAME@sha256:...): the same python3 in both, a C++ compiler and
+#                  Python's headers in BUILDER
 # pip's settings of this machine (pip.conf, PIP_*, UV_*, SSL_CERT_FILE) go into the build as secrets, never into an image.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,0 +1,72 @@
+"""What images install by hash is what our parts need, whole, in the versions of constraints.txt."""
+
+import importlib.metadata
+import pathlib
+import re
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = pathlib.Path(__file__).parents[2]
+PARTS = {
+    "operator": ("common", "operator"),
+    "analyzer": ("common", "csrc", "analyzer"),
+    "trainer": ("common", "csrc", "trainer"),
+}
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "platform_machine": "x86_64"}
+
+
+def pins(path: pathlib.Path) -> dict[str, str]:
+    found = re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(dict(found)) == len(found) > 0
+    return dict(found)
+
+
+def asked_for(part: str, table: str, key: str) -> list[Requirement]:
+    document = tomllib.loads((ROOT / part / "pyproject.toml").read_text(encoding="utf-8"))
+    return [Requirement(text) for text in document[table].get(key, ())]
+
+
+def closure(wanted: list[Requirement]) -> set[str]:
+    """Names of all that is needed on Linux, as the packages of this environment say."""
+    names: set[str] = set()
+    known: set[tuple[str, frozenset[str]]] = set()
+    while wanted:
+        one = wanted.pop()
+        name, extras = str(canonicalize_name(one.name)), frozenset(one.extras)
+        if name.startswith("megatronapp-") or (name, extras) in known:
+            continue
+        known.add((name, extras))
+        names.add(name)
+        for text in importlib.metadata.requires(one.name) or ():
+            needed = Requirement(text)
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({**LINUX, "extra": extra}) for extra in {"", *extras}):
+                wanted.append(needed)
+    return names
+
+
+@pytest.mark.parametrize("image", PARTS)
+def test_an_image_lists_all_that_its_parts_need(image: str) -> None:
+    listed = pins(ROOT / "images" / image / "requirements.txt")
+    wanted = [one for part in PARTS[image] for one in asked_for(part, "project", "dependencies")]
+    assert set(listed) == closure(wanted), "run `make constraints`"
+
+
+@pytest.mark.parametrize("path", ["tools.txt", *(f"{image}/requirements.txt" for image in PARTS)])
+def test_versions_are_those_of_the_constraints_and_each_has_a_hash(path: str) -> None:
+    exact, file = pins(ROOT / "constraints.txt"), ROOT / "images" / path
+    listed = pins(file)
+    assert listed == {name: exact.get(name) for name in listed}
+    for block in re.split(r"\n(?=[a-z])", file.read_text(encoding="utf-8"))[1:]:
+        assert re.search(r"^    --hash=sha256:[0-9a-f]{64}", block, re.MULTILINE), block
+
+
+def test_what_builds_our_parts_is_pinned() -> None:
+    exact = pins(ROOT / "constraints.txt")
+    for part in sorted({part for parts in PARTS.values() for part in parts}):
+        for one in asked_for(part, "build-system", "requires"):
+            assert one.specifier.contains(exact[canonicalize_name(one.name)]), f"{part}: {one}"
+            assert canonicalize_name(one.name) in pins(ROOT / "images" / "tools.txt")
