@@ -1,6 +1,6 @@
 """The operator at scale, beside Kubernetes' own Job controller: a real API server, nodes and pods of kwok.
 
-    python bench/bench_operator.py                      # all sizes, about 15 minutes on two quiet cores
+    python bench/bench_operator.py                      # all sizes, about 20 minutes on two quiet cores
     python bench/bench_operator.py --sizes 20,20        # a trial
     python bench/bench_operator.py --only gangs,small   # some of the phases
 
