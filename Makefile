@@ -92,7 +92,7 @@ bench-demo: setup ## Named right and false alarms on warm jobs (about an hour)
 	$(BIN)/python bench/bench_demo.py
 
 .PHONY: bench-operator
-bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller (about 15 minutes)
+bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller (about 20 minutes)
 	scripts/kube_tools.sh cluster
 	scripts/kube_tools.sh kwok
 	$(BIN)/python bench/bench_operator.py
