@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import httpx
 import kube
 import pytest
+from machines import Machines
 from operator_play import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
 
+from megatronapp_common.names import STATUS_PORT
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Listing, Object, connect
 from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
 from megatronapp_operator.controller.service import Health, Service
@@ -38,7 +41,7 @@ class FailingApi(Api):
 @contextlib.asynccontextmanager
 async def serving(
     plane: kube.ControlPlane, namespace: str, failures: list[Exception]
-) -> AsyncIterator[tuple[Api, asyncio.Task[Any], Health]]:
+) -> AsyncIterator[tuple[Api, asyncio.Task[Any], Health, Service]]:
     """An operator without watches, which lists everything again and again."""
     settings = Settings(
         render=SETTINGS, key=KEY, identity="one", lease_namespace=namespace, lease_name="none",
@@ -54,7 +57,7 @@ async def serving(
         service = Service(failing, client, settings, OperatorMetrics(CollectorRegistry()), health)
         task = asyncio.ensure_future(running(service))
         try:
-            yield api, task, health
+            yield api, task, health, service
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -79,7 +82,7 @@ async def test_a_list_that_nobody_foresaw_is_tried_again(
     plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("megatronapp_operator.controller.service.RESYNC_RETRY_S", 0.01)
-    async with serving(plane, namespace, [KeyError("metadata"), TypeError("none")]) as (api, _, health):
+    async with serving(plane, namespace, [KeyError("metadata"), TypeError("none")]) as (api, _, health, _service):
         await api.create(JOBS, manifest(namespace))
 
         async def made() -> bool:
@@ -91,7 +94,7 @@ async def test_a_list_that_nobody_foresaw_is_tried_again(
 
 
 async def test_the_loss_of_the_lease_ends_it_wherever_it_is_noticed(plane: kube.ControlPlane, namespace: str) -> None:
-    async with serving(plane, namespace, [LeaseLostError("gone")]) as (_, task, _health):
+    async with serving(plane, namespace, [LeaseLostError("gone")]) as (_, task, _health, _service):
         with pytest.raises(BaseExceptionGroup) as caught:
             async with asyncio.timeout(DEADLINE_S):
                 await task
@@ -107,7 +110,7 @@ async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietl
         for name in ("one", "two"):
             await api.create(JOBS, manifest(namespace, name))
     assert plane.kubectl("delete", "namespace", namespace, "--wait=false").returncode == 0
-    async with serving(plane, namespace, []) as (api, task, health):
+    async with serving(plane, namespace, []) as (api, task, health, _service):
 
         async def looked() -> bool:
             assert not task.done()
@@ -123,6 +126,39 @@ async def test_jobs_of_a_namespace_that_is_being_terminated_wait_for_that_quietl
         assert await pods(api, namespace) == []
     assert _said(caplog) == 1
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+async def _same_page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A launcher whose ranks make no progress."""
+    await reader.readuntil(b"\r\n\r\n")
+    body = json.dumps({"rankTable": None, "progress": {"attempt": 0, "iteration": 3}}).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_launcher_that_says_the_same_again_has_been_heard_again(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatronapp_operator.controller.service.POLL_S", 0.05)
+    headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
+    async with (
+        serving(plane, namespace, []) as (api, _, _health, service),
+        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
+        await asyncio.start_server(_same_page, "127.0.0.1", STATUS_PORT),
+    ):
+        await api.create(JOBS, manifest(namespace))
+        machines, heard = Machines(api, namespace, client), set[float]()
+
+        async def heard_thrice() -> bool:
+            await machines.settle()
+            memory = service._reconciler.memory((namespace, "job"))
+            if memory is not None and memory.told.progress is not None:
+                heard.add(memory.told.heard_at)
+            return len(heard) >= 3
+
+        await until(heard_thrice)
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> int:

@@ -121,6 +121,8 @@ class Service:
         self._poller = Poller(client, key=settings.key, clock=self._clock)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
+        self._polled: set[Key] = set()
+        """Jobs that are asked now and then."""
         self._failures: dict[Key, int] = {}
         self._ending: set[str] = set()
         """Namespaces that are being terminated."""
@@ -273,9 +275,11 @@ class Service:
             self._poll_later(key)
 
     def _poll_later(self, key: Key) -> None:
-        self._polls.add_at(key, self._clock() + max(POLL_S, POLL_PER_JOB_S * self._store.job_count))
+        self._polled.add(key)
+        self._polls.add_at(key, self._clock() + max(POLL_S, POLL_PER_JOB_S * len(self._polled)))
 
     async def _poll(self, key: Key) -> None:
+        self._polled.discard(key)
         memory = self._reconciler.memory(key)
         if memory is None:
             return
@@ -285,8 +289,9 @@ class Service:
         except Exception:
             log.exception("%s/%s: hub and launcher could not be asked", *key)
             told = memory.told
-        if told != memory.told:
-            memory.told = told
+        changed = told != memory.told
+        memory.told = told  # also the same words as before: that they were said now is kept beside them
+        if changed:
             self._queue.add(key)
         if memory.status.phase not in TERMINAL_PHASES:
             self._poll_later(key)

@@ -27,6 +27,7 @@ from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.plan import (
     Action,
     CreateInit,
@@ -47,7 +48,7 @@ REMEMBERED = 20_000
 """So many attempts whose objects were applied by this process are remembered."""
 MAX_NOTE = 1024
 """Longest text of an event (events.k8s.io/v1)."""
-HUB_PAUSE_S = 60.0
+HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
 ENDED = frozenset({"Succeeded", "Failed"})
 NO_PLACE = "-"
 """Told of a node without the label, before all others in order; workers wait until they are told something."""
@@ -99,18 +100,27 @@ class Executor:
 
     async def _try_hub(self, work: Work) -> None:
         """A hub that the API server does not take is tried again later; the gang does not wait for it."""
-        now = time.monotonic()
-        if now < self._hub_pauses.get(work.owner.uid, 0.0):
+        if time.monotonic() < self._hub_pauses.get(work.owner.uid, 0.0):
             return
         try:
-            await self._ensure_objects(work)
-            await self._ensure_hub(work)
-        except (ApiError, NameTakenError) as error:
-            if isinstance(error, ApiError) and refusal_of(error, work.attempt.number) is None:
+            await self._ensure_objects(work)  # a name of these that is taken keeps the gang, too
+            try:
+                await self._ensure_hub(work)
+            except NameTakenError as error:
+                await self._pause_hub(work.owner, error)
+        except ApiError as error:
+            if refusal_of(error, work.attempt.number) is None:
                 raise
-            pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now}
-            self._hub_pauses = pauses | {work.owner.uid: now + HUB_PAUSE_S}
-            await self.tell(work.owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
+            await self._pause_hub(work.owner, error)
+
+    async def _pause_hub(self, owner: Owner, error: OperatorError) -> None:
+        """Leave the hub alone for a while. What the hub of an earlier job of this name has left goes within seconds."""
+        now, first = time.monotonic(), owner.uid not in self._hub_pauses
+        short = first and isinstance(error, NameTakenError)
+        pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now}
+        self._hub_pauses = pauses | {owner.uid: now + (HUB_SHORT_PAUSE_S if short else HUB_PAUSE_S)}
+        if not short:
+            await self.tell(owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
 
     async def tell_ranks(self, work: Work, table: Object) -> None:
         """Write down a rank table that is too long for the status."""
@@ -245,7 +255,7 @@ class Executor:
 def _taken(resource: Resource, namespace: str, name: str) -> NameTakenError:
     return NameTakenError(
         f"{resource.plural} {namespace}/{name} is in the way and belongs to something else; "
-        "delete it, or give the job another name"
+        "if it does not go by itself, with an earlier job of this name, delete it, or give the job another name"
     )
 
 

@@ -32,11 +32,6 @@ class Store:
         """All jobs."""
         return list(self._jobs)
 
-    @property
-    def job_count(self) -> int:
-        """All jobs."""
-        return len(self._jobs)
-
     def job(self, key: Key) -> Object | None:
         """A job, as it was last seen."""
         return self._jobs.get(key)
