@@ -288,7 +288,11 @@ def test_behind_tls_the_cookie_is_of_this_host_alone(
         assert name.startswith("__Host-")
         assert "Secure" in made
         assert "Domain" not in made
-        assert browser.get("/api/v1/jobs", headers=tls | {"Cookie": f"{name}={word}"}).status_code == 200
+        for scheme in ("https", "wss", "HTTPS", "https, http"):  # "wss": Traefik, of WebSockets
+            shown = tls | {"X-Forwarded-Proto": scheme, "Cookie": f"{name}={word}"}
+            assert browser.get("/api/v1/jobs", headers=shown).status_code == 200, scheme
+        plain = tls | {"X-Forwarded-Proto": "http, https", "Cookie": f"{name}={word}"}
+        assert browser.get("/api/v1/jobs", headers=plain).status_code == 401
         tossed = {"Cookie": f"{name.removeprefix('__Host-')}={word}"}  # as a neighbour of the host may set it
         assert browser.get("/api/v1/jobs", headers=tls | tossed).status_code == 401
 

@@ -17,6 +17,9 @@ from megatronapp_operator.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
+SHUTDOWN_S = 3
+"""For answers that are under way. Then connections of scrapers that read nothing are left."""
+
 Check = Callable[[], str | None]
 """Why something is not well; None: it is."""
 
@@ -51,7 +54,14 @@ def _probe(check: Check) -> Callable[[Request], PlainTextResponse]:
 
 def create_server(app: Starlette) -> Server:
     """A server of it."""
-    config = uvicorn.Config(app, access_log=False, log_config=None, server_header=False, lifespan="off")
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
     return Server(config)
 
 

@@ -20,6 +20,7 @@ from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.sessions import LIFE_S, Sessions
 
 READING = frozenset({"GET", "HEAD"})
+TLS = frozenset({"https", "wss"})
 
 
 def cookie_name(key: str) -> str:
@@ -122,4 +123,6 @@ class Credentials:
 
 
 def _secure(connection: HTTPConnection) -> bool:
-    return "https" in (connection.url.scheme.replace("wss", "https"), connection.headers.get("x-forwarded-proto"))
+    """Whether the browser speaks TLS, to us or to the first proxy; some write "wss" of WebSockets."""
+    told = connection.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return not TLS.isdisjoint((connection.url.scheme, told))

@@ -8,10 +8,11 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -32,6 +33,8 @@ USUAL_NAME = "megatronapp"
 """Of the door's Service, where the name of the release does not say it."""
 TIMEOUT_S = 15.0
 AGAIN_S = 1.0
+STOP_S = 5.0
+"""In which kubectl ends after SIGTERM."""
 _HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
 
 
@@ -46,20 +49,23 @@ class Forward:
         self._command += ["port-forward", f"svc/{service['metadata']['name']}"]
         self._remote = next((port["port"] for port in service["spec"].get("ports", ())), DOOR_PORT)
         self._process: subprocess.Popen[str] | None = None
+        self._readers: list[threading.Thread] = []
         self.port = 0
 
     def start(self) -> None:
         """Begin. Raises OperatorError with kubectl's words."""
         words = f"{self.port or ''}:{self._remote}"
-        self._process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             [*self._command, words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
         if "->" not in line:
-            _, words = self._process.communicate()
+            _, words = process.communicate()
             raise OperatorError(f"the port to the door cannot be forwarded: {words.strip() or line.strip()}")
         self.port = int(line.partition(" -> ")[0].rpartition(":")[2])
+        self._readers = [_drained(stream) for stream in (process.stdout, process.stderr)]
 
     def hold(self) -> None:
         """Keep it up until Ctrl-C: it ends with the pod that it leads to."""
@@ -74,7 +80,26 @@ class Forward:
         """End it."""
         if self._process is not None:
             self._process.terminate()
-            self._process.communicate()
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            for reader in self._readers:
+                reader.join(STOP_S)  # a credential plugin may keep the pipe open
+
+
+def _drained(stream: IO[str]) -> threading.Thread:
+    """Reads to the end: kubectl writes a line for each connection, and stands still once a pipe is full."""
+
+    def read() -> None:
+        with stream:
+            for _ in stream:
+                pass
+
+    thread = threading.Thread(target=read, name="kubectl", daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

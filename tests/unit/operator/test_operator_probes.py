@@ -1,0 +1,34 @@
+"""The server of probes and metrics, with real sockets."""
+
+import asyncio
+import socket
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from megatronapp_operator.controller import probes
+
+HANGS_S = 30
+
+
+@pytest.mark.asyncio
+async def test_a_scraper_that_reads_nothing_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SHUTDOWN_S", 1)
+    registry = CollectorRegistry()
+    gauge = Gauge("megatron_large", "More than the kernel keeps for a reader.", ["name"], registry=registry)
+    for number in range(200):
+        gauge.labels(f"{number}{'x' * 100_000}").set(1)
+    server = probes.create_server(probes.create_app(registry, alive=lambda: None, ready=lambda: None))
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(HANGS_S):
+        with socket.socket() as scraper:
+            scraper.setblocking(False)
+            scraper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            async with probes.served(server, 0) as port:
+                while not server.started:
+                    await asyncio.sleep(0.01)
+                await loop.sock_connect(scraper, ("127.0.0.1", port))
+                await loop.sock_sendall(scraper, b"GET /metrics/ HTTP/1.1\r\nHost: operator\r\n\r\n")
+                assert await loop.sock_recv(scraper, 12) == b"HTTP/1.1 200"
+        while server.server_state.connections:  # which end with their peer
+            await asyncio.sleep(0.01)
