@@ -92,6 +92,19 @@ true
 {{- if and .Values.door.enabled .Values.door.reviews (not .Values.watchNamespaces) -}}true{{- end -}}
 {{- end -}}
 
+{{/* "true" of a switch that is on by default and that `helm upgrade --reuse-values` from an older chart leaves out. */}}
+{{- define "megatronapp.onUnlessFalse" -}}
+{{- if ne (toString .) "false" -}}true{{- end -}}
+{{- end -}}
+
+{{/* Five minutes to start, on a node that is short of processor time. */}}
+{{- define "megatronapp.startup" -}}
+httpGet: {path: /healthz, port: metrics}
+periodSeconds: 2
+timeoutSeconds: 5
+failureThreshold: 150
+{{- end -}}
+
 {{/* Where a pod of operator or door runs: (dict "root" $ "part" .Values.door). */}}
 {{- define "megatronapp.placement" -}}
 {{- with .root.Values.imagePullSecrets }}

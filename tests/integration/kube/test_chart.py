@@ -167,6 +167,38 @@ def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
     assert "name the account in operator.serviceAccount.name" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "missing",
+    [
+        "door.maxSockets",
+        "door.users",
+        "door.viewerAccount",
+        "admissionPolicy.authors",
+        "serviceMonitor.hubSampleLimit",
+    ],
+)
+def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart, missing: str) -> None:
+    """`helm upgrade --reuse-values` takes the values of the old chart in place of ours."""
+    own = ("--set", "key.existingSecret=own")  # else a new one each time
+    assert chart.render(None, *own, "--set", f"{missing}=null") == chart.render(None, *own)
+
+
+def test_what_is_switched_off_stays_off(chart: Chart) -> None:
+    off = ("--set", "door.viewerAccount=false,admissionPolicy.authors=false")
+    documents = chart.render(None, *off)
+    assert "megatronapp-viewer" not in of_kind(documents, "ServiceAccount")
+    assert "authors.megatronapp.io" not in of_kind(documents, "ValidatingAdmissionPolicy")
+
+
+@pytest.mark.parametrize("part", ["operator", "door"])
+def test_a_crowded_node_has_five_minutes_to_start_them(chart: Chart, part: str) -> None:
+    container = only(chart.render(), "Deployment", f"megatronapp-{part}")["spec"]["template"]["spec"]["containers"][0]
+    start, live = container["startupProbe"], container["livenessProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 300
+    assert start["httpGet"] == live["httpGet"]
+    assert "initialDelaySeconds" not in start.keys() | live.keys()
+
+
 @pytest.mark.parametrize("values", VALUES, ids=name_of)
 def test_operator_and_door_understand_their_command_lines(chart: Chart, values: pathlib.Path | None) -> None:
     parsers = {
