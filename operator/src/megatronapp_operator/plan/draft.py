@@ -21,6 +21,7 @@ class Draft:
     actions: list[Action] = dataclasses.field(default_factory=list)
     wakes: list[float] = dataclasses.field(default_factory=list)
     _gang: tuple[int, tuple[Worker, ...]] | None = None
+    _heard: dict[int, float | None] = dataclasses.field(default_factory=dict)
 
     @property
     def gang(self) -> tuple[Worker, ...]:
@@ -83,7 +84,21 @@ class Draft:
 
     def lost_at(self, worker: Worker) -> float | None:
         """When a worker that does not go, or whose machine does not answer, is given up; None: nothing is wrong."""
-        since = [worker.unreachable_since] if worker.unreachable_since is not None else []
+        heard = self._heard_since(worker.attempt) if worker.unreachable_since is not None else None
+        since = [] if worker.unreachable_since is None or heard is None else [max(worker.unreachable_since, heard)]
         if worker.deletion is not None:
             since.append(worker.deletion.since + worker.deletion.grace_s)
         return min(since) + self.job.spec.policy.lost_worker_s if since else None
+
+    def _heard_since(self, attempt: int) -> float | None:
+        """Since when something is heard of a gang; None: no machine of a whole gang on several of them is heard of.
+
+        That is the way to the API server, not the machines: the gang may well train. When the machines come back one
+        by one, the time of those that are still to come begins with the first.
+        """
+        if attempt not in self._heard:
+            gang = [one for one in self.observed.workers if one.attempt == attempt]
+            several = len({one.node for one in gang}) > 1 and len(gang) >= self.job.spec.workers
+            known = (one.heard_since or 0.0 for one in gang if one.unreachable_since is None)
+            self._heard[attempt] = min(known, default=None) if several else 0.0
+        return self._heard[attempt]

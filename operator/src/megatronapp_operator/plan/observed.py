@@ -63,6 +63,8 @@ class Worker:
     """When the last of them ended."""
     unreachable_since: float | None = None
     """Since when nothing is heard of its machine; None: it is, or has no machine."""
+    heard_since: float | None = None
+    """Since when something is heard of it, at least; None: always, as far as is known."""
     disrupted: str | None = None
     """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
 

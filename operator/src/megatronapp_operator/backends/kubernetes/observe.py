@@ -81,6 +81,7 @@ def worker(pod: PodRecord) -> Worker:
         preparing=pod.main.preparing,
         prepared_at=pod.main.prepared_at,
         unreachable_since=pod.unreachable_since,
+        heard_since=pod.heard_since,
         disrupted=pod.disrupted,
     )
 

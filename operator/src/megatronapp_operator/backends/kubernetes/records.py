@@ -82,6 +82,8 @@ class PodRecord:
     """What the scheduler says of a pod for which there is no node."""
     unreachable_since: float | None = None
     """Since when its node is not heard of."""
+    heard_since: float | None = None
+    """Since when it is ready: its node is heard of at least as long."""
     topology: bool = False
     """Whether it was told its place in the topology of the cluster."""
     starts: int = 1
@@ -147,9 +149,10 @@ def _read_pod(pod: Object) -> PodRecord | None:
         scheduled_at=_since(conditions.get("PodScheduled"), "True"),
         unplaced=_unplaced(conditions.get("PodScheduled")),
         unreachable_since=_unreachable_since(status, conditions),
+        heard_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
-        agent_trouble=_agent_trouble(pod, status),
+        agent_trouble=_agent_trouble(pod, status) if deleted_at is None else None,
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,
         grace_s=grace_s,
@@ -212,11 +215,18 @@ def _main(pod: Object, status: Mapping[str, Any]) -> Container:
     if status.get("phase") in {"Failed", "Succeeded"}:
         return Container(outcome=_without_container(status))
     before = status.get("initContainerStatuses") or ()
+    beside = _sidecars(pod)
+    preparing = [one for one in before if one["name"] not in beside]
     return Container(
         waiting=_waiting((*before, *([found] if found else []))),
-        preparing=any("running" in (one.get("state") or {}) for one in before),
-        prepared_at=max((at for one in before if (at := _ended_at(one)) is not None), default=None),
+        preparing=any("running" in (one.get("state") or {}) for one in preparing),
+        prepared_at=max((at for one in preparing if (at := _ended_at(one)) is not None), default=None),
     )
+
+
+def _sidecars(pod: Object) -> set[str]:
+    """Names of init containers that run as long as the pod, such as the proxy of a mesh: they prepare nothing."""
+    return {one["name"] for one in pod["spec"].get("initContainers") or () if one.get("restartPolicy") == "Always"}
 
 
 def _ended_at(container: Mapping[str, Any]) -> float | None:
@@ -231,7 +241,7 @@ def _agent_trouble(pod: Object, status: Mapping[str, Any]) -> str | None:
         return None
     for one in others:
         ended = (one.get("state") or {}).get("terminated")
-        if ended is not None:
+        if ended is not None and ended["exitCode"] != 0:  # an agent that is asked to stop may end before its trainer
             words = f": {ended['message'].strip()}" if ended.get("message") else ""
             return f"{one['name']} ended with code {ended['exitCode']}{words}"
     return _waiting(others)
