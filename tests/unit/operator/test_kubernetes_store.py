@@ -225,10 +225,11 @@ def test_that_a_node_is_not_heard_of_is_seen_at_its_pods(
         assert seen.unreachable_since - read_pod(pod()).created_at == 7 * 60  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError", "NodeShutdown"])
-def test_what_a_kubelet_does_not_take_is_not_the_fault_of_the_pod(reason: str) -> None:
-    assert worker(phase="Failed", reason=reason).disrupted == reason
-    assert worker(phase="Failed", reason="TopologyAffinityError").disrupted is None
+@pytest.mark.parametrize("reason", ["OutOfcpu", "UnexpectedAdmissionError", "TopologyAffinityError"])
+def test_what_a_kubelet_does_not_take_is_told_by_its_reason_and_is_no_disruption(reason: str) -> None:
+    assert worker(phase="Failed", reason="NodeShutdown").disrupted == "NodeShutdown"
+    refused = worker(phase="Failed", reason=reason)
+    assert refused.disrupted is None and refused.outcome is not None and refused.outcome.reason == reason
 
 
 def test_that_a_worker_is_brought_its_data_is_told_from_waiting() -> None:

@@ -22,6 +22,7 @@ from megatronapp_operator.plan import (
     Hub,
     HubPhase,
     Init,
+    NodeExclusion,
     Observed,
     Outcome,
     Phase,
@@ -149,15 +150,55 @@ def test_who_is_killed_because_it_was_to_go_has_not_failed_by_itself(running: Ma
 
 
 def test_a_peer_that_says_nothing_after_it_was_lost_is_on_a_lost_machine(running: Maker, worker: Maker) -> None:
-    made = running(settle_s=5, silent_s=60, max_restarts=0)
+    made = running(settle_s=5, silent_s=60, max_restarts=1)
     made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
     made.now += 5
     waiting = made.plan()
     assert (waiting.status.failures, waiting.wake_at) == ((), made.now + 55)
     made.now += 55
     lost = made.plan()
-    assert last(lost) == ("LostNode", "gpu-3", UNCOUNTED)
-    assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 0)
+    assert last(lost) == ("LostNode", "gpu-3", FailureAction.EXCLUDE_AND_RESTART)
+    assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 1)
+    assert [one.node for one in lost.status.excluded_nodes] == ["gpu-3"]
+
+
+def test_where_no_machine_may_be_excluded_a_silent_one_is_a_restart_that_counts(running: Maker, worker: Maker) -> None:
+    made = running(silent_s=60, exclusion=NodeExclusion(enabled=False))
+    made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), "gpu-2"), on(worker(1), "gpu-3"))
+    made.now += 60
+    assert last(made.plan()) == ("LostNode", "gpu-3", FailureAction.RESTART)
+
+
+@pytest.mark.parametrize("nodes", [("a", "b", "c"), ("a", "b", "a")])
+def test_no_live_machine_is_called_lost_on_the_word_of_one_peer(
+    running: Maker, worker: Maker, nodes: tuple[str, ...]
+) -> None:
+    made = running(settle_s=5, silent_s=60)
+    made.spec(workers=3)
+    second = worker(1) if nodes[2] == "c" else worker(1, "Failed", ExitCode.PEER_LOST)
+    made.see(on(worker(0, "Failed", ExitCode.PEER_LOST), nodes[0]), on(second, nodes[1]), on(worker(2), nodes[2]))
+    made.now += 5
+    assert made.plan().status.failures == ()
+    made.now += 55
+    restarted = made.plan()
+    assert last(restarted) == ("Because", "a", FailureAction.RESTART)
+    assert restarted.status.excluded_nodes == ()
+
+
+@pytest.mark.parametrize("reason", ["OutOfcpu", "OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
+def test_a_machine_whose_kubelet_does_not_take_a_worker_is_avoided_and_that_counts(
+    scene: Maker, worker: Maker, reason: str
+) -> None:
+    made = scene()
+    made.plan()
+    refused = dataclasses.replace(worker(1, "Failed"), node="gpu-3", outcome=Outcome(code=1, reason=reason))
+    made.see(on(worker(0, "Pending"), "gpu-2"), refused)
+    plan = made.plan()
+    assert last(plan) == (reason, "gpu-3", FailureAction.EXCLUDE_AND_RESTART)
+    assert ([one.node for one in plan.status.excluded_nodes], plan.status.restarts_towards_max) == (["gpu-3"], 1)
+    ran = dataclasses.replace(refused, started_at=made.now, finished_at=made.now, attempt=1)
+    made.see(worker(0, "Pending", attempt=1), ran)
+    assert last(made.plan())[2] is FailureAction.RESTART
 
 
 def test_the_late_word_of_the_culprit_is_waited_for_and_judged(running: Maker, worker: Maker) -> None:

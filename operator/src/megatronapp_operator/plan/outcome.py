@@ -95,15 +95,19 @@ def out_of_reach(worker: Worker, now: float, after_s: float) -> Failure:
     how = f"is still there {after_s:g} s after its time to stop was over"
     if worker.unreachable_since is not None and now >= worker.unreachable_since + after_s:
         how = f"is out of reach: its machine has not answered for {after_s:g} s"
-    return _lost_node(worker, now, how)
+    return _lost_node(worker, now, how, FailureAction.RESTART_IGNORE_MAX)
 
 
 def silent(worker: Worker, now: float) -> Failure:
-    """What is kept of a worker that its peers have lost, and that has neither ended nor been heard of since."""
-    return _lost_node(worker, now, "has not ended, while its peers have lost it: its machine is taken for lost")
+    """What is kept of a worker that its peers have lost, and that has neither ended nor been heard of since.
+
+    Nobody but they says so: it counts, and the machine is avoided.
+    """
+    how = "has not ended, while its peers have lost it: its machine is taken for lost"
+    return _lost_node(worker, now, how, FailureAction.EXCLUDE_AND_RESTART)
 
 
-def _lost_node(worker: Worker, now: float, how: str) -> Failure:
+def _lost_node(worker: Worker, now: float, how: str, action: FailureAction) -> Failure:
     where = "" if worker.node is None else f" on {worker.node}"
     return Failure(
         time=now,
@@ -112,7 +116,7 @@ def _lost_node(worker: Worker, now: float, how: str) -> Failure:
         node=worker.node,
         reason=reasons.LOST_NODE,
         message=f"worker {worker.index}{where} {how}",
-        action=FailureAction.RESTART_IGNORE_MAX,
+        action=action,
     )
 
 

@@ -26,6 +26,10 @@ ACTIONS = {
 }
 """What our own exit codes lead to."""
 
+REFUSED_BY_NODE = "OutOf", "UnexpectedAdmissionError"
+"""How the reason of a pod begins that the kubelet did not take although the scheduler sent it there (OutOfcpu,
+OutOfnvidia.com/gpu): the plugin of a device is broken, or not back yet after a restart of the machine."""
+
 HOPELESS_CODES = frozenset({1, 2})
 HOPELESS_S = 60.0
 """Programs that end with these codes so soon after their start have wrong arguments, which no restart heals."""
@@ -100,7 +104,7 @@ def judged_lost(draft: Draft, failure: Failure, disrupted: str | None = None) ->
     found = Evidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
     asked = asked_for(draft.job.spec.policy.rules, found)
     if asked is None or asked is FailureAction.IGNORE:  # a gang does not go on without one
-        return failure
+        return _possible(draft, failure)
     return _possible(draft, dataclasses.replace(failure, action=asked))
 
 
@@ -117,7 +121,7 @@ def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
     if worker.disrupted is not None or (outcome.suspicion(worker) and any(one.taken for one in draft.gang)):
         return FailureAction.RESTART_IGNORE_MAX
-    if code in DEVICE_CODES:
+    if code in DEVICE_CODES or _refused(worker):
         return FailureAction.EXCLUDE_AND_RESTART
     known = next((action for own, action in ACTIONS.items() if own == code), None)
     if known is not None:
@@ -125,6 +129,12 @@ def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
     if _died_of_it(draft, worker):
         return FailureAction.RESTART_IGNORE_MAX
     return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
+
+
+def _refused(worker: Worker) -> bool:
+    """Whether the kubelet did not take it; a program that ran may give such a reason, too."""
+    never_ran = worker.started_at is None and worker.finished_at is None
+    return never_ran and outcome.outcome_of(worker).reason.startswith(REFUSED_BY_NODE)
 
 
 def _died_of_it(draft: Draft, worker: Worker) -> bool:
@@ -136,10 +146,21 @@ def _died_of_it(draft: Draft, worker: Worker) -> bool:
 
 
 def silent(draft: Draft) -> tuple[Worker, ...]:
-    """Workers on machines that still seem to run, although their peers have ended because they lost somebody.
+    """Workers on one machine that still seem to run, although all others have ended because they lost somebody.
 
-    Where somebody is known to be taken away, there is nothing to find out.
+    Not while several machines are left (they may still be ending), nor where one beside them was seen to end: its
+    kubelet has said so.
     """
+    quiet, ended = _may_be_silent(draft), [one for one in draft.gang if not one.live]
+    lost = all(one.phase is WorkerPhase.FAILED and outcome.suspicion(one) for one in ended)
+    nodes = {one.node for one in quiet}
+    if not lost or len(nodes) != 1 or len(quiet) + len(ended) < draft.job.spec.workers:
+        return ()
+    return () if nodes & {one.node for one in ended} else quiet
+
+
+def _may_be_silent(draft: Draft) -> tuple[Worker, ...]:
+    """Where somebody is known to be taken away, there is nothing to find out."""
     if any(one.taken for one in draft.gang):
         return ()
     return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
@@ -152,7 +173,7 @@ def settles_at(draft: Draft, culprit: Worker) -> float | None:
     gone never does; only when all have ended at once it is known that their arguments are wrong.
     """
     policy = draft.job.spec.policy
-    settle_s = max(policy.settle_s, policy.silent_s) if silent(draft) else policy.settle_s
+    settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
     at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
     if at is None and any(one.live for one in draft.gang) and _begins(draft) and _ended_at_once(culprit):
         at = (culprit.finished_at or 0.0) + policy.settle_s

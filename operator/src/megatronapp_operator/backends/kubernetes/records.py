@@ -30,9 +30,6 @@ DISRUPTING_REASONS = frozenset(
     {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
 )
 """Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
-REFUSED_BY_NODE = "OutOf", "UnexpectedAdmissionError"
-"""How such reasons begin where the kubelet did not take what the scheduler sent it, as after a restart of the machine,
-before the plugins of its devices are back: OutOfcpu, OutOfnvidia.com/gpu."""
 NODE_LOST = "NodeLost"
 MAX_RECORD = 4096
 """Longest termination message that a kubelet keeps."""
@@ -174,7 +171,7 @@ def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, 
     if target is not None and _is_true(target):
         return str(target.get("reason") or DISRUPTION)
     reason = str(status.get("reason") or "")
-    return reason if reason in DISRUPTING_REASONS or reason.startswith(REFUSED_BY_NODE) else None
+    return reason if reason in DISRUPTING_REASONS else None
 
 
 def _since(condition: Mapping[str, Any] | None, value: str) -> float | None:
