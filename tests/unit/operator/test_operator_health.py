@@ -29,17 +29,17 @@ LATE_S = STUCK_S + 1
 @pytest.mark.parametrize(
     ("found", "word"),
     [
-        (health(), None),
-        (health(oldest_s=LATE_S), None),  # looks come to their end: there is much to do
-        (health(finished_ago_s=LATE_S), None),  # nothing is to do
-        (health(oldest_s=LATE_S, finished_ago_s=LATE_S), "jobs wait"),
-        (health(turned_ago_s=TURN_LATE_S + 1), "watches"),
+        ({}, None),
+        ({"oldest_s": LATE_S}, None),  # looks come to their end: there is much to do
+        ({"finished_ago_s": LATE_S}, None),  # nothing is to do
+        ({"oldest_s": LATE_S, "finished_ago_s": LATE_S}, "jobs wait"),
+        ({"turned_ago_s": TURN_LATE_S + 1}, "watches"),
     ],
 )
 def test_an_operator_is_stuck_where_jobs_wait_and_nothing_is_done_or_its_watches_stand_still(
-    found: Health, word: str | None
+    found: dict[str, float], word: str | None
 ) -> None:
-    app = create_app(CollectorRegistry(), alive=found.stuck, ready=lambda: None)
+    app = create_app(CollectorRegistry(), alive=health(**found).stuck, ready=lambda: None)
     with TestClient(app) as client:
         answer = client.get("/healthz")
     assert answer.status_code == (200 if word is None else 503)
