@@ -49,7 +49,7 @@ ENDING_S = 60.0
 """How often a job is looked at whose namespace is being terminated."""
 FIRST_RESYNC_S, RESYNC_RETRY_S = 30.0, 5.0
 POLL_PER_JOB_S = 0.015
-"""Of many jobs each is asked less often: five hundred in 7.5 s, as many as a processor core can ask beside its work."""
+"""Of many jobs each is asked less often: five hundred every 7.5 s."""
 STUCK_S = 600.0
 """So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
 TURN_LATE_S = 120.0

@@ -36,12 +36,37 @@ class _Timer:
             self._handle = None
 
 
-class DoorHttp(H11Protocol):
+class _MustRead(asyncio.Protocol):
+    """A protocol whose peer must read what it is sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        assert isinstance(transport, asyncio.Transport)
+        self._stall, self._peer = _Timer(), transport
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the peer to read."""
+        super().pause_writing()
+        self._stall.start(asyncio.get_running_loop(), STALL_S, self._peer)
+
+    def resume_writing(self) -> None:
+        """It has."""
+        super().resume_writing()
+        self._stall.stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._stall.stop()
+        super().connection_lost(exc)
+
+
+class DoorHttp(_MustRead, H11Protocol):
     """HTTP: a request must arrive, and its answer must be read."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
-        self._head, self._stall = _Timer(), _Timer()
+        self._head = _Timer()
         super().connection_made(transport)
         self._head.start(self.loop, HEAD_S, transport)
 
@@ -59,51 +84,20 @@ class DoorHttp(H11Protocol):
         super().on_response_complete()
         self._head.stop()
 
-    def pause_writing(self) -> None:
-        """Begin to wait for the peer to read."""
-        super().pause_writing()
-        self._stall.start(self.loop, STALL_S, self.transport)
-
-    def resume_writing(self) -> None:
-        """It has."""
-        super().resume_writing()
-        self._stall.stop()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._head.stop()
-        self._stall.stop()
         super().connection_lost(exc)
 
 
-class DoorSockets(WebSocketsSansIOProtocol):
+class DoorSockets(_MustRead, WebSocketsSansIOProtocol):
     """WebSocket: a page must read its frames, and the answers to what it asks (ping)."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        self._stall = _Timer()
-        super().connection_made(transport)
 
     def handle_ping(self) -> None:
         """Answer, while the page reads: nothing else bounds what it may ask."""
         super().handle_ping()
         if not self.writable.is_set():
             self.transport.abort()
-
-    def pause_writing(self) -> None:
-        """Begin to wait for the page to read."""
-        super().pause_writing()
-        self._stall.start(self.loop, STALL_S, self.transport)
-
-    def resume_writing(self) -> None:
-        """It has."""
-        super().resume_writing()
-        self._stall.stop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        self._stall.stop()
-        super().connection_lost(exc)
 
 
 def listener(host: str, port: int) -> socket.socket:

@@ -117,7 +117,7 @@ class Executor:
         """Leave the hub alone for a while. What the hub of an earlier job of this name has left goes within seconds."""
         now, first = time.monotonic(), owner.uid not in self._hub_pauses
         short = first and isinstance(error, NameTakenError)
-        pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now}
+        pauses = {uid: until for uid, until in self._hub_pauses.items() if until > now - HUB_PAUSE_S}
         self._hub_pauses = pauses | {owner.uid: now + (HUB_SHORT_PAUSE_S if short else HUB_PAUSE_S)}
         if not short:
             await self.tell(owner, RecordEvent(type=EventType.WARNING, reason="HubRefused", message=str(error)))
