@@ -17,7 +17,8 @@ PROGRAMS = (
     "skopeo",
 )
 PLUGINS = pathlib.Path("/usr/lib/cni")
-DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4")
+DEVICES = ("/sys/fs/cgroup", "/proc/sys/net/ipv4/ip_forward")
+"""Of settings of the kernel a file: their folders may not be written by root either."""
 
 
 def missing(folder: pathlib.Path | None = None) -> str | None:
