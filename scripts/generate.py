@@ -130,10 +130,61 @@ def valid_frames() -> dict[str, Frame]:
         "metrics": Frame(FrameType.METRICS, {"series": series}),
         "verdicts": Frame(FrameType.VERDICTS, {"verdicts": [{"sentence": text}]}),
         "error": Frame(FrameType.ERROR, problem),
+        **scope_frames(),
         "empty": Frame(FrameType.SNAPSHOT, {}),
         "unknown-type": Frame(200, {"from": "a newer release"}, b"\x00\xff"),
         "body-of-one-byte": Frame(FrameType.RECORDS, {"a": 1}, b"\x01"),
         "numbers": Frame(FrameType.SNAPSHOT, {"values": numbers}),
+    }
+
+
+def scope_frames() -> dict[str, Frame]:
+    """One frame of every type of MegaScope (docs/scope-protocol.md)."""
+    run = "0123456789ab"
+    codes = np.array([[0, 128, 255]], dtype=np.uint8)
+    entropy = [{"n": "head.entropy", "c": "u8", "s": [1, 1, 3], "o": 0}]
+    rows = [{"n": "attention", "c": "u8s", "s": [3], "o": 0}]
+    signed = [{"n": "q", "c": "i8", "s": [1, 1, 3], "o": 0, "so": 8}]
+    part = [signed[0] | {"site": "q", "layers": [0], "heads": [0, 3], "replicated": False}]
+    pixels = np.array([-127, 0, 127], np.int8).tobytes().ljust(8, b"\0") + np.array([0.5], "<f4").tobytes()
+    values = np.array([[0.5, -1.5]], "<f4").tobytes()
+    exact = [{"n": "residual", "c": "f32", "s": [1, 2], "o": 0}]
+    publisher = {"rank": 0, "attempt": 0, "coordinates": {"tp": 0, "pp": 0, "dp": 0}, "layers": [0, 4]}
+    tokens = {"run": run, "step": 1, "ids": [17], "texts": ["\u00fc"]}
+    ranges = {"heads": [0, 4], "keyHeads": [0, 2], "mlp": [0, 64], "sites": ["q", "attention"]}
+    state = {"run": run, "state": "decoding", "position": None, "error": None}
+    gap = {"seq": 5, "run": run, "what": "rows", "from": 1, "to": 3, "ranks": [], "reason": "slow"}
+    kinds = FrameType
+    return {
+        "scope-publisher": Frame(kinds.SCOPE_PUBLISHER, publisher | ranges),
+        "scope-part": Frame(
+            kinds.SCOPE_PART, {"rank": 0, "run": run, "step": 1, "rows": [[0, 7, 1]], "tensors": part}, pixels
+        ),
+        "scope-tokens": Frame(kinds.SCOPE_TOKENS, tokens | {"rows": [[0, 7, 1]], "tensors": []}),
+        "scope-run-state": Frame(kinds.SCOPE_RUN_STATE, state),
+        "scope-hello": Frame(kinds.SCOPE_HELLO, {"protocol": 1, "role": "viewer", "source": "live", "runs": []}),
+        "scope-run": Frame(kinds.SCOPE_RUN, state | {"seq": 1}),
+        "scope-step": Frame(
+            kinds.SCOPE_STEP, tokens | {"seq": 2, "rows": [[0, 7]], "tensors": entropy}, codes.tobytes()
+        ),
+        "scope-overview": Frame(
+            kinds.SCOPE_OVERVIEW, {"seq": 3, "run": run, "sample": 0, "stride": 4, "tensors": signed}, pixels
+        ),
+        "scope-rows": Frame(
+            kinds.SCOPE_ROWS,
+            {"seq": 4, "run": run, "step": 1, "rows": [[0, 3, 1, 2]], "keys": [3], "tensors": rows},
+            codes.tobytes(),
+        ),
+        "scope-gap": Frame(kinds.SCOPE_GAP, gap),
+        "scope-state": Frame(kinds.SCOPE_STATE, {"state": "ready", "message": "", "hint": "", "queue": 0}),
+        "scope-pca": Frame(
+            kinds.SCOPE_PCA,
+            {"run": run, "version": 1, "layers": [0], "explained": [[0.5, 0.25]], "fitted": "refit", "tensors": []},
+        ),
+        "scope-values": Frame(
+            kinds.SCOPE_VALUES, {"run": run, "site": "residual", "sample": 0, "layer": 3, "tensors": exact}, values
+        ),
+        "scope-basis": Frame(kinds.SCOPE_BASIS, {"version": 1, "layers": [0], "tensors": exact}, values),
     }
 
 

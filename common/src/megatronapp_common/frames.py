@@ -57,9 +57,37 @@ class FrameType(enum.IntEnum):
     """hub -> page: all verdicts, whenever one changes."""
     ERROR = 31
     """either way: code and message; the sender closes afterwards."""
+    SCOPE_PUBLISHER = 32
+    """rank -> hub: which layers, heads and features it publishes."""
+    SCOPE_PART = 33
+    """rank -> hub: tensors of one step or probe, as far as this rank has them."""
+    SCOPE_TOKENS = 34
+    """sampling rank -> hub: tokens of a step and their candidates."""
+    SCOPE_RUN_STATE = 35
+    """rank 0 -> hub: state of a run."""
+    SCOPE_HELLO = 40
+    """hub -> page: model, layout, limits, runs."""
+    SCOPE_RUN = 41
+    """hub -> page: state of a run."""
+    SCOPE_STEP = 42
+    """hub -> page: tokens of a step and what was looked at beside them."""
+    SCOPE_OVERVIEW = 43
+    """hub -> page: a prompt after its prefill, in few rows."""
+    SCOPE_ROWS = 44
+    """hub -> page: new attention rows of the pinned heads."""
+    SCOPE_GAP = 45
+    """hub -> page: what was left out, and why."""
+    SCOPE_STATE = 46
+    """hub -> page: state of the model and of its queue."""
+    SCOPE_PCA = 47
+    """hub -> page: a new basis, and the coordinates of the rows that it was fitted on."""
+    SCOPE_VALUES = 48
+    """session file only: exact numbers."""
+    SCOPE_BASIS = 49
+    """hub -> rank 0: the basis to project on."""
 
 
-# Types 32-63 belong to MegaScope.
+# Types 32-63 belong to MegaScope: docs/scope-protocol.md.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

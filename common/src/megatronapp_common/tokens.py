@@ -15,6 +15,10 @@ class Role(enum.StrEnum):
     GATHER = "gather"
     AGENT = "agent"
     VIEWER = "viewer"
+    CONTROLLER = "controller"
+    """Sees what a viewer sees, and may generate, pin and cancel."""
+    SERVE = "serve"
+    """The hub in front of rank 0."""
 
 
 def new_secret() -> str:
@@ -34,7 +38,7 @@ def derive(secret: str, role: Role) -> str:
 
 def matches(secret: str, role: Role, token: str) -> bool:
     """Whether `token` proves `role`; takes the same time for every wrong token."""
-    return hmac.compare_digest(derive(secret, role), token)
+    return hmac.compare_digest(derive(secret, role).encode(), token.encode("utf-8", "surrogatepass"))
 
 
 def read_secret(path: pathlib.Path) -> str:
