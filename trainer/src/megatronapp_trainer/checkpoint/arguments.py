@@ -1,10 +1,11 @@
-"""Which arguments must be the same for a checkpoint to be read, and which are worth a word."""
+"""Which arguments must be the same for a checkpoint to be read, which are worth a word, and which make its model."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatronapp_trainer.config import DataConfig, TrainerConfig
+from megatronapp_trainer.config import DataConfig, ModelConfig, TrainerConfig, build_parser
+from megatronapp_trainer.config.fields import read_section
 from megatronapp_trainer.data.vocabulary import load_vocabulary
 
 Getter = Callable[[TrainerConfig], Any]
@@ -27,17 +28,27 @@ _MODEL: dict[str, Getter] = {
     "--max-position-embeddings": lambda c: (
         c.model.positions if c.model.position_embedding_type == "learned_absolute" else None
     ),
-    "--rotary-base": lambda c: c.model.rotary_base if c.model.position_embedding_type == "rope" else None,
+    "--rotary-base": lambda c: _plain(c.model.rotary_base) if c.model.position_embedding_type == "rope" else None,
     "--rotary-percent": lambda c: c.model.rotary_percent if c.model.position_embedding_type == "rope" else None,
+    "--use-rope-scaling": lambda c: c.model.use_rope_scaling,
+    "--rope-scaling-factor": lambda c: _plain(c.model.rope_scaling_factor) if c.model.use_rope_scaling else None,
+    "--window-size": lambda c: None if c.model.look_back is None else f"{c.model.look_back},0",
     "--normalization": lambda c: c.model.normalization,
     "--norm-epsilon": lambda c: c.model.norm_epsilon,
     "--swiglu": lambda c: c.model.swiglu,
+    "--openai-gelu": lambda c: c.model.openai_gelu,
     "--disable-bias-linear": lambda c: not c.model.add_bias_linear,
     "--add-qkv-bias": lambda c: c.model.add_qkv_bias,
     "--untie-embeddings-and-output-weights": lambda c: c.model.untie_embeddings_and_output_weights,
     "--vocab-size": lambda c: _vocab_size(c.data),
 }
 """The model itself."""
+
+_SIZES: dict[str, Getter] = {
+    "--seq-length": lambda c: c.model.seq_length,
+    "--make-vocab-size-divisible-by": lambda c: c.model.make_vocab_size_divisible_by,
+}
+"""What else is needed to build the model, but may be another in the next run."""
 
 _OPTIMIZER: dict[str, Getter] = {
     "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
@@ -58,9 +69,47 @@ _DATA: dict[str, Getter] = {
 """What the order of samples depends on."""
 
 
+TOKENIZER_FILE = "--tokenizer-file"
+"""In a manifest: the name of a tokenizer.json that lies beside it. Only checkpoints that were converted have one."""
+
+
 def record(config: TrainerConfig) -> dict[str, Any]:
     """Arguments as the manifest keeps them."""
-    return {flag: get(config) for flag, get in (_MODEL | _OPTIMIZER | _DATA).items()}
+    return {flag: get(config) for flag, get in (_MODEL | _SIZES | _OPTIMIZER | _DATA).items()}
+
+
+def record_weights(config: TrainerConfig) -> dict[str, Any]:
+    """Arguments of a checkpoint that holds weights alone, from no training."""
+    return {flag: get(config) for flag, get in (_MODEL | _SIZES).items()} | {"--bf16": config.precision.bf16}
+
+
+def holds_weights_alone(stored: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint with these arguments was converted, so that no training can be gone on with."""
+    return "--train-iters" not in stored
+
+
+def model_flags(stored: Mapping[str, Any]) -> list[str]:
+    """The part of a command line that builds the model which a manifest's arguments describe, `--vocab-size` with it.
+
+    Sizes are those of the manifest; a command line may say another `--seq-length` after them.
+    """
+    words: list[str] = []
+    for flag in (*_MODEL, *_SIZES):
+        value = stored.get(flag)
+        if flag == "--num-query-groups":
+            words += (
+                [] if value == stored.get("--num-attention-heads") else ["--group-query-attention", flag, str(value)]
+            )
+        elif value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+def model_of(stored: Mapping[str, Any]) -> ModelConfig:
+    """The model that a manifest's arguments describe. Dropout is the default's: it is no part of a model."""
+    return read_section(ModelConfig, build_parser().parse_args(model_flags(stored)))
 
 
 def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) -> str | None:
@@ -81,6 +130,11 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     if not differences:
         return None
     return f"samples come in another order than before, because this run differs in {_words(differences)}"
+
+
+def _plain(number: float) -> float:
+    """A whole number without its fraction of zeros."""
+    return int(number) if number == int(number) else number
 
 
 def _differences(stored: dict[str, Any], config: TrainerConfig, flags: dict[str, Getter]) -> dict[str, tuple[Any, Any]]:

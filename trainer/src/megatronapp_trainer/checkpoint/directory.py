@@ -113,7 +113,7 @@ class CheckpointDirectory:
 
     def temporary(self, iteration: int, claim: Claim) -> pathlib.Path:
         """Where a checkpoint is written before it gets its name."""
-        return self.path / f"{_name(iteration)}.tmp-a{claim.attempt}"
+        return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}"
 
     def begin(self, iteration: int, claim: Claim) -> pathlib.Path:
         """An empty directory to write a checkpoint into."""
@@ -125,11 +125,8 @@ class CheckpointDirectory:
 
     def publish(self, temporary: pathlib.Path, manifest: Manifest, claim: Claim) -> pathlib.Path:
         """Give a fully written checkpoint its name and make it the newest one."""
-        sizes = {entry.name: entry.stat().st_size for entry in sorted(temporary.iterdir())}
-        whole = asdict(manifest) | {"files": sizes}
-        write_atomically(temporary / MANIFEST, json.dumps(whole, indent=1).encode())
-        sync_directory(temporary)
-        final = self.path / _name(manifest.iteration)
+        seal(temporary, manifest)
+        final = self.path / checkpoint_name(manifest.iteration)
         self.check_owner(claim)
         doomed = self._move_away(final, claim)
         temporary.rename(final)
@@ -181,8 +178,16 @@ class CheckpointDirectory:
         )
 
 
-def _name(iteration: int) -> str:
+def checkpoint_name(iteration: int) -> str:
+    """What the folder of this iteration's checkpoint is called."""
     return f"iter_{iteration:07d}"
+
+
+def seal(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder in which everything else lies already: from now on it is whole."""
+    sizes = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
+    write_atomically(folder / MANIFEST, json.dumps(asdict(manifest) | {"files": sizes}, indent=1).encode())
+    sync_directory(folder)
 
 
 def _is_whole(checkpoint: pathlib.Path) -> bool:

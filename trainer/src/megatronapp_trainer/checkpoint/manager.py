@@ -213,6 +213,8 @@ class CheckpointManager:
         flags = self._config.checkpoint
         if finetune:
             return Parts(optimizer=False, random_states=False, progress=False)
+        if arguments.holds_weights_alone(manifest.arguments):
+            raise CheckpointError(f"{path} was converted and holds weights alone; give --finetune to start from them")
         if flags.load_optim and manifest.optimizer is None:
             raise CheckpointError(f"{path} holds no optimizer state; give --no-load-optim or --finetune to do without")
         here, there = _sizes(self._layout), manifest.layout

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.errors import UsageError
 
@@ -93,6 +94,32 @@ def _positions(config: TrainerConfig) -> None:
         "--reset-position-ids has no effect on rotary positions, which are relative; leave it out or take "
         "--position-embedding-type learned_absolute",
     )
+
+
+def _shape(config: TrainerConfig) -> None:
+    model = config.model
+    _require(
+        not (model.openai_gelu and model.swiglu), "--openai-gelu and --swiglu are both activations of the MLP; give one"
+    )
+    _require(
+        not model.use_rope_scaling or model.position_embedding_type == "rope",
+        "--use-rope-scaling needs --position-embedding-type rope",
+    )
+    for flag, value in (("--rotary-base", model.rotary_base), ("--rope-scaling-factor", model.rope_scaling_factor)):
+        _require(value > 0, f"{flag} must be above 0")
+    _require(
+        _is_window(model),
+        f"--window-size {model.window_size}: write --window-size 1023,0 for 1,024 tokens, the token itself among them; "
+        "the first number is 0 or more (-1: all), the second is 0, because a token of this model never looks ahead",
+    )
+
+
+def _is_window(model: ModelConfig) -> bool:
+    try:
+        window = model.window
+    except ValueError:
+        return False
+    return window is None or (window[0] >= -1 and window[1] == 0)
 
 
 def _tensor_parallel(config: TrainerConfig) -> None:
@@ -264,6 +291,7 @@ _RULES: tuple[Callable[[TrainerConfig], None], ...] = (
     _group_sizes,
     _attention,
     _positions,
+    _shape,
     _tensor_parallel,
     _pipeline,
     _overlap,

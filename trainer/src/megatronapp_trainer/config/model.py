@@ -1,8 +1,11 @@
 """Shape of the model, its numerics and its layout over ranks."""
 
 import dataclasses
+import re
 
 from megatronapp_trainer.config.fields import option, turned_off_by
+
+_WINDOW = re.compile(r"\(? ?(-?\d+), ?(-?\d+) ?\)?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +26,17 @@ class ModelConfig:
     position_embedding_type: str = option(
         "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
     )
-    rotary_base: int = option(10000, "base of the rotary frequencies")
+    rotary_base: float = option(10000, "base of the rotary frequencies")
     rotary_percent: float = option(1.0, "share of a head's channels that rotate")
+    use_rope_scaling: bool = option(False, "rotary frequencies for long contexts, as Llama 3.1 has them")
+    rope_scaling_factor: float = option(8.0, "how much longer the context is, with --use-rope-scaling")
+    window_size: str | None = option(
+        None, "LEFT,RIGHT: a token attends to itself and LEFT tokens before it; RIGHT must be 0; default: all before it"
+    )
     normalization: str = option("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "added to the variance")
     swiglu: bool = option(False, "gated SiLU in the MLP instead of GELU")
+    openai_gelu: bool = option(False, "GELU by its tanh approximation, as GPT-2 has it")
     add_bias_linear: bool = turned_off_by("--disable-bias-linear", "linear layers without bias")
     add_qkv_bias: bool = option(False, "bias of the QKV projection although --disable-bias-linear is given")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights of input and output embedding")
@@ -66,6 +75,22 @@ class ModelConfig:
     def positions(self) -> int:
         """Rows of the learned position embedding."""
         return self.max_position_embeddings or self.seq_length
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The two numbers of the window; None without one. Raises ValueError if it is none."""
+        if self.window_size is None:
+            return None
+        match = _WINDOW.fullmatch(self.window_size)
+        if match is None:
+            raise ValueError(f"{self.window_size!r} is not LEFT,RIGHT")
+        return int(match[1]), int(match[2])
+
+    @property
+    def look_back(self) -> int | None:
+        """Tokens before it that a token attends to besides itself; None for all."""
+        window = self.window
+        return None if window is None or window[0] < 0 else window[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

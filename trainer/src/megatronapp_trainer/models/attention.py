@@ -11,9 +11,13 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
+from megatronapp_trainer.models.masks import causal_mask
+
 
 class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carries no types
     """Causal attention without a mask tensor, or attention under a mask where one is given.
+
+    A window (``config.window_size``) narrows both. A sequence that it covers needs no mask tensor for it.
 
     Dropout draws from Megatron's tracker of tensor-parallel states, as heads differ between the ranks of a tensor
     group; under sequence parallelism the whole layer already runs in that state.
@@ -55,19 +59,28 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("TorchAttention knows neither packed sequences nor an attention bias")
+        hidden = self._hidden(attention_mask, query.size(0), query.device)
         dropout = self._dropout if self.training else 0.0
         with self._rng(dropout):
             context_BHSD = torch.nn.functional.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
-                attn_mask=None if attention_mask is None else attention_mask.logical_not(),
+                attn_mask=None if hidden is None else hidden.logical_not(),
                 dropout_p=dropout,
-                is_causal=attention_mask is None,
+                is_causal=hidden is None,
                 scale=self._scale,
                 enable_gqa=self._grouped,
             )
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _hidden(self, mask: torch.Tensor | None, length: int, device: torch.device) -> torch.Tensor | None:
+        """The mask with the window in it; None where causality is all."""
+        window = self.config.window_size
+        if window is None or window[0] >= length - 1:
+            return mask
+        outside = causal_mask(length, device, window=window)
+        return outside if mask is None else mask | outside
 
     def _rng(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
         if dropout == 0.0 or self.config.sequence_parallel:

@@ -1,10 +1,11 @@
 """The GPT model: megatron-core's configuration and one model chunk per virtual stage, wrapped for data parallelism."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config import ModelConfig, TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.layout import Layout
@@ -60,6 +61,8 @@ def _build_chunk(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
     initialize_weights(gpt, model, seed=config.training.seed, layout=layout)
@@ -104,7 +107,8 @@ def _shape(config: TrainerConfig) -> dict[str, Any]:
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "gated_linear_unit": model.swiglu,
-        "activation_func": torch.nn.functional.silu if model.swiglu else torch.nn.functional.gelu,
+        "activation_func": _activation(model),
+        "window_size": None if model.look_back is None else (model.look_back, 0),
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
         "hidden_dropout": model.hidden_dropout,
@@ -114,6 +118,16 @@ def _shape(config: TrainerConfig) -> dict[str, Any]:
         "output_layer_init_method": _leave_empty,
         "embedding_init_method": _leave_empty,
     }
+
+
+def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if model.swiglu:
+        return torch.nn.functional.silu
+    return _tanh_gelu if model.openai_gelu else torch.nn.functional.gelu
+
+
+def _tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(hidden, approximate="tanh")
 
 
 def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:

@@ -5,20 +5,15 @@ mask into a view of the scores, for which autograd copies their whole gradient t
 the kernels that they launch; the values are the same to the last bit.
 """
 
-import functools
 from typing import Any
 
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatronapp_trainer.models.masks import causal_mask
+
 _HIDDEN = -10000.0
 """What megatron-core puts where a token must not look."""
-
-
-@functools.lru_cache(maxsize=4)
-def causal_mask(length: int, device: torch.device) -> torch.Tensor:
-    """bool [S, S], true above the diagonal."""
-    return torch.triu(torch.ones(length, length, dtype=torch.bool, device=device), diagonal=1)
 
 
 def masked(scores_BHSS: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -27,11 +22,12 @@ def masked(scores_BHSS: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc] # megatron-core carries no types
-    """DotProductAttention with one causal mask for all layers, applied out of place."""
+    """DotProductAttention with one causal mask for all layers, applied out of place; a window is part of that mask."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of megatron-core
         super().__init__(*args, **kwargs)
         self.scale_mask_softmax.mask_func = masked
+        self.scale_mask_softmax.window_size = None  # it would take the place of our mask
 
     def forward(
         self,
@@ -42,6 +38,9 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc] # megatron-core
         **options: Any,  # noqa: ANN401 - what megatron-core takes besides
     ) -> torch.Tensor:
         """query [S, B, H, D], key and value [S, B, G, D], mask [B, 1, S, S] true where not to look -> [S, B, HD]."""
-        mask = causal_mask(query.size(0), query.device) if attention_mask is None else attention_mask
+        mask = attention_mask
+        if mask is None or self.config.window_size is not None:
+            hidden = causal_mask(query.size(0), query.device, window=self.config.window_size)
+            mask = hidden if mask is None else mask | hidden
         context: torch.Tensor = super().forward(query, key, value, mask, **options)
         return context
