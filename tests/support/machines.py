@@ -41,13 +41,17 @@ class Machines:
         """Place a pod on a machine of its own and start its containers."""
         name = pod["metadata"]["name"]
         if not pod["spec"].get("nodeName"):
-            target = {"apiVersion": "v1", "kind": "Node", "name": f"node-of-{name}"}
-            body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
-            await self._send("POST", f"{name}/binding", body)
+            await self.bind(name)
         state = {"running": {"startedAt": _now()}}
         ready = {"type": "Ready", "status": "True"}
         status = {"phase": "Running", "podIP": "127.0.0.1", "conditions": [ready], **_statuses(pod, state, ready=True)}
         await self._send("PATCH", f"{name}/status", {"status": status})
+
+    async def bind(self, name: str) -> None:
+        """Place a pod on a machine of its own."""
+        target = {"apiVersion": "v1", "kind": "Node", "name": f"node-of-{name}"}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
+        await self._send("POST", f"{name}/binding", body)
 
     async def end(self, name: str, code: int, **record: Any) -> None:
         """End a pod's containers with this code; `record` is what its launcher says of it."""

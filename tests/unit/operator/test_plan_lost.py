@@ -14,7 +14,6 @@ from megatronapp_operator.plan import (
     ConditionType,
     CreateInit,
     DeleteInit,
-    DeleteWorker,
     Deletion,
     ExcludedNode,
     Failure,
@@ -52,76 +51,6 @@ def on(worker: Any, node: str, **changes: Any) -> Any:
 def last(made: Any) -> tuple[str, str | None, FailureAction]:
     failure = made.status.failures[-1]
     return failure.reason, failure.node, failure.action
-
-
-def test_a_worker_whose_machine_does_not_answer_is_given_up_without_waiting_for_its_deletion(
-    running: Maker, worker: Maker
-) -> None:
-    made = running(lost_worker_s=300, grace_s=600, max_restarts=0)
-    away = on(worker(1), "gpu-3", unreachable_since=made.now - 40)
-    made.see(on(worker(0), "gpu-2"), away)
-    assert made.plan().wake_at == made.now + 260
-    made.now += 260
-    lost = made.plan()
-    assert last(lost) == ("LostNode", "gpu-3", UNCOUNTED)
-    assert "has not answered for 300 s" in lost.status.failures[-1].message
-    assert deeds(lost) == [
-        DeleteWorker(index=0, attempt=0, grace_s=600),
-        DeleteWorker(index=1, attempt=0, grace_s=0),
-    ]
-    assert (lost.status.restarts, lost.status.restarts_towards_max) == (1, 0)
-
-
-def test_a_machine_that_answers_again_in_time_costs_nothing(running: Maker, worker: Maker) -> None:
-    made = running(lost_worker_s=300)
-    made.see(worker(0), on(worker(1), "gpu-3", unreachable_since=made.now))
-    made.plan()
-    made.see(worker(0), on(worker(1), "gpu-3"))
-    made.now += 10_000
-    assert (made.plan().status.failures, made.job.status.phase) == ((), Phase.RUNNING)
-
-
-def test_a_gang_none_of_whose_machines_is_heard_of_is_left_alone(running: Maker, worker: Maker) -> None:
-    made = running(lost_worker_s=300)
-    away = [on(worker(index), f"gpu-{index}", unreachable_since=made.now) for index in (0, 1)]
-    made.see(*away)
-    made.now += 1200
-    assert (deeds(made.plan()), made.job.status.failures) == ([], ())
-    made.see(on(worker(0), "gpu-0", heard_since=made.now), away[1])
-    assert (deeds(made.plan()), made.plan().wake_at) == ([], made.now + 300)
-    made.now += 300
-    assert last(made.plan()) == ("LostNode", "gpu-1", UNCOUNTED)
-
-
-def test_who_leaves_such_a_gang_at_the_bidding_of_the_cluster_is_given_up(running: Maker, worker: Maker) -> None:
-    made = running(lost_worker_s=300)
-    going = [on(worker(index, grace=30.0), f"gpu-{index}", unreachable_since=made.now) for index in (0, 1)]
-    made.see(*going)
-    assert made.plan().wake_at == made.now + 330
-    made.now += 330
-    assert last(made.plan())[0] == "LostNode"
-
-
-@pytest.mark.parametrize(("nodes", "second"), [(("a", "a"), "Running"), (("a", "b"), "Failed")])
-def test_a_gang_of_which_something_was_heard_or_that_has_one_machine_is_not_left_alone(
-    running: Maker, worker: Maker, nodes: tuple[str, str], second: str
-) -> None:
-    made = running(lost_worker_s=300, settle_s=1000)
-    since = made.now if second == "Running" else None
-    ended = worker(1, second, None if since else ExitCode.PREEMPTED)
-    made.see(on(worker(0), nodes[0], unreachable_since=made.now), on(ended, nodes[1], unreachable_since=since))
-    made.now += 300
-    assert DeleteWorker(index=0, attempt=0, grace_s=0) in deeds(made.plan())
-
-
-def test_a_worker_that_is_deleted_on_a_lost_machine_is_not_waited_for_until_its_grace_is_over(
-    running: Maker, worker: Maker
-) -> None:
-    made = running(lost_worker_s=300, grace_s=600)
-    going = on(worker(1, grace=600.0), "gpu-3", unreachable_since=made.now - 299)
-    made.see(worker(0), going)
-    made.now += 1
-    assert DeleteWorker(index=1, attempt=0, grace_s=0) in deeds(made.plan())
 
 
 @pytest.mark.parametrize("code", [1, 137])

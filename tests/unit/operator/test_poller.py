@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import pytest
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Told
-from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, Poller
+from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, RECENT_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
 
 pytestmark = pytest.mark.asyncio
@@ -73,7 +74,7 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
 
 async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> Told:
     async with httpx.AsyncClient(trust_env=False) as client:
-        return await Poller(client, key=KEY).poll("uid", pods, before or Told(), attempt=1)
+        return await Poller(client, key=KEY).poll("uid", pods, before or Told(), attempt=1, workers=2)
 
 
 async def test_the_hub_tells_how_it_goes_and_so_does_the_launcher_with_the_table() -> None:
@@ -143,13 +144,13 @@ async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often()
     async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False) as client:
         poller = Poller(client, key=KEY, clock=clock, timeout_s=0.02)
         for _ in range(40):
-            told = await poller.poll("uid", PODS[:1], told, attempt=1)
+            told = await poller.poll("uid", PODS[:1], told, attempt=1, workers=2)
             misses.append(told.hub.misses)
             clock.now += POLL_S
         asked = [turn for turn, (now, before) in enumerate(zip(misses, [0, *misses], strict=False)) if now > before]
         assert [POLL_S * (after - before) for before, after in itertools.pairwise(asked)] == [10, 20, 40, 60, 60]
         fresh = dataclasses.replace(PODS[0], uid="another")
-        assert (await poller.poll("uid", [fresh], told, attempt=1)).hub.misses == 1
+        assert (await poller.poll("uid", [fresh], told, attempt=1, workers=2)).hub.misses == 1
 
 
 async def test_while_a_slow_hub_is_left_alone_its_launcher_is_asked_as_ever() -> None:
@@ -182,18 +183,57 @@ async def test_hub_and_launcher_are_asked_beside_each_other() -> None:
     assert told.summary is not None and told.progress is not None
 
 
+def summary(updated_at: float | None, *, attempt: int = 1, agents: int | None = None) -> bytes:
+    """A hub's answer; seconds are those of `Clock`."""
+    said = None if updated_at is None else datetime.datetime.fromtimestamp(updated_at, datetime.UTC).isoformat()
+    page = {"attempt": attempt, "iteration": 7, "updatedAt": said}
+    tracer = {} if agents is None else {"tracer": {"agents": agents}}
+    return json.dumps(SUMMARY | {"progress": page} | tracer).encode()
+
+
+async def heard(poller: Poller, before: Told, body: bytes, port: int = HUB_PORT) -> Told:
+    """What is known after this answer of the hub, or of the launcher."""
+    async with answering(HUB if port == HUB_PORT else LAUNCHER, port, body):
+        return await poller.poll("uid", PODS, before, attempt=1, workers=2)
+
+
 async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself() -> None:
-    clock, older = Clock(), SUMMARY | {"progress": {"attempt": 0, "iteration": 7}}
+    clock = Clock()
     async with httpx.AsyncClient(trust_env=False) as client:
         poller = Poller(client, key=KEY, clock=clock)
-        async with answering(HUB, HUB_PORT, json.dumps(older).encode()):
-            assert (await poller.poll("uid", PODS, Told(), attempt=1)).heard_at == 0.0
-        async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()):
-            first = await poller.poll("uid", PODS, Told(), attempt=1)
-            clock.now += 5
-            again = await poller.poll("uid", PODS, first, attempt=1)
+        assert (await heard(poller, Told(), summary(1000.0, attempt=0))).heard_at == 0.0
+        first = await heard(poller, Told(), summary(1000.0))
+        clock.now += 5
+        again = await heard(poller, first, summary(1000.0))
         assert (first.heard_at, again.heard_at, first == again) == (1000.0, 1005.0, True)
         clock.now += 5
-        assert (await poller.poll("uid", PODS, again, attempt=1)).heard_at == 1005.0
-        async with answering(LAUNCHER, STATUS_PORT, b'{"rankTable": null, "progress": null}'):
-            assert (await poller.poll("uid", PODS, again, attempt=1)).heard_at == 1010.0
+        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2)).heard_at == 1005.0
+        nothing = b'{"rankTable": null, "progress": null}'
+        assert (await heard(poller, again, nothing, STATUS_PORT)).heard_at == 1010.0
+
+
+async def test_a_hub_whose_agent_has_died_says_nothing_by_its_last_page() -> None:
+    clock = Clock()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        poller = Poller(client, key=KEY, clock=clock)
+        first = await heard(poller, Told(), summary(1000.0))
+        clock.now += RECENT_S + 1
+        stale = await heard(poller, first, summary(1000.0, agents=1))
+        assert stale.heard_at == 1000.0 and stale == first
+        assert (await heard(poller, Told(), summary(1000.0))).heard_at == 0.0
+        assert (await heard(poller, Told(), summary(clock.now + 3600))).heard_at == 0.0
+        assert (await heard(poller, Told(), summary(None))).heard_at == 0.0
+        newer = await heard(poller, stale, summary(1000.5))  # by a clock that is behind
+        assert newer.heard_at == clock.now
+        clock.now += 1
+        assert (await heard(poller, newer, summary(1000.0))).heard_at == newer.heard_at
+
+
+async def test_a_hub_that_has_all_agents_knows_that_a_gang_stands_still() -> None:
+    clock = Clock()
+    clock.now += 3600
+    async with httpx.AsyncClient(trust_env=False) as client:
+        poller = Poller(client, key=KEY, clock=clock)
+        assert (await heard(poller, Told(), summary(1000.0, agents=1))).heard_at == 0.0
+        assert (await heard(poller, Told(), summary(1000.0, agents=2))).heard_at == clock.now
+        assert (await heard(poller, Told(), summary(1000.0, attempt=0, agents=2))).heard_at == 0.0

@@ -283,9 +283,10 @@ class Service:
         memory = self._reconciler.memory(key)
         if memory is None:
             return
-        pods = self._store.pods(key[0], memory.uid)
+        pods, status = self._store.pods(key[0], memory.uid), memory.status
+        gang = {"attempt": status.attempt, "workers": status.replicas.desired}
         try:
-            told = await self._poller.poll(memory.uid, pods, memory.told, attempt=memory.status.attempt)
+            told = await self._poller.poll(memory.uid, pods, memory.told, **gang)
         except Exception:
             log.exception("%s/%s: hub and launcher could not be asked", *key)
             told = memory.told

@@ -85,10 +85,18 @@ class Draft:
     def lost_at(self, worker: Worker) -> float | None:
         """When a worker that does not go, or whose machine does not answer, is given up; None: nothing is wrong."""
         heard = self._heard_since(worker.attempt) if worker.unreachable_since is not None else None
-        since = [] if worker.unreachable_since is None or heard is None else [max(worker.unreachable_since, heard)]
+        since = []
+        if worker.unreachable_since is not None and heard is not None:
+            since.append(max(worker.unreachable_since, heard, self._moved_at(worker.attempt)))
         if worker.deletion is not None:
             since.append(worker.deletion.since + worker.deletion.grace_s)
         return min(since) + self.job.spec.policy.lost_worker_s if since else None
+
+    def _moved_at(self, attempt: int) -> float:
+        """When progress of a gang was last heard of. No gang goes on without one of its workers, so all lived then,
+        whatever their machines tell the API server; one that stands still since is given up in its time."""
+        told = self.status.told
+        return 0.0 if told is None or told.attempt != attempt else self.status.progress_time or 0.0
 
     def _heard_since(self, attempt: int) -> float | None:
         """Since when something is heard of a gang; None: no machine of a whole gang on several of them is heard of.

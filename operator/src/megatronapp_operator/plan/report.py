@@ -63,7 +63,7 @@ def ends(draft: Draft) -> None:
 def progress(draft: Draft) -> None:
     """Take over newer progress, and remember on our own clock when it went on."""
     new, old = draft.observed.progress, draft.status.progress
-    if new is None or (old is not None and new.attempt < old.attempt) or new.attempt > draft.status.attempt:
+    if new is None or (old is not None and _before(new, old)) or new.attempt > draft.status.attempt:
         return
     if old is None or _mark(new) != _mark(old):
         draft.update(progress_time=draft.now)
@@ -157,6 +157,16 @@ def _tell_of_verdicts(draft: Draft, before: tuple[SlowRank, ...], now: tuple[Slo
 def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     ids = {one.id for one in others}
     return tuple(one for one in verdicts if one.id not in ids)
+
+
+def _before(new: Progress, old: Progress) -> bool:
+    """Whether a page says what was before another one, as that of a hub does whose agent has died.
+
+    By its time alone where it is not further on: the clock of a machine may be set back.
+    """
+    if new.attempt != old.attempt or new.updated_at is None or old.updated_at is None:
+        return new.attempt < old.attempt
+    return new.iteration <= old.iteration and new.updated_at < old.updated_at
 
 
 def _mark(page: Progress) -> tuple[int, int, str]:

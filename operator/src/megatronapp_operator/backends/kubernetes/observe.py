@@ -36,6 +36,8 @@ class Told:
     rank_table: dict[str, Any] | None = None
     heard_at: float = dataclasses.field(default=0.0, compare=False)
     """When one of them last answered that knows of progress; no news by itself."""
+    page: tuple[int, float] | None = dataclasses.field(default=None, compare=False)
+    """Attempt and time of the newest page that a hub had."""
     hub: Contact = dataclasses.field(default=Contact(), compare=False)
     launcher: Contact = dataclasses.field(default=Contact(), compare=False)
 

@@ -19,12 +19,14 @@ from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Told
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.plan import Progress
-from megatronapp_operator.summary import UNREADABLE, read_progress, read_summary
+from megatronapp_operator.summary import UNREADABLE, Summary, read_progress, read_summary
 
 POLL_S = 5.0
 TIMEOUT_S = 3.0
 LONGEST_PAUSE_S = 60.0
 """After many answers that did not come in time."""
+RECENT_S = 60.0
+"""A hub's page that differs no more from our clock was brought by an agent that lives."""
 MAX_BYTES = 4 << 20
 """Longest answer that is read."""
 
@@ -49,10 +51,10 @@ class Poller:
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def poll(self, uid: str, pods: Iterable[PodRecord], before: Told, *, attempt: int) -> Told:
+    async def poll(self, uid: str, pods: Iterable[PodRecord], before: Told, *, attempt: int, workers: int) -> Told:
         """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
 
-        The launcher is asked beside a hub, too, whose agent may have died.
+        The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang.
         """
         token = derive(job_secret(self._key, uid), Role.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
@@ -62,15 +64,21 @@ class Poller:
         )
         summary = read_summary(said)
         known, progress, table = _launcher(answer, before.rank_table)
-        known |= summary is not None and summary.progress is not None and summary.progress.attempt == attempt
+        page = _page(summary, attempt)
+        known |= page is not None and (self._is_new(page, before.page) or _agents(said) >= workers)
         return Told(
             summary=summary,
             progress=progress,
             rank_table=table,
             heard_at=self._clock() if known else before.heard_at,
+            page=before.page if page is None else max(page, before.page or page),
             hub=at_hub,
             launcher=at_launcher,
         )
+
+    def _is_new(self, page: tuple[int, float], before: tuple[int, float] | None) -> bool:
+        """Whether an agent has brought this page lately: one that has died leaves its last page with the hub."""
+        return (before is not None and page > before) or abs(self._clock() - page[1]) <= RECENT_S
 
     async def _turn(self, pod: PodRecord | None, path: str, token: str, contact: Contact) -> tuple[Any, Contact]:
         """The answer of a pod if it is its turn, and how it went."""
@@ -106,6 +114,22 @@ class Poller:
             raise _TooLongError from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
             return None
+
+
+def _page(summary: Summary | None, attempt: int) -> tuple[int, float] | None:
+    """Attempt and time of a hub's page of this attempt; None: it has none, or one that does not say when it was."""
+    page = None if summary is None else summary.progress
+    if page is None or page.attempt != attempt or page.updated_at is None:
+        return None
+    return page.attempt, page.updated_at
+
+
+def _agents(answer: Any) -> int:  # noqa: ANN401 - JSON of another process
+    """How many agents are with a hub: if all are, an old page says that the gang stands still."""
+    try:
+        return int(answer["tracer"]["agents"])
+    except UNREADABLE:
+        return 0
 
 
 def _host(pod: PodRecord) -> str:

@@ -1,7 +1,8 @@
 """One look at one job: what is there, what to do about it, the status first, then the deeds.
 
 What is remembered between two looks is the job's status. A status that only says how far the training is, is written
-every `PROGRESS_S` seconds at most; every other change is written at once, before anything is done about it.
+every `PROGRESS_S` seconds at most. One about which nothing is to be done, and that only says where pods are, waits
+`COUNTS_S` for more of the kind. Every other change is written at once, before anything is done about it.
 """
 
 import dataclasses
@@ -42,6 +43,9 @@ PROGRESS_S = 15.0
 COUNTS_S = 1.0
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
+PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "scheduledTime"}
+"""What a successor finds out again by looking at the pods. Where more has happened, more fields than these change, or
+there is something to do about it."""
 REFUSED_S = 10.0
 """After the same refusal again."""
 LOOK_AGAIN_S = 2.0
@@ -60,9 +64,11 @@ class Memory:
     status: Status
     written: Object
     """The status as it stands on the API server."""
-    sent: Object = dataclasses.field(default_factory=dict)
-    """The same as we sent it; the server may leave out what it does not know."""
+    sent: Object
+    """The same as we sent it, where we did; the server may leave out what it does not know."""
     written_at: float = float("-inf")
+    news_since: float | None = None
+    """When something beside progress was seen to change that is not written yet."""
     since: float = 0.0
     """When this process saw the job first."""
     pinned: Pinned | None = None
@@ -131,14 +137,15 @@ class Reconciler:
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
-            known = Memory(metadata["uid"], metadata["generation"], load_job(document), read_status(status), status)
+            job = load_job(document)
+            known = Memory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
             known.since = self._clock()
             known.pinned = read_pinned(status)
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
             known.job, known.generation = load_job(document), metadata["generation"]
         if status != known.written:  # somebody else wrote it
-            known.status, known.written = read_status(status), status
+            known.status, known.written, known.sent = read_status(status), status, status
         return known
 
     def _plan(self, memory: Memory, document: Object) -> Plan:
@@ -173,13 +180,24 @@ class Reconciler:
         self._pin(memory, made.status)
         document = status_document(made.status) | self._facts(memory, made.status)
         changed = {name for name in document.keys() | memory.sent.keys() if document.get(name) != memory.sent.get(name)}
-        due = memory.written_at + _pause_s(changed)
+        due = self._due(memory, changed, made)
         if not changed or self._clock() < due:
             memory.status = made.status
             return False, _earliest(due if changed else None, made.wake_at)
         await self._replace_status(key, memory, document)
         memory.status = made.status  # not before: of a status that was not written its events are still to be told
         return True, made.wake_at
+
+    def _due(self, memory: Memory, changed: AbstractSet[str], made: Plan) -> float:
+        """When a change of these fields is to be written. What is to be done is never done before that."""
+        if changed <= PROGRESS_FIELDS:
+            memory.news_since = None
+            return memory.written_at + PROGRESS_S
+        if not changed <= (COUNT_FIELDS if made.actions else PLACE_FIELDS):
+            return float("-inf")
+        if memory.news_since is None:
+            memory.news_since = self._clock()
+        return memory.news_since + COUNTS_S
 
     def _pin(self, memory: Memory, status: Status) -> None:
         """What a gang is made of is settled with the decision to create it."""
@@ -231,6 +249,7 @@ class Reconciler:
             self._store.drop_job(known)
             raise AgainError(f"{key[0]}/{key[1]}: the job is gone") from error
         memory.sent, memory.written, memory.written_at = document, stored["status"], self._clock()
+        memory.news_since = None
         self._store.put_job(stored)
 
     async def _see_job_afresh(self, key: Key) -> None:
@@ -296,13 +315,6 @@ def _ends_attempt(before: Status, after: Status) -> bool:
     ends = after.phase in TERMINAL_PHASES and before.phase not in TERMINAL_PHASES
     fails = after.is_true(ConditionType.FAILURE_TARGET) and not before.is_true(ConditionType.FAILURE_TARGET)
     return ends or fails or after.attempt != before.attempt
-
-
-def _pause_s(changed: AbstractSet[str]) -> float:
-    """How long after the last write a change of these fields may wait."""
-    if changed <= PROGRESS_FIELDS:
-        return PROGRESS_S
-    return COUNTS_S if changed <= COUNT_FIELDS else 0.0
 
 
 def _earliest(*times: float | None) -> float | None:

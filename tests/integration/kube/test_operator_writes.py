@@ -1,0 +1,100 @@
+"""How often the status of a small job is written: each write costs the API server more than any other request."""
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, Object
+from megatronapp_operator.backends.kubernetes.reconciler import COUNTS_S
+
+pytestmark = pytest.mark.asyncio
+LOOK_S = 0.2
+SMALL: dict[str, Any] = {"nodes": 1, "analyzer": {"enabled": True}, "trace": {"enabled": True}}
+
+
+@dataclasses.dataclass(slots=True)
+class Watched:
+    """A job of one pod and a hub, looked at step by step, and what was written of it."""
+
+    stage: Play
+    written: list[Object] = dataclasses.field(default_factory=list)
+
+    async def look(self, after_s: float = LOOK_S) -> None:
+        """What happens in the operator after news, so many seconds later."""
+        self.stage.skipped_s += after_s
+        await self.stage.look()
+        while await self.stage.reconcile():
+            pass
+
+    async def create(self) -> None:
+        """The job comes, its pods are made, and the operator sees that they are."""
+        await self.stage.machines.api.create(JOBS, manifest(self.stage.namespace, **SMALL))
+        await self.stage.begin()
+        await self.look()
+        await self.look()
+
+    async def bind(self) -> None:
+        """Its pods get their machines."""
+        for name in ("job-hub", "job-worker-0"):
+            await self.stage.machines.bind(name)
+            await self.look()
+
+    async def run(self) -> None:
+        """They run."""
+        for pod in (await self.stage.machines.pods()).values():
+            await self.stage.machines.start(pod)
+            await self.look()
+
+    @property
+    def due_s(self) -> float:
+        """Seconds until the operator looks by itself."""
+        return self.stage.due[self.stage.namespace, "job"] - self.stage.now()
+
+
+@contextlib.asynccontextmanager
+async def watched(plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+    async with play(plane, namespace) as stage:
+        made, replace = Watched(stage), stage.api.replace
+
+        async def noted(resource: Any, obj: Object, **options: Any) -> Object:
+            made.written.append(obj["status"])
+            return await replace(resource, obj, **options)
+
+        monkeypatch.setattr(stage.api, "replace", noted)
+        yield made
+
+
+async def test_a_small_job_that_starts_is_written_when_it_is_created_and_when_it_runs(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(plane, namespace, monkeypatch) as made:
+        await made.create()
+        await made.bind()
+        await made.run()
+        first, second = made.written
+    assert "scheduledTime" not in first and first["phase"] == "Starting"
+    assert second["replicaStatuses"]["running"] == 1
+    assert {"holdingTime", "scheduledTime", "runningTime"} <= second.keys()
+
+
+async def test_where_pods_are_waits_a_second_for_more_and_is_written_before_anything_is_done(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(plane, namespace, monkeypatch) as made:
+        await made.create()
+        await made.bind()
+        assert len(made.written) == 1 and 0 < made.due_s <= COUNTS_S
+        await made.look(COUNTS_S)
+        assert "scheduledTime" in made.written[1] and len(made.written) == 2
+        await made.look(COUNTS_S)
+        await made.stage.begin()  # a successor has nothing to add to what it reads
+        await made.look()
+        assert len(made.written) == 2
+        await made.stage.machines.end("job-worker-0", 42, message="boom")
+        await made.look()
+    assert made.written[2]["failures"][0]["exitCode"] == 42
