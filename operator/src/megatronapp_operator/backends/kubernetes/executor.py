@@ -90,6 +90,7 @@ class Executor:
         try:
             if starting:
                 await self._ensure_objects(work)
+                await self._retire_hub(work)
                 await self._start(work, [_pod(work, action) for action in starting])
         except ApiError as error:
             refusal = refusal_of(error, work.attempt.number)
@@ -221,6 +222,21 @@ class Executor:
         await self._delete_all(ended, 0)
         starts = 1 + max((one.starts for one in ended), default=0)
         await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
+
+    async def _retire_hub(self, work: Work) -> None:
+        """Before a gang comes, a hub that is made of something else goes; the plan has the right one made in its place.
+
+        It may be of an older release, whose hub does not understand the agents of this gang. Once a worker of the
+        attempt is there, it stays: what it knows of the attempt is worth more.
+        """
+        if not work.job.spec.analyzer.enabled:
+            return
+        workers = self._of_type(work, ReplicaType.WORKER)
+        hubs = [one for one in self._of_type(work, ReplicaType.HUB) if one.deleted_at is None]
+        if not hubs or any(one.attempt == work.attempt.number for one in workers):
+            return
+        wanted = render.hub_hash(work.job, work.owner, work.settings)
+        await self._delete_all([one for one in hubs if one.template != wanted])
 
     async def _delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
         await self._all([self._delete(record, grace_s) for record in records])

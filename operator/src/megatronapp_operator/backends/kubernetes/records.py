@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.names import (
+    ANNOTATION_TEMPLATE_HASH,
     LABEL_ATTEMPT,
     LABEL_JOB,
     LABEL_JOB_UID,
@@ -85,6 +86,8 @@ class PodRecord:
     """Whether it was told its place in the topology of the cluster."""
     starts: int = 1
     """Of a hub: how often one of this job was started."""
+    template: str = ""
+    """Of a hub: what it is made of (`render.hub_hash`)."""
     agent_trouble: str | None = None
     """Why the agent beside a trainer does not run; training goes on without it."""
     disrupted: str | None = None
@@ -149,6 +152,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         heard_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
+        template=annotations.get(ANNOTATION_TEMPLATE_HASH, "") if kind is ReplicaType.HUB else "",
         agent_trouble=_agent_trouble(pod, status) if deleted_at is None else None,
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,

@@ -2,7 +2,7 @@
 
 from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
-from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_objects, hub_pod
+from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_hash, hub_objects, hub_pod
 from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.objects import Names
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
@@ -17,6 +17,7 @@ __all__ = [
     "RenderSettings",
     "Rendered",
     "gang_objects",
+    "hub_hash",
     "hub_objects",
     "hub_pod",
     "init_pod",

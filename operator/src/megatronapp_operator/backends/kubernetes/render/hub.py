@@ -3,13 +3,21 @@
 from typing import Any
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import GROUP, HUB_PORT, Env, ReplicaType
+from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render import storage
 from megatronapp_operator.backends.kubernetes.render.agent import analyzer_image
 from megatronapp_operator.backends.kubernetes.render.environment import variables
 from megatronapp_operator.backends.kubernetes.render.initializers import identity
-from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, pod_labels, selector
+from megatronapp_operator.backends.kubernetes.render.objects import (
+    Names,
+    digest,
+    labels,
+    make,
+    metadata,
+    pod_labels,
+    selector,
+)
 from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
 from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
@@ -45,8 +53,20 @@ def hub_objects(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tup
 
 def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts: int) -> Object:
     """The hub's pod. The kubelet starts its container again; only a pod that is gone is made anew."""
+    spec = _spec(job, owner, settings)
+    notes = {ANNOTATION_STARTS: str(starts), ANNOTATION_TEMPLATE_HASH: digest(spec)}
+    meta = metadata(owner, Names(owner.name).hub, pod_labels(owner, ReplicaType.HUB), notes)
+    return make("v1", "Pod", meta, spec=spec)
+
+
+def hub_hash(job: MegatronJob, owner: Owner, settings: RenderSettings) -> str:
+    """What a hub of these settings is made of: another one may not understand the agents of their images."""
+    return digest(_spec(job, owner, settings))
+
+
+def _spec(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
     state: dict[str, Any] = {"name": "state", **_state_volume(job)}
-    spec: Object = {
+    return {
         "restartPolicy": "Always",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -61,8 +81,6 @@ def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts:
         ],
         **identity(job),
     }
-    meta = metadata(owner, Names(owner.name).hub, pod_labels(owner, ReplicaType.HUB), {ANNOTATION_STARTS: str(starts)})
-    return make("v1", "Pod", meta, spec=spec)
 
 
 def _state_volume(job: MegatronJob) -> Object:

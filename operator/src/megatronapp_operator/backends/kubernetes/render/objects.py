@@ -1,6 +1,8 @@
 """Names, labels and ownership of a job's objects."""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from megatronapp_common.names import (
 )
 from megatronapp_operator.backends.kubernetes.api import FIELD_MANAGER, Object
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
+
+HASH_DIGITS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,6 +116,12 @@ def metadata(owner: Owner, name: str, given: Mapping[str, str], annotations: Map
         "ownerReferences": [reference],
     }
     return made | ({"annotations": dict(annotations)} if annotations else {})
+
+
+def digest(rendered: object) -> str:
+    """A short word for what was rendered, by which it is known again."""
+    text = json.dumps(rendered, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
 def make(api_version: str, kind: str, meta: Object, **body: Any) -> Object:  # noqa: ANN401

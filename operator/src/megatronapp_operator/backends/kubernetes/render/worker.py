@@ -1,8 +1,6 @@
 """The pod of a worker: what the operator would choose, then the user's template, then what nobody may change."""
 
 import functools
-import hashlib
-import json
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, ReplicaType
@@ -19,7 +17,7 @@ from megatronapp_operator.backends.kubernetes.render.environment import (
 from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, Same, facts_of
 from megatronapp_operator.backends.kubernetes.render.initializers import identity, node_containers
 from megatronapp_operator.backends.kubernetes.render.merge import merge
-from megatronapp_operator.backends.kubernetes.render.objects import make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
 from megatronapp_operator.backends.kubernetes.render.placement import placed, tolerations
 from megatronapp_operator.backends.kubernetes.render.queueing import pod_marks, scheduler_name
 from megatronapp_operator.backends.kubernetes.render.security import (
@@ -29,8 +27,6 @@ from megatronapp_operator.backends.kubernetes.render.security import (
 )
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker_draft import TRAINER, Draft
-
-HASH_DIGITS = 16
 
 
 def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, settings: RenderSettings) -> Object:
@@ -54,8 +50,7 @@ def _template_hash(given: tuple[Same[MegatronJob], Same[RenderSettings]]) -> str
         render_worker(Draft(job=job, owner=owner, attempt=Attempt(number=0), index=group.first, settings=settings))
         for group in facts_of(job).world.worker_groups
     ]
-    text = json.dumps(pods, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+    return digest(pods)
 
 
 def render_worker(draft: Draft) -> Object:
