@@ -8,8 +8,15 @@ from rule_examples_cluster import CLUSTER_EXAMPLES
 from rule_examples_fields import FIELD_EXAMPLES
 from rule_examples_pods import ADMISSION_EXAMPLES
 from rule_examples_runtimes import RUNTIME_EXAMPLES
+from rule_examples_serve import SERVE_EXAMPLES
 from rule_examples_world import WORLD_EXAMPLES
 
-EXAMPLES: tuple[Example, ...] = (*FIELD_EXAMPLES, *WORLD_EXAMPLES, *RUNTIME_EXAMPLES, *CLUSTER_EXAMPLES)
+EXAMPLES: tuple[Example, ...] = (
+    *FIELD_EXAMPLES,
+    *WORLD_EXAMPLES,
+    *RUNTIME_EXAMPLES,
+    *CLUSTER_EXAMPLES,
+    *SERVE_EXAMPLES,
+)
 
 __all__ = ["ADMISSION_EXAMPLES", "BASE", "EXAMPLES", "Changes", "Example", "changed", "manifest", "old_manifest"]

@@ -19,6 +19,8 @@ COORDINATOR_PORT = 19400
 """Where worker 0 gathers the gang on a cluster; outside the range from which launchers take ports for torch."""
 STATUS_PORT = 19401
 """Where the launcher of worker 0 tells rank table and progress on a cluster."""
+SERVE_PORT = 8000
+"""Where worker 0 answers requests to a served model on a cluster."""
 HUB_PORT = 8080
 OPERATOR_PORT = 8081
 DOOR_PORT = 8080

@@ -78,7 +78,7 @@ ROWS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"spec.runPolicy": {"maxRestarts": -1}}, "spec.runPolicy.maxRestarts: -1 is too small; write 0 or more"),
     ({"spec.analyzer": {"port": 70000}}, "spec.analyzer.port: 70000 is too large; write 65535 or less"),
-    ({"spec.mode": "serve"}, "spec.mode: 'serve' is not possible; write train"),
+    ({"spec.mode": "serving"}, "spec.mode: 'serving' is not possible; write train or serve"),
     # World
     (
         {"spec.procPerNode": 3},

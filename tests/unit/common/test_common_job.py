@@ -45,7 +45,9 @@ def test_numbers_are_read_as_the_api_server_reads_them() -> None:
 
 
 def test_whole_numbers_stand_for_numbers(build: Any) -> None:
-    assert load_job(build({"spec.training.weightDecay": 0})).spec.training.weight_decay == 0.0
+    training = load_job(build({"spec.training.weightDecay": 0})).spec.training
+    assert training is not None
+    assert training.weight_decay == 0.0
 
 
 def test_what_is_dumped_loads_to_the_same_job(build: Any) -> None:

@@ -29,6 +29,7 @@ from megatronapp_common.job.policy import (
 )
 from megatronapp_common.job.quantity import quantity_value
 from megatronapp_common.job.runtimes import Dpp, Fbd, Forward
+from megatronapp_common.job.serve import Serve
 from megatronapp_common.job.spec import EnvVar, Fault, Spec, Trace
 from megatronapp_common.job.status import (
     TERMINAL_PHASES,
@@ -83,6 +84,7 @@ __all__ = [
     "Resources",
     "RunPolicy",
     "Scheduling",
+    "Serve",
     "SharedMemory",
     "SlowNode",
     "Spec",

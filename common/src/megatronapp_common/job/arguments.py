@@ -114,6 +114,17 @@ FLAGS: tuple[FlagOf, ...] = (
     FlagOf("trace.capacity", "--trace-capacity"),
 )
 
+SERVE_FLAGS: tuple[FlagOf, ...] = (
+    FlagOf("serve.host", "--host"),
+    FlagOf("serve.port", "--port"),
+    FlagOf("serve.max_batch", "--max-batch-size"),
+    FlagOf("serve.max_tokens", "--max-tokens"),
+    FlagOf("serve.max_length", "--max-length"),
+    FlagOf("serve.queue_length", "--queue-length"),
+    FlagOf("serve.prefill_chunk", "--prefill-chunk"),
+    FlagOf("serve.precision", "--precision"),
+)
+"""Flags of `megatronapp_trainer.serve` beside those of FLAGS."""
 
 OTHER_FLAGS = {
     "--group-query-attention": "model.num_query_groups",
@@ -131,7 +142,8 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
     given = [index for index, word in enumerate(job.spec.args) if word.partition("=")[0] == flag]
     if given:
         return f"spec.args[{given[-1]}]"
-    field = {entry.flag: entry.field for entry in FLAGS}.get(flag) or OTHER_FLAGS.get(flag)
+    table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
+    field = {entry.flag: entry.field for entry in table}.get(flag) or OTHER_FLAGS.get(flag)
     if field is None:
         return None
     place, items = ".".join(["spec", *map(to_camel, field.split("."))]), _value(job.spec, field)
@@ -140,10 +152,11 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
 
 def megatron_arguments(job: MegatronJob) -> list[str]:
     """The trainer's command line for a job; ``spec.args`` come last, so they win."""
-    words = [word for entry in FLAGS for word in _words(entry.flag, _value(job.spec, entry.field))]
-    if job.spec.model.num_query_groups is not None:
+    table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
+    words = [word for entry in table for word in _words(entry.flag, _value(job.spec, entry.field))]
+    if _value(job.spec, "model.num_query_groups") is not None:
         words.append("--group-query-attention")
-    if job.spec.training.precision == "bf16":
+    if _value(job.spec, "training.precision") == "bf16":
         words.append("--bf16")
     if job.spec.faults:
         words += ["--faults", json.dumps([fault.to_dict() for fault in job.spec.faults], separators=(",", ":"))]

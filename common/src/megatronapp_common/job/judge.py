@@ -13,12 +13,15 @@ from cel_expr_python.ext import ext_strings
 from megatronapp_common.job.admission import ADMISSION_RULES
 from megatronapp_common.job.quantity import quantity_value
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
+from megatronapp_common.job.rules.rule import OPTIONAL_BLOCKS
 from megatronapp_common.job.spec import Spec
 
 Path = tuple[str, ...]
 _LARGEST_FLOAT = int(sys.float_info.max)
 _RESERVED = re.compile(r"\b__(in)__\b")
 """How the API server writes a field whose name is a word of CEL."""
+_GUARD = re.compile(r"!has\(self\.(?:" + "|".join(OPTIONAL_BLOCKS) + r")\) \|\| ")
+"""What `where_given` puts before a rule: that looks at whether there is a block, not at what is in it."""
 _MENTION = re.compile(r"\b(?:self|object\.spec)((?:\.\w+)+)")
 
 
@@ -104,4 +107,6 @@ def _looks_at(rule: Rule, unknown: Collection[Path]) -> bool:
 @functools.cache
 def mentions(rule: Rule) -> frozenset[Path]:
     """Paths below the spec that a rule or its message looks at; a method that is called there ends one of them."""
-    return frozenset(tuple(path.removeprefix(".").split(".")) for path in _MENTION.findall(rule.rule + rule.message))
+    return frozenset(
+        tuple(path.removeprefix(".").split(".")) for path in _MENTION.findall(_GUARD.sub("", rule.rule) + rule.message)
+    )

@@ -25,6 +25,7 @@ from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Mo
 from megatronapp_common.job.network import Network
 from megatronapp_common.job.policy import RunPolicy, Scheduling
 from megatronapp_common.job.runtimes import Dpp, Fbd
+from megatronapp_common.job.serve import Serve
 from megatronapp_common.job.training import Checkpoint, Data, Index, Training
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -67,24 +68,26 @@ class EnvVar(ManifestModel):
 
 
 class Spec(ManifestModel):
-    """What to train, on what, and how to keep it alive."""
+    """What to train or serve, on what, and how to keep it alive."""
 
-    mode: Literal["train"] = "train"
-    """What the job does."""
+    mode: Literal["train", "serve"] = "train"
+    """Train a model, or answer requests with the one of checkpoint.load until the job is deleted."""
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
     """Workers; left out: derived from the world size, else 1."""
     proc_per_node: Annotated[int, Field(ge=1, le=MAX_PROC_PER_NODE)] | None = None
     """Ranks of each worker; left out: derived from the world size, else gpusPerNode."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of each worker; 0: train on the CPU."""
+    """GPUs of each worker; 0: work on the CPU."""
     gpu_resource_name: QualifiedName = "nvidia.com/gpu"
     """Resource that stands for a GPU on a cluster."""
     parallelism: Parallelism = Parallelism()
     """Sizes of the parallel groups."""
-    model: Model
-    """Shape of the model."""
-    training: Training
-    """Batches, optimizer, schedules, intervals."""
+    model: Model | None = None
+    """Shape of the model; may be left out in mode serve only, as the checkpoint knows it."""
+    training: Training | None = None
+    """Batches, optimizer, schedules, intervals; needed in mode train, which it belongs to."""
+    serve: Serve | None = None
+    """Where and how much a served model answers; belongs to mode serve."""
     dpp: Dpp = Dpp()
     """MegaDPP: a dynamic pipeline schedule."""
     fbd: Fbd = Fbd()

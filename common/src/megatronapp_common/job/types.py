@@ -10,7 +10,7 @@ from megatronapp_common.job.world import World, derive_world
 
 
 class MegatronJob(ManifestModel):
-    """A training job on Megatron-core: one gang of workers, its model, its data and its care."""
+    """A job on Megatron-core that trains or serves: one gang of workers, its model, its data and its care."""
 
     api_version: Literal["megatronapp.io/v1alpha1"]
     """Always megatronapp.io/v1alpha1."""
@@ -19,7 +19,7 @@ class MegatronJob(ManifestModel):
     metadata: Metadata
     """Name and labels."""
     spec: Spec
-    """What to train, on what, and how to keep it alive."""
+    """What to train or serve, on what, and how to keep it alive."""
     status: Status = Status()
     """What the backend has seen; whatever a manifest says here is overwritten."""
 

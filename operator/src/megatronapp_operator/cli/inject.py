@@ -59,6 +59,10 @@ def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
         raise OperatorError(f"--peer goes with --kind link only; leave it out for {arguments.kind}")
     if arguments.peer is not None and arguments.peer == arguments.rank:
         raise OperatorError(f"--peer {arguments.peer} is the slow rank itself; name another rank")
+    if job.spec.training is None:
+        raise OperatorError(
+            f"{job.metadata.name} serves a model, and faults slow steps of a training; name another job"
+        )
     total = job.spec.training.train_iters
     if arguments.from_step >= total:
         raise OperatorError(

@@ -12,13 +12,14 @@ from megatronapp_common.job.rules.model import MODEL_RULES
 from megatronapp_common.job.rules.name import NAME_RULES
 from megatronapp_common.job.rules.network import NETWORK_RULES
 from megatronapp_common.job.rules.policy import POLICY_RULES
-from megatronapp_common.job.rules.rule import Rule
+from megatronapp_common.job.rules.rule import Rule, where_given
 from megatronapp_common.job.rules.run import RUN_RULES
 from megatronapp_common.job.rules.runtimes import RUNTIME_RULES
+from megatronapp_common.job.rules.serve import MODE_RULES, SERVE_RULES
 from megatronapp_common.job.rules.training import TRAINING_RULES
 from megatronapp_common.job.rules.world import WORLD_RULES
 
-SPEC_RULES = (
+_OF_BOTH_MODES = (
     *MODEL_RULES,
     *TRAINING_RULES,
     *DATA_RULES,
@@ -30,6 +31,7 @@ SPEC_RULES = (
     *NETWORK_RULES,
     *POLICY_RULES,
 )
+SPEC_RULES = (*MODE_RULES, *map(where_given, _OF_BOTH_MODES), *SERVE_RULES)
 """Over `self`, the spec with its defaults."""
 
 __all__ = ["CHANGE_RULES", "NAME_RULES", "SPEC_RULES", "Rule"]

@@ -14,12 +14,16 @@ def _shown(root: str, field: str) -> str:
     return f"has({root}{field}) ? string({root}{field}) : 'left out'"
 
 
-def _while_suspended(rule_id: str, field: str) -> Rule:
-    """A number that may be given, changed or taken out only in a job that was suspended before."""
+def _while_suspended(rule_id: str, field: str, *, block: str = "") -> Rule:
+    """A number that may be given, changed or taken out only in a job that was suspended before.
+
+    `block` holds it and may be left out.
+    """
+    absent = f"!has(self{block}) || !has(oldSelf{block}) || " if block else ""
     return Rule(
         id=rule_id,
         field=field,
-        rule=f"oldSelf.suspend || {_same(field)}",
+        rule=f"{absent}oldSelf.suspend || {_same(field)}",
         says="may change only while the job is suspended; set suspend: true first",
         message=say(
             f"was {{{_shown('oldSelf', field)}}} and is now {{{_shown('self', field)}}}; "
@@ -52,7 +56,7 @@ CHANGE_RULES = (
     Rule(
         id="model-stays",
         field=".model",
-        rule="self.model == oldSelf.model",
+        rule=_same(".model"),
         says="cannot change, as checkpoints hold the old shape; make a new job",
     ),
     _while_suspended("nodes-stay", ".nodes"),
@@ -72,5 +76,5 @@ CHANGE_RULES = (
     ),
     _never("gang-stays", ".scheduling.gang", ", as pods may stand in its queue"),
     _never("manager-stays", ".managedBy", ", as two controllers would fight for the job"),
-    _while_suspended("batch-stays", ".training.globalBatchSize"),
+    _while_suspended("batch-stays", ".training.globalBatchSize", block=".training"),
 )

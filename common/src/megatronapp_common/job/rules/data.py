@@ -40,7 +40,7 @@ _SOURCE = (
     Rule(
         id="data-given",
         field=".data.path",
-        rule=f"{_PATH}.size() > 0 || {_MOCK}",
+        rule=f"self.mode != 'train' || {_PATH}.size() > 0 || {_MOCK}",
         says="is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
     ),
     Rule(

@@ -32,6 +32,17 @@ class Rule:
     """The API server knows it by the schema itself (such as unique keys of a list): the rule is only for this side."""
 
 
+OPTIONAL_BLOCKS = ("model", "training")
+"""Blocks of the spec without a default: one mode needs them, the other does without."""
+
+
+def where_given(rule: Rule) -> Rule:
+    """The rule, silent where a block is left out whose fields it looks at."""
+    blocks = [block for block in OPTIONAL_BLOCKS if f"self.{block}." in rule.rule + rule.message]
+    guard = "".join(f"!has(self.{block}) || " for block in blocks)
+    return dataclasses.replace(rule, rule=f"{guard}({rule.rule})") if blocks else rule
+
+
 def say(template: str) -> str:
     """CEL text of a message in which `{expression}` stands for its value."""
     literal = _VALUE.sub("%s", template).replace("\\", "\\\\").replace("'", "\\'")

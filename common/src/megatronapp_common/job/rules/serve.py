@@ -1,0 +1,104 @@
+"""Rules about the mode of a job: what training needs, and what means nothing to a model that is served."""
+
+from megatronapp_common.job.rules.rule import Rule, say
+from megatronapp_common.job.rules.world import REPLICAS, say_with_sizes, with_gang
+
+_TRAINS, _SERVES = "self.mode == 'train'", "self.mode == 'serve'"
+
+
+def _needed(block: str) -> Rule:
+    return Rule(
+        id=f"{block}-given",
+        field=f".{block}",
+        rule=f"!({_TRAINS}) || has(self.{block})",
+        says=f"is missing; write {block} with a block of fields",
+    )
+
+
+MODE_RULES = (_needed("model"), _needed("training"))
+
+
+def _of_training(field: str, given: str, why: str, rule_id: str = "") -> Rule:
+    """A field that belongs to training. `given` is CEL text of when it is there or switched on."""
+    return Rule(
+        id=rule_id or f"serve-without-{field}",
+        field=f".{field}",
+        rule=f"!({_SERVES}) || !({given})",
+        says=f"means nothing in mode serve: {why}; leave it out",
+    )
+
+
+def _switch(field: str, why: str) -> Rule:
+    return _of_training(field, f"self.{field}", why)
+
+
+def _option(field: str, why: str) -> Rule:
+    return _of_training(field, f"has(self.{field})", why)
+
+
+_NO_DATA = "a served model reads no corpus"
+_ONE_BATCH = "all prompts go through the stages together"
+_OF_TRAINING = (
+    _option("training", "nothing is trained (serve.precision is the one thing to choose)"),
+    _of_training("data.path", "self.data.path.size() > 0", _NO_DATA),
+    _switch("data.mock", _NO_DATA),
+    _option("data.split", _NO_DATA),
+    _option("data.cachePath", _NO_DATA),
+    _option("data.numWorkers", _NO_DATA),
+    _switch("data.eodMaskLoss", _NO_DATA),
+    _switch("data.resetPositionIds", _NO_DATA),
+    _switch("data.resetAttentionMask", _NO_DATA),
+    _option("checkpoint.save", "weights do not change"),
+    _switch("checkpoint.finetune", "only weights are read"),
+    _switch("checkpoint.exitOnMissing", "without a checkpoint a served model always fails"),
+    _option("parallelism.virtualPipeline", _ONE_BATCH),
+    _switch("parallelism.sequenceParallel", "checkpoints that were trained with it are served without"),
+    _switch("dpp.enabled", _ONE_BATCH),
+    _switch("fbd.enabled", "there is no backward pass"),
+    _switch("trace.enabled", "spans are those of training steps"),
+    _option("runPolicy.progressDeadlineSeconds", "a served model makes no steps while nobody asks"),
+    _of_training("successPolicy", "self.successPolicy != 'AllWorkers'", "a served model never completes"),
+)
+SERVE_RULES = (
+    Rule(
+        id="serve-of-mode-serve",
+        field=".serve",
+        rule=f"!has(self.serve) || {_SERVES}",
+        says="belongs to mode: serve; leave it out",
+    ),
+    Rule(
+        id="serve-needs-a-checkpoint",
+        field=".checkpoint.load",
+        rule=f"!({_SERVES}) || has(self.checkpoint.load)",
+        says="is missing; mode serve needs the directory of a checkpoint",
+    ),
+    *_OF_TRAINING,
+    Rule(
+        id="serve-one-replica",
+        field=".parallelism.data",
+        rule=f"!({_SERVES}) || {with_gang(f'{REPLICAS} == 1')}",
+        says="a served model has one replica; write data: 1, and make a job for each further one",
+        message=say_with_sizes(
+            say(
+                f"{{{REPLICAS}}} replicas of the model, and a job serves one; write data: 1, "
+                "and make a job for each further one"
+            )
+        ),
+    ),
+    Rule(
+        id="serve-ranks-by-index",
+        field=".network.rankOrder",
+        rule=f"!({_SERVES}) || self.network.rankOrder == 'Index'",
+        says="must be Index in mode serve: rank 0 answers, and the Service leads to worker 0; leave it out",
+    ),
+    Rule(
+        id="serve-length-holds-tokens",
+        field=".serve.maxLength",
+        rule="!has(self.serve) || !has(self.serve.maxLength) || self.serve.maxLength > self.serve.maxTokens",
+        says="must be above maxTokens, as a prompt needs room, too",
+        message=say(
+            "{self.serve.maxLength} is not above maxTokens {self.serve.maxTokens}, and a prompt needs room, too; "
+            "write more, or less maxTokens"
+        ),
+    ),
+)

@@ -1,0 +1,99 @@
+"""Examples of the rules about mode serve."""
+
+from rule_example import BASE, Changes, Example, bad, good, stays
+
+SERVED: Changes = {
+    "spec.mode": "serve",
+    "spec.procPerNode": 2,
+    "spec.model": None,
+    "spec.training": None,
+    "spec.data": None,
+    "spec.trace": None,
+    "spec.checkpoint.load": "checkpoints",
+}
+"""BASE as a job that serves: two stages on two nodes, one replica."""
+_WITH_MODEL = SERVED | {"spec.model": BASE["spec"]["model"]}
+
+
+def _of_training(field: str, value: object, *more: Changes) -> list[Example]:
+    """A field that only training knows: taken there, refused when serving."""
+    rule_id, change = f"serve-without-{field}", {f"spec.{field}": value}
+    trained: Changes = change
+    served = SERVED | change
+    for changes in more:
+        trained = trained | changes
+        served = served | changes
+    return [*good(rule_id, trained, SERVED), *bad(rule_id, f"spec.{field}", (served, "means nothing in mode serve"))]
+
+
+SERVE_EXAMPLES: tuple[Example, ...] = (
+    *good("model-given", {}, SERVED, _WITH_MODEL),
+    *bad("model-given", "spec.model", ({"spec.model": None}, "is missing; write model with a block of fields")),
+    *good("training-given", {}, SERVED),
+    *bad("training-given", "spec.training", ({"spec.training": None}, "is missing; write training with")),
+    *good("serve-of-mode-serve", SERVED | {"spec.serve": {"port": 0}}),
+    *bad("serve-of-mode-serve", "spec.serve", ({"spec.serve": {}}, "belongs to mode: serve; leave it out")),
+    *good("serve-needs-a-checkpoint", SERVED),
+    *bad(
+        "serve-needs-a-checkpoint",
+        "spec.checkpoint.load",
+        (SERVED | {"spec.checkpoint.load": None}, "is missing; mode serve needs the directory of a checkpoint"),
+    ),
+    *_of_training("training", BASE["spec"]["training"]),
+    *_of_training("data.path", ["corpus"]),
+    *good("serve-without-data.mock", SERVED),
+    *bad("serve-without-data.mock", "spec.data.mock", (SERVED | {"spec.data.mock": True}, "reads no corpus")),
+    *_of_training("data.split", "98,1,1"),
+    *_of_training("data.cachePath", "cache"),
+    *_of_training("data.numWorkers", 1),
+    *_of_training("data.eodMaskLoss", True),
+    *_of_training("data.resetPositionIds", True),
+    *_of_training("data.resetAttentionMask", True),
+    *_of_training("checkpoint.save", "out"),
+    *_of_training("checkpoint.finetune", True, {"spec.checkpoint.load": "in"}),
+    *_of_training("checkpoint.exitOnMissing", True, {"spec.checkpoint.load": "in"}),
+    *_of_training("parallelism.virtualPipeline", 2),
+    *_of_training("parallelism.sequenceParallel", True),
+    *_of_training("dpp.enabled", True),
+    *good("serve-without-fbd.enabled", SERVED),
+    *bad(
+        "serve-without-fbd.enabled",
+        "spec.fbd.enabled",
+        (SERVED | {"spec.fbd.enabled": True, "spec.procPerNode": 4}, "there is no backward pass"),
+    ),
+    *_of_training("trace.enabled", True),
+    *_of_training("runPolicy.progressDeadlineSeconds", 60),
+    *_of_training("successPolicy", "Rank0"),
+    *good("serve-one-replica", SERVED, SERVED | {"spec.procPerNode": None, "spec.parallelism.data": 1}),
+    *bad(
+        "serve-one-replica",
+        "spec.parallelism.data",
+        (SERVED | {"spec.procPerNode": 4}, "2 replicas of the model, and a job serves one; write data: 1"),
+        (SERVED | {"spec.procPerNode": None, "spec.parallelism.data": 2}, "2 replicas of the model"),
+    ),
+    *good("serve-ranks-by-index", SERVED | {"spec.network.rankOrder": "Index"}, {"spec.network.rankOrder": "IP"}),
+    *bad(
+        "serve-ranks-by-index",
+        "spec.network.rankOrder",
+        (SERVED | {"spec.network.rankOrder": "IP"}, "must be Index in mode serve"),
+    ),
+    *good("serve-length-holds-tokens", SERVED | {"spec.serve": {"maxLength": 1025}}),
+    *bad(
+        "serve-length-holds-tokens",
+        "spec.serve.maxLength",
+        (SERVED | {"spec.serve": {"maxLength": 64, "maxTokens": 64}}, "64 is not above maxTokens 64"),
+    ),
+    *stays(
+        "mode-stays",
+        "spec.mode",
+        good=[(SERVED, SERVED)],
+        bad=[(_WITH_MODEL, {"spec.procPerNode": 2}, "cannot change; make a new job")],
+    ),
+    *stays(
+        "model-stays",
+        "spec.model",
+        good=[(SERVED, SERVED), (_WITH_MODEL, _WITH_MODEL)],
+        bad=[(SERVED, _WITH_MODEL, "cannot change, as checkpoints hold the old shape")],
+    ),
+    *stays("batch-stays", "spec.training.globalBatchSize", good=[(SERVED, SERVED)], bad=[]),
+)
