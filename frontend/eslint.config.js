@@ -42,11 +42,11 @@ export default config(
   },
   { files: ["src/api/client.ts", "src/wire/live.ts"], rules: { "no-restricted-globals": "off" } },
   {
-    files: ["src/wire/**", "src/store/**", "src/render/**", "src/trace/**"],
+    files: ["src/wire/**", "src/store/**", "src/render/**", "src/trace/**", "src/scope/**"],
     rules: {
       "no-restricted-imports": [
         "error",
-        { paths: [{ name: "vue", message: "wire, store, render and trace know nothing of Vue" }] },
+        { paths: [{ name: "vue", message: "wire, store, render, trace and scope know nothing of Vue" }] },
       ],
     },
   },

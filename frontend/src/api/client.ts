@@ -22,6 +22,8 @@ export class ApiError extends Error {
     readonly status: number,
     message: string,
     readonly hint: string,
+    /** The whole body of the answer: some errors tell more than a sentence. */
+    readonly body: Readonly<Record<string, unknown>> = {},
   ) {
     super(message);
   }
@@ -55,6 +57,7 @@ async function problemOf(response: Response): Promise<ApiError> {
     response.status,
     body?.message ?? fallback,
     body?.hint ?? "Try again, or look at the hub's log.",
+    { ...body },
   );
 }
 
@@ -105,7 +108,8 @@ export class ApiClient {
     return (await response.json()) as T;
   }
 
-  private async send(url: string, init: RequestInit): Promise<Response> {
+  /** An answer that is a success; throws ApiError. `url` begins with `root`. */
+  async send(url: string, init: RequestInit): Promise<Response> {
     let response: Response;
     try {
       response = await this.fetch(url, { credentials: "same-origin", cache: "no-store", ...init });

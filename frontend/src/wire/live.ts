@@ -12,7 +12,7 @@ export type LiveState =
 
 /** What the connection needs from its surroundings; tests give their own. */
 export interface LiveWorld {
-  readonly connect: (url: string) => WebSocket;
+  readonly connect: (url: string, protocol?: string) => WebSocket;
   readonly now: () => number;
   readonly random: () => number;
   readonly later: (run: () => void, ms: number) => () => void;
@@ -25,8 +25,15 @@ export interface LiveEvents {
   readonly onBadFrame: (error: FrameError) => void;
 }
 
+/** What a socket may ask for beyond the address. */
+export interface LiveOptions {
+  readonly protocol?: string;
+  /** A hub that says nothing for so long counts as lost. */
+  readonly silenceMs?: number;
+}
+
 export const browserWorld: LiveWorld = {
-  connect: (url) => new WebSocket(url),
+  connect: (url, protocol) => new WebSocket(url, protocol),
   now: () => Date.now(),
   random: () => Math.random(),
   later: (run, ms) => {
@@ -50,13 +57,14 @@ export class LiveConnection {
     private readonly url: string,
     private readonly events: LiveEvents,
     private readonly world: LiveWorld = browserWorld,
+    private readonly options: LiveOptions = {},
   ) {}
 
   /** Connect now, whatever the back-off says. */
   open(): void {
     this.close();
     if (this.lostSince === undefined) this.events.onState({ kind: "connecting" });
-    const socket = this.world.connect(this.url);
+    const socket = this.world.connect(this.url, this.options.protocol);
     socket.binaryType = "arraybuffer";
     socket.onopen = () => this.heard(true);
     socket.onmessage = (event: MessageEvent<unknown>) => this.receive(event.data);
@@ -74,6 +82,11 @@ export class LiveConnection {
     this.socket = undefined;
   }
 
+  /** Text to the hub; dropped while there is no connection. */
+  send(text: string): void {
+    if (this.socket?.readyState === 1) this.socket.send(text);
+  }
+
   private heard(opened: boolean): void {
     if (opened || this.lostSince !== undefined) {
       this.failures = 0;
@@ -85,7 +98,7 @@ export class LiveConnection {
 
   private watch(): void {
     this.cancelTimer();
-    this.cancelTimer = this.world.later(() => this.lost(), SILENCE_MS);
+    this.cancelTimer = this.world.later(() => this.lost(), this.options.silenceMs ?? SILENCE_MS);
   }
 
   private receive(data: unknown): void {
@@ -110,9 +123,9 @@ export class LiveConnection {
   }
 }
 
-/** Address of the live socket below `root`, beside a page's address. */
-export function liveUrl(base: string, root: string): string {
-  const url = new URL(`${root}live`, base);
+/** Address of a socket (the live one) below `root`, beside a page's address. */
+export function liveUrl(base: string, root: string, path = "live"): string {
+  const url = new URL(root + path, base);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
   url.search = url.hash = "";
   return url.toString();

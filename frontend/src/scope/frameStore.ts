@@ -1,0 +1,181 @@
+/** Everything that frames told of runs, in typed arrays and outside of reactivity; `version` counts the changes. */
+import { FrameError, type Frame } from "../wire/frames";
+import { SampleStore } from "./sampleStore";
+import {
+  ScopeFrame,
+  type Gap,
+  type OverviewHeader,
+  type PcaHeader,
+  type RowsHeader,
+  type RunHeader,
+  type StepHeader,
+} from "./protocol";
+import { readTensors, type Tensor } from "./tensors";
+
+/** Numbers that a run may keep in the page; beyond it the oldest go, and their places are hatched. */
+export const RUN_BYTES = 40 << 20;
+/** Runs whose numbers are kept. */
+const KEPT_RUNS = 2;
+const KEPT_GAPS = 100;
+
+export interface Pca {
+  readonly version: number;
+  readonly layers: readonly number[];
+  readonly explained: readonly (readonly number[])[];
+  readonly fitted: string;
+}
+
+export class RunStore {
+  header: RunHeader;
+  readonly samples: SampleStore[] = [];
+  readonly gaps: Gap[] = [];
+  pca: Pca | null = null;
+  seq = 0;
+  version = 0;
+
+  constructor(run: string) {
+    this.header = { run, state: "queued" };
+  }
+
+  sample(index: number): SampleStore {
+    if (!Number.isInteger(index) || index < 0 || index > 4096)
+      throw new FrameError(`${index} is no number of a prompt`);
+    while (this.samples.length <= index) this.samples.push(new SampleStore());
+    return this.samples[index] as SampleStore;
+  }
+
+  setHeader(header: RunHeader): void {
+    this.header = { ...this.header, ...header };
+    header.prompts?.forEach((prompt, index) => this.sample(index).setPrompt(prompt));
+  }
+
+  addStep(header: StepHeader, tensors: ReadonlyMap<string, Tensor>): void {
+    header.rows.forEach(([sample, position], index) => {
+      const store = this.sample(sample);
+      const id = header.ids[index];
+      const finished = header.finished?.[index] ?? null;
+      if (finished !== null) store.finished = finished;
+      if (id !== undefined)
+        store.setToken(position + 1, id, header.texts[index] ?? "", header.offsets?.[index] ?? null);
+      for (const tensor of tensors.values()) store.setRow(tensor, index, position);
+    });
+    this.keepSmall();
+  }
+
+  addOverview(header: OverviewHeader, tensors: ReadonlyMap<string, Tensor>, positions: unknown): void {
+    const store = this.sample(header.sample);
+    store.stride = Math.max(1, header.stride);
+    for (const tensor of tensors.values()) {
+      if (tensor.name === "atlas") {
+        const [layers = 0, heads = 0, edge = 0] = tensor.shape;
+        store.atlas = { layers, heads, edge, values: new Uint8Array(tensor.data) };
+        continue;
+      }
+      for (let index = 0; index < (tensor.shape[0] ?? 0); index += 1) {
+        const position = Array.isArray(positions) ? Number(positions[index]) : index * store.stride;
+        store.setRow(tensor, index, position);
+      }
+    }
+  }
+
+  addRows(header: RowsHeader, tensors: ReadonlyMap<string, Tensor>): void {
+    const values = tensors.get("attention")?.data;
+    if (!(values instanceof Uint8Array)) return;
+    let at = 0;
+    header.rows.forEach(([sample, layer, head, position], index) => {
+      const keys = header.keys[index] ?? 0;
+      this.sample(sample).setAttention(layer, head, position, values.subarray(at, at + keys));
+      at += keys;
+    });
+    this.keepSmall();
+  }
+
+  setPca(header: PcaHeader, tensors: ReadonlyMap<string, Tensor>): void {
+    const { version, layers, explained, fitted } = header;
+    this.pca = { version, layers, explained, fitted };
+    const tensor = tensors.get("pca");
+    if (!tensor) return;
+    const exact = { ...tensor, name: "pca.fitted" };
+    header.rows.forEach(([sample, position], index) => this.sample(sample).setRow(exact, index, position));
+  }
+
+  addGap(gap: Gap): void {
+    this.gaps.push(gap);
+    if (this.gaps.length > KEPT_GAPS) this.gaps.shift();
+  }
+
+  private keepSmall(): void {
+    const size = (): number => this.samples.reduce((sum, sample) => sum + sample.bytes, 0);
+    while (size() > RUN_BYTES) {
+      const dropped = this.samples.map((sample) => sample.dropOldest());
+      if (!dropped.includes(true)) return;
+    }
+  }
+}
+
+const RUN_FRAMES: ReadonlySet<number> = new Set([
+  ScopeFrame.RUN,
+  ScopeFrame.STEP,
+  ScopeFrame.OVERVIEW,
+  ScopeFrame.ROWS,
+  ScopeFrame.GAP,
+  ScopeFrame.PCA,
+]);
+
+export class FrameStore {
+  version = 0;
+  /** By id, the one that was heard of last at the end. */
+  readonly runs = new Map<string, RunStore>();
+
+  /** Takes a frame of a run; others are left to who asked. Returns whether it was one. Throws FrameError. */
+  take(frame: Frame): boolean {
+    if (!RUN_FRAMES.has(frame.type)) return false;
+    const { run, seq } = frame.header;
+    if (typeof run !== "string") {
+      if (frame.type === ScopeFrame.GAP) return false;
+      throw new FrameError(`a frame of type ${frame.type} names no run`);
+    }
+    const store = this.run(run);
+    if (typeof seq === "number") store.seq = Math.max(store.seq, seq);
+    this.apply(store, frame);
+    store.version += 1;
+    this.version += 1;
+    return true;
+  }
+
+  /** Reads numbers of a run that were fetched by other means. */
+  setHeader(header: RunHeader): void {
+    const store = this.run(header.run);
+    store.setHeader(header);
+    store.version += 1;
+    this.version += 1;
+  }
+
+  private apply(store: RunStore, frame: Frame): void {
+    const header = frame.header as unknown;
+    switch (frame.type) {
+      case ScopeFrame.RUN:
+        return store.setHeader(header as RunHeader);
+      case ScopeFrame.STEP:
+        return store.addStep(header as StepHeader, readTensors(frame));
+      case ScopeFrame.OVERVIEW:
+        return store.addOverview(header as OverviewHeader, readTensors(frame), frame.header["positions"]);
+      case ScopeFrame.ROWS:
+        return store.addRows(header as RowsHeader, readTensors(frame));
+      case ScopeFrame.PCA:
+        return store.setPca(header as PcaHeader, readTensors(frame));
+      default:
+        return store.addGap(header as Gap);
+    }
+  }
+
+  private run(id: string): RunStore {
+    const known = this.runs.get(id) ?? new RunStore(id);
+    if (!this.runs.has(id)) {
+      this.runs.set(id, known);
+      const [oldest] = this.runs.keys();
+      if (this.runs.size > KEPT_RUNS && oldest !== undefined) this.runs.delete(oldest);
+    }
+    return known;
+  }
+}

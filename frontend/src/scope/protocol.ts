@@ -1,0 +1,183 @@
+/** Frames, headers and requests of docs/scope-protocol.md, as the page uses them. */
+export const SUBPROTOCOL = "megatronapp.scope.1";
+
+export const ScopeFrame = {
+  HELLO: 40,
+  RUN: 41,
+  STEP: 42,
+  OVERVIEW: 43,
+  ROWS: 44,
+  GAP: 45,
+  STATE: 46,
+  PCA: 47,
+  VALUES: 48,
+} as const;
+
+export interface Model {
+  readonly layers: number;
+  readonly hidden: number;
+  readonly heads: number;
+  readonly keyHeads: number;
+  readonly headWidth: number;
+  readonly mlpWidth: number;
+  readonly gated: boolean;
+  readonly vocabulary: number;
+  readonly positions: "learned" | "rotary" | "none";
+  readonly maxLength: number;
+}
+
+export interface Limits {
+  readonly prompts: number;
+  readonly tokens: number;
+  readonly pinnedHeads: number;
+  readonly ringBytes: number;
+  readonly expressionLength: number;
+}
+
+export const STATES = ["qkv", "attention", "mlp1", "mlp2", "probabilities", "pca"] as const;
+export type StateName = (typeof STATES)[number];
+export type Preset = "default" | "lite" | "off";
+
+export interface Head {
+  readonly layer: number;
+  readonly head: number;
+}
+
+export interface Capture {
+  readonly preset: Preset;
+  readonly states: Readonly<Record<StateName, boolean>>;
+  readonly pixels: { readonly qkv: number; readonly mlp: number };
+  readonly expression: { readonly qkv: string; readonly mlp: string };
+  readonly rotary: "before" | "after";
+  readonly pinned: readonly Head[];
+  readonly candidates: number;
+}
+
+export const DEFAULT_CAPTURE: Capture = {
+  preset: "default",
+  states: { qkv: true, attention: true, mlp1: true, mlp2: true, probabilities: true, pca: true },
+  pixels: { qkv: 96, mlp: 64 },
+  expression: { qkv: "data.mean(dim=-1)", mlp: "data.mean(dim=-1)" },
+  rotary: "after",
+  pinned: [],
+  candidates: 20,
+};
+
+export interface Sampling {
+  readonly temperature: number;
+  readonly topK: number;
+  readonly topP: number;
+  readonly seed: number | null;
+  readonly stop: readonly string[];
+}
+
+export const DEFAULT_SAMPLING: Sampling = { temperature: 0.8, topK: 0, topP: 0.95, seed: 1234, stop: [] };
+
+export interface RunRequest {
+  readonly prompts: readonly string[];
+  readonly tokens: number;
+  readonly sampling: Sampling;
+  readonly capture: Capture;
+}
+
+export type RunState = "queued" | "prefill" | "decoding" | "done" | "cancelled" | "failed";
+export type Offset = readonly [number, number] | null;
+
+export interface Prompt {
+  readonly text: string;
+  readonly ids: readonly number[];
+  /** In UTF-16 units of the text; null where a token ends no character. */
+  readonly offsets: readonly Offset[];
+}
+
+/** Header of SCOPE_RUN. What a queued run does not know yet is absent. */
+export interface RunHeader {
+  readonly run: string;
+  readonly state: RunState;
+  readonly position?: number | null;
+  readonly prompts?: readonly Prompt[];
+  readonly sampling?: Partial<Sampling>;
+  readonly capture?: Partial<Capture>;
+  readonly tokens?: number;
+  readonly error?: { readonly code: string; readonly message: string; readonly hint: string } | null;
+  readonly startedAt?: number | string | null;
+  readonly tokensPerSecond?: number | null;
+}
+
+/** One line of the list of runs. */
+export interface RunSummary {
+  readonly run: string;
+  readonly state: RunState;
+  readonly prompts?: readonly (string | Prompt)[] | number;
+  readonly startedAt?: number | string | null;
+}
+
+export type Readiness = "ready" | "restarting" | "gone";
+
+export interface Hello {
+  readonly protocol: number;
+  readonly role: "viewer" | "controller";
+  readonly job: string;
+  readonly source: "live" | "replay";
+  readonly state: Readiness;
+  readonly model: Model;
+  readonly layout: { readonly tensor: number; readonly pipeline: number };
+  readonly limits: Limits;
+  readonly presets: unknown;
+  readonly reducers: unknown;
+  readonly runs: readonly RunSummary[];
+}
+
+export interface StepHeader {
+  readonly seq?: number;
+  readonly run: string;
+  readonly step: number;
+  readonly rows: readonly (readonly [number, number])[];
+  readonly ids: readonly number[];
+  readonly texts: readonly string[];
+  readonly offsets?: readonly Offset[];
+  readonly finished?: readonly (string | null)[];
+}
+
+export interface OverviewHeader {
+  readonly run: string;
+  readonly sample: number;
+  readonly stride: number;
+}
+
+export interface RowsHeader {
+  readonly run: string;
+  readonly step: number;
+  readonly rows: readonly (readonly [number, number, number, number])[];
+  readonly keys: readonly number[];
+}
+
+export interface Gap {
+  readonly run?: string;
+  readonly what: "step" | "rows" | "overview" | "ranks";
+  readonly from: number | null;
+  readonly to: number | null;
+  readonly ranks?: readonly number[] | null;
+  readonly reason: "slow" | "late" | "restart";
+}
+
+export interface PcaHeader {
+  readonly run: string;
+  readonly version: number;
+  readonly layers: readonly number[];
+  /** Share of the variance, [layer][component]. */
+  readonly explained: readonly (readonly number[])[];
+  readonly fitted: string;
+  readonly rows: readonly (readonly [number, number])[];
+}
+
+export interface ScopeStatus {
+  readonly state: Readiness;
+  readonly message?: string;
+  readonly hint?: string;
+  readonly queue?: number;
+}
+
+/** Whether a run still has something to come. */
+export const isActive = (state: RunState): boolean =>
+  state === "queued" || state === "prefill" || state === "decoding";

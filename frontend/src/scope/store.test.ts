@@ -1,0 +1,180 @@
+import fc from "fast-check";
+import { describe, expect, it } from "vitest";
+import { decodeFrame, FrameError } from "../wire/frames";
+import { FrameStore, RUN_BYTES } from "./frameStore";
+import { ScopeFrame } from "./protocol";
+import type { SampleStore } from "./sampleStore";
+import { CHUNK_ROWS, RowTable } from "./rowTable";
+import { readTensors } from "./tensors";
+import { scopeFrame, type Given } from "./testFrames";
+
+const RUN = "0123456789ab";
+const prompt = { text: "héy 👋", ids: [7, 8, 9, 10], offsets: [[0, 3], [3, 4], null, [4, 6]] };
+
+const q = (rows: number, layers: number, width: number, first: number): Given => ({
+  n: "q",
+  c: "i8",
+  s: [rows, layers, width],
+  values: Int8Array.from({ length: rows * layers * width }, (_, index) => first + index),
+  scales: Float32Array.from({ length: rows * layers }, (_, index) => 0.5 + index),
+});
+
+function filled(...frames: Uint8Array[]): FrameStore {
+  const store = new FrameStore();
+  for (const frame of frames) store.take(decodeFrame(frame));
+  return store;
+}
+
+const begun = scopeFrame(ScopeFrame.RUN, { seq: 1, run: RUN, state: "decoding", prompts: [prompt] });
+const step = (number: number, position: number, given: Given[] = [], text = " a"): Uint8Array =>
+  scopeFrame(
+    ScopeFrame.STEP,
+    {
+      seq: number + 2,
+      run: RUN,
+      step: number,
+      rows: [[0, position]],
+      ids: [100 + number],
+      texts: [text],
+      offsets: [null],
+    },
+    given,
+  );
+
+describe("readTensors", () => {
+  const bytes = scopeFrame(ScopeFrame.STEP, { run: RUN }, [q(2, 3, 4, 1)]);
+
+  it("gives views with their scales, without a copy", () => {
+    const frame = decodeFrame(bytes);
+    const tensor = readTensors(frame).get("q");
+    expect(tensor?.shape).toEqual([2, 3, 4]);
+    expect([...(tensor?.data ?? [])].slice(0, 4)).toEqual([1, 2, 3, 4]);
+    expect([...(tensor?.scales ?? [])]).toEqual([0.5, 1.5, 2.5, 3.5, 4.5, 5.5]);
+    expect(tensor?.data.buffer).toBe(frame.body.buffer);
+  });
+
+  it.each([
+    ["beyond the body", { n: "q", c: "f32", s: [1000], o: 0 }],
+    ["at an odd offset", { n: "q", c: "f32", s: [1], o: 4 }],
+    ["before the body", { n: "q", c: "f32", s: [1], o: -8 }],
+    ["without scales", { n: "q", c: "i8", s: [1, 1], o: 0 }],
+    ["of a negative shape", { n: "q", c: "u8", s: [-1], o: 0 }],
+    ["without a name", { c: "u8", s: [1], o: 0 }],
+  ])("refuses a tensor %s", (_, entry) => {
+    const frame = { ...decodeFrame(bytes), header: { tensors: [entry] } };
+    expect(() => readTensors(frame)).toThrow(FrameError);
+  });
+
+  it("skips codes of a newer hub", () => {
+    const frame = { ...decodeFrame(bytes), header: { tensors: [{ n: "q", c: "f8", s: [1], o: 0 }] } };
+    expect(readTensors(frame).size).toBe(0);
+  });
+
+  it("never hangs or throws anything else, whatever stands in the header", () => {
+    const frame = decodeFrame(bytes);
+    const entry = fc.record(
+      { n: fc.string(), c: fc.constantFrom("i8", "f32", "u8s"), s: fc.array(fc.integer()), o: fc.integer() },
+      { requiredKeys: [] },
+    );
+    fc.assert(
+      fc.property(fc.oneof(fc.anything(), fc.array(entry)), (tensors) => {
+        try {
+          readTensors({ ...frame, header: { tensors } });
+        } catch (error) {
+          expect(error).toBeInstanceOf(FrameError);
+        }
+      }),
+    );
+  });
+});
+
+const firsts = (sample: SampleStore | undefined, positions: readonly number[]): (number | undefined)[] =>
+  positions.map((position) => sample?.row("q", position)?.data[0]);
+
+describe("FrameStore", () => {
+  it("puts tokens after the row that they came out of, and what was looked at on the row", () => {
+    const given: Given[] = [q(1, 2, 3, 1), { n: "surprise", c: "f32", s: [1], values: Float32Array.of(2.5) }];
+    const sample = filled(begun, step(0, 3, given)).runs.get(RUN)?.samples[0];
+    expect(sample?.ids).toEqual([7, 8, 9, 10, 100]);
+    expect([...(sample?.row("q", 3)?.data ?? [])]).toEqual([1, 2, 3, 4, 5, 6]);
+    expect([...(sample?.row("q", 3)?.scales ?? [])]).toEqual([0.5, 1.5]);
+    expect(sample?.row("q", 4)).toBeUndefined();
+    expect([...(sample?.row("surprise", 4)?.data ?? [])]).toEqual([2.5]);
+  });
+
+  it("reads an overview at its positions, or at every stride-th", () => {
+    const overview = (positions: object): Uint8Array =>
+      scopeFrame(ScopeFrame.OVERVIEW, { seq: 2, run: RUN, sample: 0, stride: 2, ...positions }, [
+        q(3, 1, 1, 5),
+        { n: "atlas", c: "u8s", s: [1, 2, 8, 8], values: new Uint8Array(128).fill(9) },
+      ]);
+    const told = filled(begun, overview({ positions: [0, 2, 3] })).runs.get(RUN)?.samples[0];
+    expect(firsts(told, [0, 1, 2, 3])).toEqual([5, undefined, 6, 7]);
+    expect(told?.atlas).toMatchObject({ layers: 1, heads: 2, edge: 8 });
+    const counted = filled(begun, overview({})).runs.get(RUN)?.samples[0];
+    expect(firsts(counted, [0, 1, 2, 3, 4])).toEqual([5, undefined, 6, undefined, 7]);
+  });
+
+  it("cuts rows of pinned heads apart by their numbers of keys", () => {
+    const rows = scopeFrame(
+      ScopeFrame.ROWS,
+      {
+        seq: 3,
+        run: RUN,
+        step: 1,
+        rows: [
+          [0, 1, 2, 4],
+          [0, 3, 0, 4],
+        ],
+        keys: [2, 3],
+      },
+      [{ n: "attention", c: "u8s", s: [5], values: Uint8Array.of(1, 2, 3, 4, 5) }],
+    );
+    const sample = filled(begun, rows).runs.get(RUN)?.samples[0];
+    expect(sample?.attentionRow(1, 2, 4)).toEqual(Uint8Array.of(1, 2));
+    expect(sample?.attentionRow(3, 0, 4)).toEqual(Uint8Array.of(3, 4, 5));
+    expect(sample?.attentionRow(3, 1, 4)).toBeUndefined();
+  });
+
+  it("keeps the newest numbers within its budget and every token", () => {
+    const store = filled(begun);
+    const wide = q(1, 8, 8192, 0);
+    const steps = Math.ceil((RUN_BYTES / (8 * 8192)) * 1.5);
+    for (let index = 0; index < steps; index += 1) store.take(decodeFrame(step(index, 3 + index, [wide])));
+    const sample = store.runs.get(RUN)?.samples[0];
+    expect(sample?.bytes).toBeLessThanOrEqual(RUN_BYTES);
+    expect(sample?.row("q", 3)).toBeUndefined();
+    expect(sample?.row("q", 2 + steps)).toBeDefined();
+    expect(sample?.length).toBe(4 + steps);
+  });
+
+  it("knows the newest number of a run's frames and keeps gaps", () => {
+    const gap = scopeFrame(ScopeFrame.GAP, {
+      seq: 9,
+      run: RUN,
+      what: "step",
+      from: 1,
+      to: 3,
+      ranks: [1],
+      reason: "late",
+    });
+    const run = filled(begun, gap).runs.get(RUN);
+    expect(run?.seq).toBe(9);
+    expect(run?.gaps).toMatchObject([{ what: "step", ranks: [1] }]);
+  });
+});
+
+describe("RowTable", () => {
+  it("returns what was set, in any order of positions", () => {
+    const position = fc.integer({ min: 0, max: 5 * CHUNK_ROWS });
+    fc.assert(
+      fc.property(fc.array(fc.tuple(position, fc.integer({ min: 0, max: 255 }))), (writes) => {
+        const table = new RowTable("u8", 1, 0);
+        for (const [at, value] of writes) table.set(at, Uint8Array.of(value), null);
+        const last = new Map(writes);
+        for (const [at, value] of last) expect(table.get(at)?.data[0]).toBe(value);
+        expect(table.has(6 * CHUNK_ROWS)).toBe(false);
+      }),
+    );
+  });
+});

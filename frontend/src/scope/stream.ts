@@ -1,0 +1,82 @@
+/** The socket of a scope screen: frames into the store, credit back after painting, and what was missed after a reconnect. */
+import { LiveConnection, type LiveState, type LiveWorld, browserWorld } from "../wire/live";
+import { FrameType, type Frame } from "../wire/frames";
+import type { FrameStore } from "./frameStore";
+import { ScopeFrame, SUBPROTOCOL, type Hello, type ScopeStatus } from "./protocol";
+
+/** A hub with nothing to tell may be silent for long; a closed socket is noticed at once. */
+const SILENCE_MS = 24 * 3600 * 1000;
+
+export interface StreamEvents {
+  readonly onHello: (hello: Hello) => void;
+  readonly onStatus: (status: ScopeStatus) => void;
+  /** The store has changed: paint, and call `painted` then. */
+  readonly onChange: () => void;
+  readonly onState: (state: LiveState) => void;
+  readonly onProblem: (message: string) => void;
+}
+
+export class ScopeStream {
+  private readonly connection: LiveConnection;
+  private owed = 0;
+  private followed: string | null = null;
+
+  constructor(
+    url: string,
+    private readonly store: FrameStore,
+    private readonly events: StreamEvents,
+    world: LiveWorld = browserWorld,
+  ) {
+    this.connection = new LiveConnection(
+      url,
+      {
+        onFrame: (frame) => this.take(frame),
+        onBadFrame: (error) => events.onProblem(`The hub sent what this page cannot read: ${error.message}`),
+        onState: (state) => events.onState(state),
+      },
+      world,
+      { protocol: SUBPROTOCOL, silenceMs: SILENCE_MS },
+    );
+  }
+
+  open(): void {
+    this.owed = 0;
+    this.connection.open();
+  }
+
+  close(): void {
+    this.connection.close();
+  }
+
+  /** Everything that came so far is on the screen: the hub may send as much again. */
+  painted(): void {
+    if (this.owed === 0) return;
+    this.say({ type: "credit", bytes: this.owed });
+    this.owed = 0;
+  }
+
+  /** Ask for the frames of a run that the page has not seen; the hub's ring gives them, or a gap. */
+  follow(run: string): void {
+    this.followed = run;
+    this.say({ type: "resume", run, seq: this.store.runs.get(run)?.seq ?? 0 });
+  }
+
+  private say(message: Record<string, unknown>): void {
+    this.connection.send(JSON.stringify(message));
+  }
+
+  private take(frame: Frame): void {
+    this.owed += frame.body.buffer.byteLength;
+    if (frame.type === ScopeFrame.HELLO) {
+      this.events.onHello(frame.header as unknown as Hello);
+      if (this.followed !== null) this.follow(this.followed);
+    } else if (frame.type === ScopeFrame.STATE) {
+      this.events.onStatus(frame.header as unknown as ScopeStatus);
+    } else if (frame.type === FrameType.ERROR) {
+      this.events.onProblem(`${String(frame.header["message"])} ${String(frame.header["hint"] ?? "")}`);
+    } else if (!this.store.take(frame)) {
+      return;
+    }
+    this.events.onChange();
+  }
+}
