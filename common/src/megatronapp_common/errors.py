@@ -4,7 +4,10 @@ CommonError
 ├── JobError          a MegatronJob that cannot be accepted
 ├── TopologyError     a layout that does not exist
 ├── FrameError        bytes that are not a frame
-└── PageError         a shared page that cannot be read or written
+├── PageError         a shared page that cannot be read or written
+├── ExpressionError   a vector filter that cannot be understood or computed
+├── PlanError         a state that cannot be cut into the pixels asked for
+└── CodeError         numbers that a frame cannot carry, or bytes that are no such numbers
 """
 
 
@@ -30,3 +33,21 @@ class FrameError(CommonError):
 
 class PageError(CommonError):
     """A shared-memory page that cannot be created, read or written."""
+
+
+class ExpressionError(CommonError):
+    """A vector filter that cannot be understood, or not be computed on the vector at hand."""
+
+    def __init__(self, column: int, sentence: str) -> None:
+        super().__init__(f"column {column}: {sentence}")
+        self.column = column
+        """Where, in characters from 1."""
+        self.sentence = sentence
+
+
+class PlanError(CommonError):
+    """A state that cannot be cut into the pixels, or over the shards, that were asked for."""
+
+
+class CodeError(CommonError):
+    """Numbers that a frame cannot carry so, or bytes that are not numbers of the code they claim."""

@@ -1,0 +1,167 @@
+"""Computing a tree: one walk for numpy here, and for torch in the trainer, which brings a backend of its own.
+
+Vectors are the last axis; what is one number for each pixel keeps an axis of length one, so that all shapes broadcast.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatronapp_common.scope.reducers import Histogram
+from megatronapp_common.scope.syntax import (
+    Apply,
+    Binary,
+    Data,
+    Element,
+    Function,
+    Merged,
+    Node,
+    Number,
+    Operator,
+    Reduce,
+    Reduction,
+    Slice,
+    Where,
+)
+
+Array = npt.NDArray[Any]
+A = TypeVar("A")
+
+
+class Backend(Protocol[A]):
+    """What a library of arrays has to do. Constants come as plain floats, never two of them."""
+
+    def apply(self, function: Function, values: A) -> A:
+        """A function of each element."""
+        ...
+
+    def binary(self, sign: Operator, left: A | float, right: A | float) -> A:
+        """An operator between elements."""
+        ...
+
+    def where(self, condition: A, yes: A | float, no: A | float) -> A:
+        """One of two."""
+        ...
+
+    def reduce(self, reduction: Reduction, values: A) -> A:
+        """Over the last axis, which stays with length one."""
+        ...
+
+    def part(self, values: A, bounds: slice) -> A:
+        """A part of the last axis."""
+        ...
+
+    def count(self, histogram: Histogram, values: A) -> A:
+        """Numbers in each bin, as the last axis. The bin is floor((value - lo) * scale), the last one's for hi."""
+        ...
+
+
+OPERATORS: Mapping[Operator, Callable[[Any, Any], Any]] = {
+    Operator.ADD: operator.add,
+    Operator.SUBTRACT: operator.sub,
+    Operator.MULTIPLY: operator.mul,
+    Operator.DIVIDE: operator.truediv,
+    Operator.POWER: operator.pow,
+    Operator.LESS: operator.lt,
+    Operator.LESS_EQUAL: operator.le,
+    Operator.GREATER: operator.gt,
+    Operator.GREATER_EQUAL: operator.ge,
+    Operator.EQUAL: operator.eq,
+    Operator.NOT_EQUAL: operator.ne,
+}
+"""Arrays of numpy and torch both follow Python's operators."""
+
+
+def evaluate(node: Node, data: A, backend: Backend[A], merged: Sequence[A] = ()) -> A:
+    """The value of a tree that looks at data or at merged results, for `data` [..., elements]."""
+    value = _Walk(data, backend, merged).value(node)
+    assert not isinstance(value, float)
+    return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Walk(Generic[A]):
+    data: A
+    backend: Backend[A]
+    merged: Sequence[A]
+
+    def value(self, node: Node) -> A | float:
+        if isinstance(node, Number):
+            return node.value
+        if isinstance(node, Data):
+            return self.data
+        if isinstance(node, Merged):
+            return self.merged[node.index]
+        inner = [self.value(part) for part in node.parts]
+        if isinstance(node, Binary):
+            return self.backend.binary(node.operator, *inner)
+        first, *others = inner
+        assert not isinstance(first, float)
+        return self.backend.where(first, *others) if isinstance(node, Where) else self._of_one(node, first)
+
+    def _of_one(self, node: Node, operand: A) -> A:
+        match node:
+            case Apply():
+                return self.backend.apply(node.function, operand)
+            case Reduce():
+                return self.backend.reduce(node.reduction, operand)
+            case Slice() | Element():
+                return self.backend.part(operand, node.slice)
+            case _:
+                raise AssertionError(f"{type(node).__name__} has no value")
+
+
+class NumpyBackend:
+    """Numpy, in the type of numbers that the data have."""
+
+    _FUNCTIONS: Mapping[Function, Callable[[Array], Array]] = {
+        Function.NEGATIVE: np.negative,
+        Function.ABS: np.abs,
+        Function.SQRT: np.sqrt,
+        Function.SQUARE: np.square,
+    }
+    _REDUCTIONS: Mapping[Reduction, Callable[..., Array]] = {
+        Reduction.MEAN: np.mean,
+        Reduction.SUM: np.sum,
+        Reduction.MAX: np.max,
+        Reduction.MIN: np.min,
+        Reduction.STD: np.std,
+    }
+
+    def __init__(self, dtype: npt.DTypeLike = np.float32) -> None:
+        self._dtype = np.dtype(dtype)
+
+    def apply(self, function: Function, values: Array) -> Array:
+        """A function of each element."""
+        return values.astype(self._dtype) if function is Function.FLOAT else self._FUNCTIONS[function](values)
+
+    def binary(self, sign: Operator, left: Array | float, right: Array | float) -> Array:
+        """An operator between elements."""
+        found: Array = OPERATORS[sign](left, right)
+        return found
+
+    def where(self, condition: Array, yes: Array | float, no: Array | float) -> Array:
+        """One of two."""
+        return np.where(condition, yes, no).astype(self._dtype, copy=False)
+
+    def reduce(self, reduction: Reduction, values: Array) -> Array:
+        """Over the last axis, which stays with length one."""
+        return self._REDUCTIONS[reduction](values, axis=-1, keepdims=True)
+
+    def part(self, values: Array, bounds: slice) -> Array:
+        """A part of the last axis."""
+        return values[..., bounds]
+
+    def count(self, histogram: Histogram, values: Array) -> Array:
+        """Numbers in each bin, as the last axis."""
+        inside = (values >= histogram.lo) & (values <= histogram.hi)
+        scaled = np.floor((np.where(inside, values, self._dtype.type(0)) - histogram.lo) * histogram.scale)
+        index = np.where(inside, np.minimum(scaled, histogram.bins - 1), histogram.bins).astype(np.intp)
+        rows = index.reshape(-1, index.shape[-1])
+        rows = rows + np.arange(len(rows))[:, None] * (histogram.bins + 1)
+        counts = np.bincount(rows.ravel(), minlength=len(rows) * (histogram.bins + 1))
+        return counts.reshape(*index.shape[:-1], -1)[..., :-1].astype(self._dtype)

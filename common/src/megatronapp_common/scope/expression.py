@@ -1,0 +1,88 @@
+"""Vector filters that people type: a text becomes a typed tree, or an error that points at the column.
+
+The language is a small part of what torch users write, so that `data.mean(dim=-1)` works as it stands
+(docs/expressions.md). It is read by the parser of this package alone. What it costs is known before it runs,
+and bounded.
+"""
+
+import dataclasses
+
+from megatronapp_common.errors import ExpressionError
+from megatronapp_common.scope import lexer, syntax
+from megatronapp_common.scope.parser import Parser
+from megatronapp_common.scope.syntax import Apply, Binary, Data, Element, Function, Node, Operator, Where
+
+MAX_CHARACTERS = 500
+MAX_NODES = 64
+MAX_DEPTH = 24
+"""Of the tree."""
+MAX_COST = 64
+"""Operations for each element, a simple one counted as 1."""
+_COSTS = {Function.SQRT: 2, Operator.DIVIDE: 2, Operator.POWER: 8}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """A filter that can be computed: its tree is one number for each pixel."""
+
+    root: Node
+
+    def __str__(self) -> str:
+        """Its text in the long form, which is parsed to an equal expression."""
+        return syntax.render(self.root)
+
+
+def parse(text: str) -> Expression:
+    """The filter that the text says. Raises ExpressionError, and nothing else, for any text."""
+    if len(text) > MAX_CHARACTERS:
+        raise ExpressionError(
+            MAX_CHARACTERS + 1, f"a filter has at most {MAX_CHARACTERS} characters, this one {len(text)}; shorten it"
+        )
+    if not text.strip():
+        raise ExpressionError(1, "nothing is written here; write data.mean(dim=-1)")
+    root = Parser(lexer.words(text)).parse()
+    _check_limits(root)
+    _check_result(root)
+    return Expression(root)
+
+
+def cost(node: Node) -> int:
+    """Operations for each element of data."""
+    return sum(_cost(part) for part in syntax.walk(node))
+
+
+def _cost(node: Node) -> int:
+    if not any(part.vector for part in node.parts) or isinstance(node, Element):
+        return 0
+    match node:
+        case Apply():
+            return _COSTS.get(node.function, 1)
+        case Binary():
+            return _COSTS.get(node.operator, 1)
+        case Where():
+            return 2
+        case _:
+            return 1
+
+
+def _check_limits(root: Node) -> None:
+    nodes = list(syntax.walk(root))
+    if len(nodes) > MAX_NODES:
+        raise ExpressionError(
+            root.column, f"this has {len(nodes)} parts, and at most {MAX_NODES} are taken; shorten it"
+        )
+    if (deepest := syntax.depth(root)) > MAX_DEPTH:
+        raise ExpressionError(root.column, f"this is {deepest} parts deep, and {MAX_DEPTH} are taken; write it flatter")
+    if (total := cost(root)) > MAX_COST:
+        raise ExpressionError(
+            root.column, f"this costs {total} operations for each element, and {MAX_COST} are taken; use fewer powers"
+        )
+
+
+def _check_result(root: Node) -> None:
+    if not any(isinstance(node, Data) for node in syntax.walk(root)):
+        raise ExpressionError(root.column, "this does not look at data; write data.mean(dim=-1)")
+    if root.vector:
+        raise ExpressionError(root.column, "this is one value for each element; end it with .mean(dim=-1)")
+    if root.boolean:
+        raise ExpressionError(root.column, "this is true or false; write where(condition, 1, 0)")

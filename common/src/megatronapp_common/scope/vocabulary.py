@@ -1,0 +1,89 @@
+"""Names that a vector filter may use, and what to write for those that people know from elsewhere."""
+
+from megatronapp_common.scope.syntax import Function, Reduction
+
+DATA = "data"
+FUNCTIONS = {
+    "abs": Function.ABS,
+    "sqrt": Function.SQRT,
+    "square": Function.SQUARE,
+    "float": Function.FLOAT,
+}
+REDUCTIONS = {
+    "mean": Reduction.MEAN,
+    "sum": Reduction.SUM,
+    "max": Reduction.MAX,
+    "min": Reduction.MIN,
+    "amax": Reduction.MAX,
+    "amin": Reduction.MIN,
+}
+WHERE = "where"
+POWER = "pow"
+CALLABLE = [*FUNCTIONS, *REDUCTIONS, WHERE, POWER]
+PREFIXES = {"torch"}
+AXES = {"dim", "axis"}
+KEEP = {"keepdim", "keepdims"}
+TRUTHS = {"True": True, "False": False}
+
+_NO_NEED = "leave it out: data is a plain vector here"
+_NO_LENGTH = "mean divides by the length by itself; write mean instead of a sum over it"
+_NO_PROGRAM = "one formula of data can be written, and no program"
+_NO_PREFIX = "write the function alone, as in sqrt(data), or torch.sqrt(data)"
+INSTEAD = {
+    "absmax": "write data.abs().max(dim=-1)",
+    "rms": "write data.square().mean(dim=-1).sqrt()",
+    "norm": "write data.square().sum(dim=-1).sqrt()",
+    "std": "choose the reducer std, or write (data - data.mean()).square().mean().sqrt()",
+    "var": "write (data - data.mean()).square().mean()",
+    "histogram": "choose the reducer, as in histogram(32, -4, 4), alone",
+    "median": "there is none; mean, max and min are",
+    "quantile": "there is none; mean, max and min are",
+    "argmax": "where the largest stands is not told; max tells how large it is",
+    "argmin": "where the smallest stands is not told; min tells how small it is",
+    "indices": "where the largest stands is not told; leave it out",
+    "relu": "write where(data > 0, data, 0)",
+    "clamp": "write where(data > 1, 1, data)",
+    "clip": "write where(data > 1, 1, data)",
+    "sign": "write where(data > 0, 1, where(data < 0, -1, 0))",
+    "maximum": "write where(a > b, a, b)",
+    "minimum": "write where(a < b, a, b)",
+    "exp": "there is none; ** with a constant is, as in 2.71828 ** data",
+    "log": "there is none; what comes out is shown as it is",
+    "softmax": "there is none; probabilities have a panel of their own",
+    "and": "put one where into another: where(a > 0, where(b > 0, x, y), y)",
+    "or": "put one where into another: where(a > 0, x, where(b > 0, x, y))",
+    "not": "turn the comparison round: <= for >",
+    "if": "write where(condition, x, y)",
+    "else": "write where(condition, x, y)",
+    "shape": _NO_LENGTH,
+    "size": _NO_LENGTH,
+    "numel": _NO_LENGTH,
+    "len": _NO_LENGTH,
+    "item": _NO_NEED,
+    "cpu": _NO_NEED,
+    "detach": _NO_NEED,
+    "to": _NO_NEED,
+    "view": _NO_NEED,
+    "reshape": _NO_NEED,
+    "flatten": _NO_NEED,
+    "squeeze": _NO_NEED,
+    "unsqueeze": _NO_NEED,
+    "transpose": _NO_NEED,
+    "lambda": _NO_PROGRAM,
+    "import": _NO_PROGRAM,
+    "for": _NO_PROGRAM,
+    "def": _NO_PROGRAM,
+    "eval": _NO_PROGRAM,
+    "exec": _NO_PROGRAM,
+    "print": _NO_PROGRAM,
+    "np": _NO_PREFIX,
+    "numpy": _NO_PREFIX,
+    "math": _NO_PREFIX,
+    "F": _NO_PREFIX,
+    "x": "the vector is called data",
+    "X": "the vector is called data",
+    "tensor": "the vector is called data",
+    "values": "it stands behind max and min only; leave it out",
+    "True": "write a comparison, such as data > 0",
+    "False": "write a comparison, such as data > 0",
+}
