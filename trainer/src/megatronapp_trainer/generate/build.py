@@ -1,0 +1,115 @@
+"""From flags and a checkpoint to a rank of a gang that generates. All ranks call these together."""
+
+import dataclasses
+import datetime
+import pathlib
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
+from megatronapp_trainer.checkpoint.storage import read
+from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.errors import CheckpointError, UsageError
+from megatronapp_trainer.generate.cache import check_room, free_bytes
+from megatronapp_trainer.generate.gang import Gang
+from megatronapp_trainer.generate.stage import Options, Stage, cache_shape
+from megatronapp_trainer.layout import Layout, layout_from_environment
+from megatronapp_trainer.models.gpt import _build_chunk, padded_vocab_size, transformer_config
+
+
+def generation_config(config: TrainerConfig) -> TrainerConfig:
+    """The configuration without what concerns training alone: sequence parallelism, model chunks, recomputation."""
+    parallel = dataclasses.replace(
+        config.parallel,
+        sequence_parallel=False,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+    )
+    precision = dataclasses.replace(
+        config.precision,
+        recompute_activations=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+    )
+    return dataclasses.replace(config, parallel=parallel, precision=precision)
+
+
+def generation_layout(config: TrainerConfig) -> Layout:
+    """This rank's place. Raises UsageError unless the ranks are exactly one replica of the model."""
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    layout = layout_from_environment(tensor_size=tensor, pipeline_size=pipeline, virtual_size=1)
+    if layout.data_size != 1:
+        raise UsageError(
+            f"{layout.world_size} ranks are {layout.data_size} replicas of a model of --tensor-model-parallel-size "
+            f"{tensor} x --pipeline-model-parallel-size {pipeline}; a gang is one of them: start {tensor * pipeline}"
+        )
+    return layout
+
+
+def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> Any:  # noqa: ANN401
+    """This stage's GPTModel with initial weights, in evaluation mode and without gradients."""
+    config = generation_config(config)
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    model = _build_chunk(config, transformer_config(config, device), layout, 0, padded)
+    if config.precision.bf16:
+        model.bfloat16()
+    return model.to(device.torch_device).eval().requires_grad_(False)
+
+
+def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> pathlib.Path:  # noqa: ANN401
+    """Fill the model from the newest whole checkpoint, whatever layout it was written in; where that lies. Collective.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    candidates = broadcast_from_zero(lambda: CheckpointDirectory(directory).checkpoints())
+    flaws = []
+    for path in candidates:
+        try:
+            _load(model, config, path)
+        except BrokenCheckpointError as error:
+            flaws.append(f"{path}: {error}")
+        else:
+            return path
+    raise CheckpointError("; ".join(flaws) or f"{directory} holds no checkpoint; check the path")
+
+
+def _load(model: Any, config: TrainerConfig, path: pathlib.Path) -> None:  # noqa: ANN401 - GPTModel
+    from megatron.core import parallel_state
+
+    manifest = on_all_ranks(lambda: read_manifest(path))
+    if (reason := arguments.conflict(manifest.arguments, config, optimizer=False)) is not None:
+        raise CheckpointError(f"{path}: {reason}")
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with torch.no_grad():
+        loaded = read({"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}, path)
+        on_all_ranks(lambda: model.load_state_dict(loaded["model"]))
+
+
+def open_gang(
+    model: Any,  # noqa: ANN401 - GPTModel of `build_model`
+    config: TrainerConfig,
+    layout: Layout,
+    device: Device,
+    options: Options,
+    *,
+    vocab_size: int,
+) -> Gang:
+    """Allocate the cache and join the other ranks. Collective.
+
+    Raises:
+        CacheTooLargeError: some rank has too little memory; all raise.
+        UsageError: the options do not fit the model.
+    """
+
+    def prepare() -> Stage:
+        check_room(cache_shape(model, options), free_bytes=free_bytes(device), place=device.name)
+        return Stage(model, layout, device, options, vocab_size=vocab_size)
+
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return Gang(on_all_ranks(prepare), timeout=timeout)

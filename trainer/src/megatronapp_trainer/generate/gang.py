@@ -1,0 +1,76 @@
+"""The ranks that generate together: rank 0 tells plans, all compute them, and the last stage's first rank reads."""
+
+import datetime
+import time
+
+from megatronapp_trainer.collective import says_lost_peer
+from megatronapp_trainer.generate.channel import Channel, Word
+from megatronapp_trainer.generate.errors import EngineLostError
+from megatronapp_trainer.generate.plan import Plan, Reading
+from megatronapp_trainer.generate.sampling import read
+from megatronapp_trainer.generate.stage import Stage
+
+_BEAT_S = 30.0
+"""Without a message for as long, followers hear that the gang lives, so that they do not give it up."""
+
+
+class Gang:
+    """This rank's end of the gang. Collective to make."""
+
+    def __init__(self, stage: Stage, *, timeout: datetime.timedelta = datetime.timedelta(minutes=10)) -> None:
+        self.stage = stage
+        self._layout = stage.layout
+        self._channel = Channel(stage.layout, timeout=timeout)
+        self._told_at = time.monotonic()
+
+    def execute(self, plan: Plan) -> tuple[Reading, ...]:
+        """Rank 0: compute a plan with all ranks; the answers to its outputs, in their order.
+
+        Raises RuntimeError, as torch does, where a rank was lost.
+        """
+        self._tell(plan)
+        mine = self._compute(plan)
+        if not plan.outputs:
+            return ()
+        readings: tuple[Reading, ...] = self._channel.answered() if mine is None else mine
+        return readings
+
+    def beat(self) -> None:
+        """Rank 0: tell the others that the gang lives, where they have heard nothing for 30 s."""
+        if time.monotonic() - self._told_at > _BEAT_S:
+            self._tell(Word.BEAT)
+
+    def close(self) -> None:
+        """Rank 0: let the others' `follow` return."""
+        self._tell(Word.CLOSE)
+
+    def follow(self) -> None:
+        """Every rank but 0: compute what rank 0 plans until it closes.
+
+        Raises:
+            EngineLostError: a peer was lost.
+        """
+        try:
+            while (message := self._channel.hear()) is not Word.CLOSE:
+                if isinstance(message, Plan):
+                    self._follow_plan(message)
+        except RuntimeError as error:
+            if says_lost_peer(error):
+                raise EngineLostError(f"a rank of the gang was lost: {error}") from error
+            raise
+
+    def _follow_plan(self, plan: Plan) -> None:
+        readings = self._compute(plan)
+        if readings:
+            self._channel.answer(readings)
+
+    def _compute(self, plan: Plan) -> tuple[Reading, ...] | None:
+        """This rank's share; readings on the leader alone, None elsewhere."""
+        logits = self.stage.run(plan)
+        if logits is None or self._layout.rank != self._channel.leader:
+            return None
+        return read(logits, plan.outputs) if plan.outputs else ()
+
+    def _tell(self, message: object) -> None:
+        self._channel.tell(message)
+        self._told_at = time.monotonic()

@@ -1,0 +1,48 @@
+"""Decode steps as CUDA graphs: captured when a shape is met first, replayed afterwards."""
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+_WARM = 2
+"""Runs before a capture, in which libraries set themselves up. They write what the replay writes again."""
+
+
+class Graphs:
+    """Runs computations by the key of their shapes: as they are, or as one CUDA graph per key.
+
+    A computation must read its inputs from the same memory in every call, and may not wait for the device. What it
+    returns is overwritten by the next run of its key.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._known: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def run(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` gives."""
+        if not self._enabled:
+            return compute()
+        if key not in self._known:
+            self._known[key] = self._captured(compute)
+        graph, result = self._known[key]
+        graph.replay()
+        return result
+
+    def clear(self) -> None:
+        """Capture anew from now on."""
+        self._known.clear()
+
+    def _captured(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM):
+                compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+        self._pool = graph.pool()
+        return graph, result

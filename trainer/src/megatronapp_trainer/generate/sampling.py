@@ -1,0 +1,135 @@
+"""Choosing tokens from logits: temperature, top-k, top-p, and noise that depends on seed and position alone.
+
+Shapes: R positions, V vocabulary, K candidates.
+
+A token is drawn by the Gumbel-max rule (Gumbel 1954; Maddison, Tarlow and Minka 2014): the largest of logit plus noise
+has the distribution of the softmax. The noise of a token is a hash of (seed, position, token), so a request gives the
+same tokens in every batch and layout, but for ties within rounding.
+"""
+
+import hashlib
+
+import torch
+
+from megatronapp_trainer.generate.events import Candidate
+from megatronapp_trainer.generate.plan import Output, Reading, Sampling
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B1
+
+
+def noise_keys(seed: int, position: int) -> tuple[int, int]:
+    """Two keys of 32 bits for the token at this position of its sequence."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def gumbel_noise(keys_R2: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """fp32 [R, V] of Gumbel noise from int64 keys. Mixes with the finaliser of MurmurHash3 (Appleby)."""
+    index_V = torch.arange(vocab_size, device=keys_R2.device) * _GOLDEN
+    bits_RV = _mixed(_mixed((index_V + keys_R2[:, :1]) & _MASK) ^ keys_R2[:, 1:])
+    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform_RV)).float()
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK
+    return bits ^ (bits >> 16)
+
+
+def choose(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    keys_R2: torch.Tensor,
+    *,
+    filters: bool,
+) -> torch.Tensor:
+    """int64 [R]: one token per row of fp32 logits. Temperature 0 takes the likeliest, top_k 0 and top_p 1 all tokens.
+
+    `filters`: some row has a top_k or top_p, for which the vocabulary is sorted.
+    """
+    scaled_RV = logits_RV / temperature_R.clamp_min(1e-3)[:, None]
+    noise_RV = gumbel_noise(keys_R2, logits_RV.size(1))
+    if not filters:
+        drawn_R = (scaled_RV + noise_RV).argmax(1)
+    else:
+        ordered_RV, order_RV = scaled_RV.sort(dim=1, descending=True, stable=True)
+        kept_RV = _kept(ordered_RV, top_k_R, top_p_R)
+        scores_RV = torch.where(kept_RV, ordered_RV + noise_RV.gather(1, order_RV), float("-inf"))
+        drawn_R = order_RV.gather(1, scores_RV.argmax(1, keepdim=True)).squeeze(1)
+    return torch.where(temperature_R == 0, logits_RV.argmax(1), drawn_R)
+
+
+def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+    """Which of the logits, sorted from the largest on, may be drawn. The first one always may."""
+    place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
+    kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
+    probability_RV = torch.where(kept_RV, ordered_RV, float("-inf")).softmax(1)
+    before_RV = probability_RV.cumsum(1) - probability_RV
+    return kept_RV & ((before_RV < top_p_R[:, None]) | (place_V == 0))
+
+
+def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading, ...]:
+    """The answers for these positions; waits for the device once, beside the logits that were asked for."""
+    logits_RV = logits_RV.float()
+    token_R = _tokens(logits_RV, outputs)
+    logprob_RV = logits_RV - logits_RV.logsumexp(1, keepdim=True)
+    columns = [token_R[:, None].double(), logprob_RV.gather(1, token_R[:, None]).double()]
+    if most := max(output.candidates for output in outputs):
+        best_RK, best_token_RK = logprob_RV.topk(most, dim=1)
+        columns += [best_token_RK.double(), best_RK.double()]
+    table = torch.cat(columns, 1).tolist()
+    host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
+    return tuple(
+        _reading(output, row, most, logits_V)
+        for output, row, logits_V in zip(outputs, table, host_RV.unbind(), strict=True)
+    )
+
+
+def _reading(output: Output, row: list[float], most: int, logits_V: torch.Tensor) -> Reading:
+    """`row`: token, log-probability, then candidates and their log-probabilities."""
+    tokens, logprobs = row[2 : 2 + most], row[2 + most :]
+    pairs = list(zip(tokens, logprobs, strict=True))[: output.candidates]
+    return Reading(
+        token=int(row[0]),
+        logprob=row[1],
+        candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
+        logits=logits_V.clone() if output.logits else None,
+    )
+
+
+def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:
+    """int64 [R]: the target where there is one, else the chosen token."""
+    device = logits_RV.device
+    samplings = [output.sampling if output.target is None else None for output in outputs]
+    if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
+        token_R = _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
+    else:
+        token_R = logits_RV.argmax(1)
+    targets = [-1 if output.target is None else output.target for output in outputs]
+    if max(targets) < 0:
+        return token_R
+    target_R = torch.tensor(targets, device=device)
+    return torch.where(target_R >= 0, target_R, token_R)
+
+
+_LIKELIEST = Sampling(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
+
+
+def _drawn(logits_RV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+    device, vocab_size = logits_RV.device, logits_RV.size(1)
+    # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
+    table = torch.tensor(
+        [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings], dtype=torch.float64
+    ).to(device)
+    return choose(
+        logits_RV,
+        table[:, 0].float(),
+        table[:, 1].long(),
+        table[:, 2].float(),
+        table[:, 3:].long(),
+        filters=any(0 < one.top_k < vocab_size or one.top_p < 1 for one in samplings),
+    )

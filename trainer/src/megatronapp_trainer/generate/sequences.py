@@ -1,0 +1,168 @@
+"""The requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
+
+import dataclasses
+from collections import deque
+
+from megatronapp_trainer.generate.errors import QueueFullError, RequestError
+from megatronapp_trainer.generate.events import FinishReason
+from megatronapp_trainer.generate.plan import Output, Plan, Sampling, Segment
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.sampling import noise_keys
+from megatronapp_trainer.generate.text import TextStream
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """A request that has a slot."""
+
+    request: GenerationRequest
+    slot: int
+    text: TextStream | None
+    read: int = 0
+    """Tokens whose keys and values are in the cache."""
+    generated: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Some of the prompt is not read yet."""
+        return self.read < len(self.request.prompt)
+
+    @property
+    def wants_all(self) -> bool:
+        """Each position of the prompt is told of."""
+        return self.request.logits or self.request.prompt_logprobs
+
+    def output(self, row: int, position: int) -> Output | None:
+        """What is wanted of the token at this position, the `row`-th of its plan."""
+        request, following = self.request, position + 1
+        in_prompt = following < len(request.prompt)
+        if in_prompt and not self.wants_all:
+            return None
+        return Output(
+            row=row,
+            sampling=None if in_prompt else self._sampling(following),
+            target=request.prompt[following] if in_prompt else None,
+            candidates=request.candidates,
+            logits=request.logits,
+        )
+
+    def _sampling(self, position: int) -> Sampling | None:
+        request = self.request
+        if request.temperature == 0:
+            return None
+        return Sampling(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            noise=noise_keys(request.seed, position),
+        )
+
+    def stopped(self, end_tokens: frozenset[int]) -> tuple[FinishReason, int | tuple[int, ...] | str | None] | None:
+        """Why the generation is over after its newest token, and what matched; None where it goes on."""
+        request, generated = self.request, self.generated
+        if not request.ignore_end and generated[-1] in end_tokens:
+            return "stop", generated[-1]
+        for stop in request.stop_tokens:
+            if tuple(generated[-len(stop) :]) == stop:
+                return "stop", stop
+        if self.text is not None and self.text.matched is not None:
+            return "stop", self.text.matched
+        return ("length", None) if len(generated) >= request.max_new_tokens else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRow:
+    """Whose position an output is about."""
+
+    sequence: Sequence
+    position: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan and, for each of its outputs, whose it is."""
+
+    plan: Plan
+    rows: tuple[PlannedRow, ...]
+
+
+class Board:
+    """Waiting requests in their order, and the sequences that have a slot."""
+
+    def __init__(self, *, slots: int, prefill_chunk: int, most_waiting: int) -> None:
+        self.waiting: deque[GenerationRequest] = deque()
+        self.running: list[Sequence] = []
+        self._free = list(range(slots))
+        self._chunk = prefill_chunk
+        self._most_waiting = most_waiting
+        self._decoded_last = True
+
+    def add(self, request: GenerationRequest) -> None:
+        """Put a request at the end of the line. Raises RequestError for an id in use, QueueFullError."""
+        if request.id in self.open_ids():
+            raise RequestError("id", f"{request.id} is open already; take another")
+        if len(self.waiting) >= self._most_waiting:
+            raise QueueFullError(f"{self._most_waiting} requests wait already; try again later")
+        self.waiting.append(request)
+
+    def open_ids(self) -> set[str]:
+        """Ids of all requests that have not ended."""
+        return {one.id for one in self.waiting} | {one.request.id for one in self.running}
+
+    def next_admissible(self) -> bool:
+        """A request waits and a slot is free."""
+        return bool(self.waiting and self._free)
+
+    def admit(self, text: TextStream | None) -> Sequence:
+        """Give the first in the line the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
+        slot = min(self._free)
+        self._free.remove(slot)
+        sequence = Sequence(request=self.waiting.popleft(), slot=slot, text=text)
+        self.running.append(sequence)
+        return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the slot back."""
+        self.running.remove(sequence)
+        self._free.append(sequence.slot)
+
+    def plan(self) -> Planned | None:
+        """The next step. Where some read prompts and others generate, the two take turns. None: nothing to do."""
+        prefilling = [one for one in self.running if one.is_prefilling]
+        decoding = [one for one in self.running if not one.is_prefilling]
+        if not prefilling and not decoding:
+            return None
+        self._decoded_last = not prefilling or (bool(decoding) and not self._decoded_last)
+        return _decode(decoding) if self._decoded_last else _prefill(prefilling, self._chunk)
+
+
+def _decode(sequences: list[Sequence]) -> Planned:
+    """The newest token of each sequence."""
+    segments, outputs, rows = [], [], []
+    for row, one in enumerate(sequences):
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],)))
+        output = one.output(row, one.read)
+        assert output is not None
+        outputs.append(output)
+        rows.append(PlannedRow(sequence=one, position=one.read))
+    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
+
+
+def _prefill(sequences: list[Sequence], chunk: int) -> Planned:
+    """The next tokens of prompts, first come first served, `chunk` in all."""
+    segments: list[Segment] = []
+    outputs: list[Output] = []
+    rows: list[PlannedRow] = []
+    used = 0
+    for one in sequences:
+        tokens = one.request.prompt[one.read : one.read + chunk - used]
+        if not tokens:
+            break
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=tokens))
+        for position in range(one.read, one.read + len(tokens)):
+            output = one.output(used + position - one.read, position)
+            if output is not None:
+                outputs.append(output)
+                rows.append(PlannedRow(sequence=one, position=position))
+        used += len(tokens)
+    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows))

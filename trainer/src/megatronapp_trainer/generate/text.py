@@ -1,0 +1,63 @@
+"""Text out of tokens as they come: whole characters only, and never the beginning of a stop text."""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""Text of some tokens, special ones included."""
+
+_INCOMPLETE = "\ufffd"
+_MOST_HELD = 8
+"""Tokens that may wait for the rest of a character. It has at most 4 bytes; more than this is no text at all."""
+
+
+class TextStream:
+    """Feed tokens, get text. `matched` is the stop text that was found; after that nothing more comes."""
+
+    def __init__(self, decode: Decode, stops: tuple[str, ...] = ()) -> None:
+        self._decode = decode
+        self._stops = stops
+        self._window: list[int] = []
+        self._told = 0
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, token: int) -> str:
+        """The text that has become certain with this token."""
+        self._window.append(token)
+        self._held += self._complete_characters()
+        return self._release()
+
+    def finish(self) -> str:
+        """What was held back, where no stop text came."""
+        if self.matched is not None:
+            return ""
+        rest = self._decode(self._window)[len(self._decode(self._window[: self._told])) :]
+        held, self._held, self._told = self._held + rest, "", len(self._window)
+        return held
+
+    def _complete_characters(self) -> str:
+        """Text of the tokens not told yet. Those told last stay in the window: a token's text depends on them."""
+        told = self._decode(self._window[: self._told])
+        whole = self._decode(self._window)
+        if whole.endswith(_INCOMPLETE) and len(self._window) - self._told < _MOST_HELD:
+            return ""
+        self._window = self._window[self._told :]
+        self._told = len(self._window)
+        return whole[len(told) :]
+
+    def _release(self) -> str:
+        found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            place, self.matched = min(found)
+            text, self._held = self._held[:place], ""
+            return text
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        split = len(self._held) - keep
+        text, self._held = self._held[:split], self._held[split:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
