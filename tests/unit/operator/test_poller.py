@@ -14,9 +14,11 @@ import pytest
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.observe import Contact, Told
+from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
 from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, RECENT_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
+from megatronapp_trainer.launch.board import Board
+from megatronapp_trainer.launch.board import Phase as LauncherPhase
 
 pytestmark = pytest.mark.asyncio
 KEY = "cd" * 32
@@ -210,6 +212,20 @@ async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself
         assert (await poller.poll("uid", PODS, again, attempt=1, workers=2)).heard_at == 1005.0
         nothing = b'{"rankTable": null, "progress": null}'
         assert (await heard(poller, again, nothing, STATUS_PORT)).heard_at == 1010.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "attempt", "waits"), [("Gathering", 1, True), ("Preflight", 1, False), ("Gathering", 0, False)]
+)
+async def test_a_launcher_says_whom_it_waits_for(phase: str, attempt: int, waits: bool) -> None:
+    board = Board(attempt)
+    board.phase, board.missing = LauncherPhase(phase), [3, 5]
+    async with answering(LAUNCHER, STATUS_PORT, json.dumps(board.document()).encode()):
+        told = await polled()
+    assert told.gathering == (Gathering(attempt=1, missing=(3, 5)) if waits else None)
+    assert observe([], told, attempt=1, refusal=None).missing == ((3, 5) if waits else ())
+    assert observe([], told, attempt=2, refusal=None).missing == ()
+    assert (await polled(told)).gathering is None
 
 
 async def test_a_hub_whose_agent_has_died_says_nothing_by_its_last_page() -> None:

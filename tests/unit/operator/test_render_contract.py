@@ -58,7 +58,7 @@ def test_the_launchers_flags_end_where_those_of_the_ranks_begin() -> None:
     job = rendered.make_job({"runPolicy": {"startDeadlineSeconds": 77}})
     command = rendered.container(rendered.make_worker(job))["command"]
     flags = command[3 : command.index("--")]
-    assert launcher_parser().parse_args(flags).gather_timeout_s == 77
+    assert launcher_parser().parse_args(flags).gather_timeout_s == 4 * 77 + 120
 
 
 def test_agents_understand_their_environment(tmp_path: pathlib.Path) -> None:

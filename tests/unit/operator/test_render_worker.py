@@ -22,7 +22,7 @@ def spec_of(patch: rendered.Object, index: int = 0, **given: Any) -> rendered.Ob
 def test_the_launcher_gets_the_flags_of_its_ranks() -> None:
     job = rendered.make_job()
     trainer = rendered.container(rendered.make_worker(job))
-    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", "900", "--"]
+    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", "3720", "--"]
     assert trainer["command"] == [*launcher, *megatron_arguments(job)]
     assert "args" not in trainer
 
@@ -212,6 +212,22 @@ def test_initializers_write_where_the_ranks_read() -> None:
     assert places["/cache"] in rendered.container(pod)["volumeMounts"]
     assert "readOnly" not in places["/data"]
     assert rendered.environment(pod, "init-cache")["TARGET"] == "/cache"
+
+
+@pytest.mark.parametrize(
+    ("before", "prepares"),
+    [([{"name": "mesh", "image": "m", "restartPolicy": "Always"}], False), ([{"name": "fetch", "image": "f"}], True)],
+)
+def test_launchers_wait_for_others_that_still_prepare_longer_than_the_operator_judges(
+    before: list[rendered.Object], prepares: bool
+) -> None:
+    def gather_s(patch: rendered.Object) -> int:
+        trainer = spec_of(patch)["containers"][0]
+        return int(trainer["command"][trainer["command"].index("--gather-timeout-s") + 1])
+
+    plain_s = gather_s({})
+    assert gather_s({"podTemplate": {"spec": {"initContainers": before}}}) == plain_s + (86400 if prepares else 0)
+    assert gather_s(rendered.VARIETY["initializers"]) >= 86400 > plain_s > 3 * 900
 
 
 def test_initializers_of_the_job_run_one_after_the_other_in_a_pod_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Deadlines of the whole job and of progress; that of a gang's start is in `placement`.
+"""Deadlines of the whole job, of gathering and of progress; that of a gang's start is in `placement`.
 
 A job makes no progress if somebody who knows says so. While neither hub nor launcher can be asked (their network, ours,
 an operator that is away), nothing is known: that time does not count, people are told, and the gang goes on. Only when
@@ -6,12 +6,16 @@ nobody could be asked for `unheard_s` beyond the deadline it is restarted, with 
 budget: a gang that hangs must not hold its machines for ever, and one that trains loses little.
 """
 
-from megatronapp_operator.plan import reasons
+import dataclasses
+
+from megatronapp_operator.plan import reasons, rules
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.restart import attempt_failed, fail_job
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
+NAMED = 8
+"""So many workers are named in a message."""
 ASK_AGAIN_S = 15.0
 """How often somebody looks whether hub or launcher have answered again: an answer without news wakes nobody."""
 
@@ -26,6 +30,27 @@ def active(draft: Draft) -> bool:
         return False
     fail_job(draft, reasons.DEADLINE_EXCEEDED, f"the job was active for more than {limit:g} s")
     return False
+
+
+def gathering(draft: Draft) -> bool:
+    """All workers run, and some do not come to the one that gathers them: they cannot reach it.
+
+    Launchers wait longer than this, because they do not know how long the others prepare. Nothing is judged by an
+    answer from before the deadline.
+    """
+    limit, running, missing = draft.job.spec.policy.start_deadline_s, draft.status.running_time, draft.observed.missing
+    if limit is None or running is None or not missing or draft.status.told is not None:
+        return False
+    due, heard = running + limit, draft.observed.heard
+    if draft.now < due or (heard is not None and heard < due):
+        draft.wake(max(due, draft.now + ASK_AGAIN_S))
+        return False
+    named = ", ".join(map(str, missing[:NAMED])) + (" and others" if len(missing) > NAMED else "")
+    message = f"all workers run, and after {limit:g} s worker 0 still misses worker {named}: they do not reach it"
+    failure = _failure(draft, reasons.NOT_GATHERED, message, FailureAction.RESTART)
+    node = next((one.node for one in draft.gang if one.index == missing[0]), None)
+    attempt_failed(draft, rules.judged_lost(draft, dataclasses.replace(failure, worker=missing[0], node=node)))
+    return True
 
 
 def progress(draft: Draft) -> bool:

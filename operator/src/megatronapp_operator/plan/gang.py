@@ -192,7 +192,7 @@ def _enter_running(draft: Draft, reason: str, message: str) -> None:
 
 def _silent_for_long(draft: Draft) -> bool:
     """Whether a gang that has gathered says nothing, not even that it starts: then its page cannot be made."""
-    if draft.status.told is not None or draft.status.running_time is None:
+    if draft.status.told is not None or draft.status.running_time is None or draft.observed.missing:
         return False
     at = draft.status.running_time + draft.job.spec.policy.silent_start_s
     if draft.now < at:

@@ -198,6 +198,8 @@ class Observed:
     """When this process began to look: before, nobody could have heard of progress."""
     heard: float | None = None
     """When somebody who knows of progress last answered; None: progress is always there to be read."""
+    missing: tuple[int, ...] = ()
+    """Workers of the current attempt that have not come to the one that gathers them, as that one said last."""
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] | None = None
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""

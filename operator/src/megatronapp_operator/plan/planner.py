@@ -37,6 +37,7 @@ POLICIES: tuple[Callable[[Draft], bool], ...] = (
     gang.create,
     gang.running,
     placement.judge_start,
+    deadlines.gathering,
     deadlines.progress,
 )
 

@@ -24,6 +24,8 @@ TRAINING_BEGAN = "TrainingBegan"
 NO_PROGRESS_PAGE = "NoProgressPage"
 
 START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"
+NOT_GATHERED = "NotGathered"
+"""As launchers say it of themselves, too."""
 DEADLINE_EXCEEDED = "DeadlineExceeded"
 PROGRESS_DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
 BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"

@@ -26,6 +26,15 @@ class Contact:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gathering:
+    """What the launcher of worker 0 says while it waits for others."""
+
+    attempt: int
+    missing: tuple[int, ...]
+    """Workers that have not come to it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What a job's hub and launcher said last."""
 
@@ -34,6 +43,7 @@ class Told:
     progress: Progress | None = None
     """The launcher's."""
     rank_table: dict[str, Any] | None = None
+    gathering: Gathering | None = None
     heard_at: float = dataclasses.field(default=0.0, compare=False)
     """When one of them last answered that knows of progress; no news by itself."""
     page: tuple[int, float] | None = dataclasses.field(default=None, compare=False)
@@ -51,6 +61,7 @@ def observe(
         by_type[pod.type].append(pod)
     summary = told.summary
     current = summary is not None and summary.attempt == attempt
+    gathering = told.gathering if told.gathering is not None and told.gathering.attempt == attempt else None
     return Observed(
         secret=True,
         hub=_hub(by_type[ReplicaType.HUB]),
@@ -59,6 +70,7 @@ def observe(
         volumes=volumes,
         refusal=refusal,
         heard=told.heard_at,
+        missing=gathering.missing if gathering is not None else (),
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
         hung_ranks=summary.hung_ranks if summary and current else None,

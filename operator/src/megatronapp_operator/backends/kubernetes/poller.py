@@ -16,7 +16,7 @@ import httpx
 from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.observe import Contact, Told
+from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.plan import Progress
 from megatronapp_operator.summary import UNREADABLE, Summary, read_progress, read_summary
@@ -27,6 +27,10 @@ LONGEST_PAUSE_S = 60.0
 """After many answers that did not come in time."""
 RECENT_S = 60.0
 """A hub's page that differs no more from our clock was brought by an agent that lives."""
+GATHERING = "Gathering"
+"""Phase of a launcher that waits for others."""
+MAX_MISSING = 64
+"""So many that it waits for are taken over."""
 MAX_BYTES = 4 << 20
 """Longest answer that is read."""
 
@@ -70,6 +74,7 @@ class Poller:
             summary=summary,
             progress=progress,
             rank_table=table,
+            gathering=_gathering(answer, attempt),
             heard_at=self._clock() if known else before.heard_at,
             page=before.page if page is None else max(page, before.page or page),
             hub=at_hub,
@@ -146,6 +151,16 @@ def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     """Worker 0 of the attempt, if it runs."""
     workers = (one for one in pods if one.type is ReplicaType.WORKER and one.index == 0 and one.attempt == attempt)
     return next((one for one in workers if one.main.running and one.address), None)
+
+
+def _gathering(answer: Any, attempt: int) -> Gathering | None:  # noqa: ANN401 - JSON of another process
+    """Whom a launcher of this attempt waits for."""
+    try:
+        missing = tuple(int(index) for index in answer["missing"][:MAX_MISSING])
+        waits = answer["phase"] == GATHERING and int(answer["attempt"]) == attempt
+    except UNREADABLE:
+        return None
+    return Gathering(attempt=attempt, missing=missing) if waits and missing else None
 
 
 def _launcher(answer: Any, table: Any) -> tuple[bool, Progress | None, Any]:  # noqa: ANN401 - JSON of another process

@@ -7,7 +7,7 @@ from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import network, storage
 from megatronapp_operator.backends.kubernetes.render.agent import agent, reserved_agent
-from megatronapp_operator.backends.kubernetes.render.annotations import waiting_containers, waiting_volumes
+from megatronapp_operator.backends.kubernetes.render.annotations import WAIT_S, waiting_containers, waiting_volumes
 from megatronapp_operator.backends.kubernetes.render.environment import (
     TERMINATION_LOG,
     literal,
@@ -27,6 +27,10 @@ from megatronapp_operator.backends.kubernetes.render.security import (
 )
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker_draft import TRAINER, Draft
+
+GATHER_DEADLINES = 4
+PREPARE_S = 24 * 3600
+"""So much longer initializers may take on one node than on another."""
 
 
 def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, settings: RenderSettings) -> Object:
@@ -149,7 +153,18 @@ def _resources(draft: Draft) -> Object:
 
 
 def command(draft: Draft) -> list[str]:
-    """The launcher with the flags of its ranks. Workers wait for each other as long as the gang may take to start."""
-    wait_s = str(draft.spec.run_policy.start_deadline_seconds)
-    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", wait_s, "--"]
+    """The launcher with the flags of its ranks."""
+    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft)), "--"]
     return [*launcher, *map(literal, draft.facts.arguments)]
+
+
+def _gather_s(draft: Draft) -> int:
+    """How long a launcher waits for the others: longer than the operator, which knows what they wait for themselves.
+
+    Until the others have machines, a deadline; then as long again for each of: images of what comes before the
+    trainer, the trainer, and the way to worker 0 (`plan.deadlines.gathering`). Initializers have all their time.
+    """
+    deadline_s = draft.spec.run_policy.start_deadline_seconds
+    before = [*node_containers(draft), *(draft.spec.pod_template.spec.get("initContainers") or ())]
+    prepares = any(one.get("restartPolicy") != "Always" for one in before)
+    return GATHER_DEADLINES * deadline_s + WAIT_S + (PREPARE_S if prepares else 0)

@@ -1,0 +1,72 @@
+"""Gangs whose workers all run and do not find each other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_operator.plan import DeleteWorker, FailureAction, Match, Phase, Progress, Rule
+
+Maker = Callable[..., Any]
+
+
+@pytest.fixture
+def gathering(scene: Maker, worker: Maker) -> Callable[..., Any]:
+    """A gang that runs, whose worker 0 waits for worker 1; somebody has asked it now."""
+
+    def make(**policy: Any) -> Any:
+        made = scene(start_deadline_s=900, silent_start_s=300, **policy)
+        made.plan()
+        made.see(worker(0), dataclasses.replace(worker(1), node="gpu-3"), missing=(1,), heard=made.now)
+        made.plan()
+        return made
+
+    return make
+
+
+def test_who_does_not_reach_worker_0_ends_the_attempt_when_the_deadline_is_over(gathering: Maker) -> None:
+    made = gathering()
+    made.see(*made.observed.workers, heard=made.now + 899)
+    made.now += 899
+    assert (made.plan().status.failures, made.job.status.phase) == ((), Phase.STARTING)
+    made.now += 1
+    assert made.plan().status.failures == ()  # nobody was asked since
+    assert made.plan().wake_at == made.now + 15
+    made.now += 15
+    made.see(*made.observed.workers, heard=made.now)
+    failure = made.plan().status.failures[-1]
+    assert (failure.reason, failure.worker, failure.node) == ("NotGathered", 1, "gpu-3")
+    assert failure.action is FailureAction.RESTART
+    assert {type(one) for one in made.plan().actions} == {DeleteWorker}
+
+
+def test_a_gang_that_still_gathers_has_not_begun_to_train(gathering: Maker) -> None:
+    made = gathering()
+    made.now += 400
+    assert made.plan().status.phase is Phase.STARTING
+    made.see(*made.observed.workers, missing=())
+    assert made.plan().status.phase is Phase.RUNNING
+
+
+def test_a_gang_that_has_told_of_progress_has_gathered(gathering: Maker) -> None:
+    made = gathering()
+    made.now += 1000
+    made.see(*made.observed.workers, heard=made.now, progress=Progress(attempt=0, iteration=0, state="starting"))
+    assert made.plan().status.failures == ()
+
+
+def test_workers_that_still_prepare_are_waited_for(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    made.plan()
+    made.see(worker(0), dataclasses.replace(worker(1, "Pending"), preparing=True), missing=(1,), heard=1e9)
+    made.now += 50_000
+    assert made.plan().status.failures == ()
+
+
+def test_a_rule_may_say_what_becomes_of_it(gathering: Maker) -> None:
+    rule = Rule(match=Match(reasons=("NotGathered",)), action=FailureAction.EXCLUDE_AND_RESTART)
+    made = gathering(rules=(rule,))
+    made.now += 900
+    made.see(*made.observed.workers, heard=made.now)
+    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-3"]
