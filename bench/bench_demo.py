@@ -80,10 +80,8 @@ class Job:
         call("delete", name, "--ignore-not-found")
         call("run", str(manifest), "--name", name, "--detach")
         address = urllib.parse.urlsplit(output("ui", name, "--print").strip())
-        token = urllib.parse.parse_qs(address.query)["token"][0]
-        self._http = httpx.Client(
-            base_url=f"{address.scheme}://{address.netloc}", headers={"Authorization": f"Bearer {token}"}, timeout=30
-        )
+        self._http = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=30)
+        self._http.post("/login", data={"token": address.fragment.removeprefix("code=")})
         self._seen: set[str] = set()
 
     def close(self) -> None:

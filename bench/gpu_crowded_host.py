@@ -86,9 +86,9 @@ def pin(process: int, cpus: set[int]) -> None:
 def hub_client() -> httpx.Client:
     done = subprocess.run([*MEGATRONAPP, "ui", JOB, "--print"], check=True, capture_output=True, text=True)
     address = urllib.parse.urlsplit(done.stdout.strip())
-    token = urllib.parse.parse_qs(address.query)["token"][0]
-    headers = {"Authorization": f"Bearer {token}"}
-    return httpx.Client(base_url=f"{address.scheme}://{address.netloc}", headers=headers, timeout=30)
+    client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=30)
+    client.post("/login", data={"token": address.fragment.removeprefix("code=")})
+    return client
 
 
 def watch(hub: httpx.Client, crowd: Crowd) -> list[dict[str, Any]]:

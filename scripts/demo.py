@@ -143,13 +143,13 @@ def neighbour(rank: int, *, stride: int) -> int:
 
 
 def open_hub() -> httpx.Client:
-    """A client of the job's hub, with the viewer's token."""
+    """A client of the job's hub, logged in as a browser is."""
     done = subprocess.run([*MEGATRONAPP, "ui", "demo", "--print"], check=True, capture_output=True, text=True)
     address = urllib.parse.urlsplit(done.stdout.strip())
-    token = urllib.parse.parse_qs(address.query)["token"][0]
-    print(f"== Pages: {address.geturl()}")
-    base = f"{address.scheme}://{address.netloc}"
-    return httpx.Client(base_url=base, headers={"Authorization": f"Bearer {token}"}, timeout=10)
+    print("== Pages: megatronapp ui demo")
+    client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=10)
+    client.post("/login", data={"token": address.fragment.removeprefix("code=")})
+    return client
 
 
 def job_phase() -> str:

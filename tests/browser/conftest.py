@@ -188,8 +188,11 @@ class Stack:
 
     @property
     def entry(self) -> str:
-        """Address that a person opens."""
-        return f"{self.url}/?token={self.token}"
+        """Address that a person opens, once."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(f"{self.url}/api/v1/codes", method="POST", headers=headers)
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+            return f"{self.url}/#code={json.load(answer)['code']}"
 
     def kill_hub(self) -> None:
         self.hub.kill()

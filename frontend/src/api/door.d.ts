@@ -248,7 +248,7 @@ export interface components {
         };
         /**
          * Ticket
-         * @description Opens the pages once, within five minutes, at `/?token=TICKET`, with the rights of who asked for it.
+         * @description Opens the pages once, within five minutes, at `/#code=TICKET`, with the rights of who asked for it.
          */
         Ticket: {
             /** Ticket */

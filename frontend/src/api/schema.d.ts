@@ -4,6 +4,26 @@
  */
 
 export interface paths {
+    "/api/v1/codes": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Add Code
+         * @description A code for an address that somebody opens soon, with the role of who asks: a program that shows its token.
+         */
+        post: operations["addCode"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/faults": {
         parameters: {
             query?: never;
@@ -292,6 +312,14 @@ export interface paths {
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * Code
+         * @description Logs one browser in, once and within a minute, at `/#code=CODE`.
+         */
+        Code: {
+            /** Code */
+            code: string;
+        };
         /**
          * Effect
          * @description What it costs.
@@ -822,6 +850,44 @@ export interface components {
 }
 export type $defs = Record<string, never>;
 export interface operations {
+    addCode: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Code"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
     listFaults: {
         parameters: {
             query?: never;

@@ -2,7 +2,16 @@ import fc from "fast-check";
 import { readFileSync } from "node:fs";
 import { resolve } from "node:path";
 import { describe, expect, it } from "vitest";
-import { decodeFrame, encodeFrame, float32Body, FrameError, FrameType, PREFIX_BYTES } from "./frames";
+import {
+  accepts,
+  decodeFrame,
+  encodeFrame,
+  float32Body,
+  FrameError,
+  FrameType,
+  PREFIX_BYTES,
+  VERSION,
+} from "./frames";
 
 const VECTORS = resolve(import.meta.dirname, "../../../tests/fixtures/wire");
 
@@ -37,6 +46,13 @@ describe("golden vectors", () => {
     expect(encodeFrame(type, header, body)).toEqual(bytes);
   });
 
+  it("are read by the next minor release, and by the one after it no more", () => {
+    for (const { file, type } of vectors.valid) {
+      expect(decodeFrame(bytesOf(file), VERSION + 1).type).toBe(type);
+      expect(() => decodeFrame(bytesOf(file), VERSION + 2)).toThrow(FrameError);
+    }
+  });
+
   it.each(vectors.invalid)("$file is refused: $why", ({ file }) => {
     expect(() => decodeFrame(bytesOf(file))).toThrow(FrameError);
   });
@@ -44,6 +60,19 @@ describe("golden vectors", () => {
   it("carry steps by metric, rank and step", () => {
     const floats = [...float32Body(decodeFrame(bytesOf("steps.bin")))];
     expect(floats).toEqual(vectors.stepsBody.flat(2).map((value) => value ?? Number.NaN));
+  });
+});
+
+describe("accepts", () => {
+  it.each([
+    [1, 1, true],
+    [0, 1, false],
+    [2, 1, false],
+    [1, 2, true],
+    [1, 3, false],
+    [Number.NaN, 2, false],
+  ])("version %s by a page that speaks %s: %s", (version, newest, read) => {
+    expect(accepts(version, newest)).toBe(read);
   });
 });
 

@@ -56,14 +56,21 @@ export function encodeFrame(type: number, header: Header, body: Uint8Array = new
   return out;
 }
 
+/**
+ * Whether a page that speaks `newest` reads this version: that, and the one before, which the minor release before
+ * speaks (`megatronapp_common.frames.accepts`). In an upgrade a page of the new door listens to older hubs.
+ */
+export const accepts = (version: number, newest = VERSION): boolean =>
+  version >= Math.max(1, newest - 1) && version <= newest;
+
 /** The one frame in `data`; its body is a view, not a copy. Throws FrameError. */
-export function decodeFrame(data: Uint8Array): Frame {
+export function decodeFrame(data: Uint8Array, newest = VERSION): Frame {
   if (data.length < PREFIX_BYTES)
     throw new FrameError(`a frame starts with ${PREFIX_BYTES} bytes, got ${data.length}`);
   const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
   const version = view.getUint8(4);
-  if (version !== VERSION)
-    throw new FrameError(`frame version ${version} is not ${VERSION}; reload the page`);
+  if (!accepts(version, newest))
+    throw new FrameError(`frame version ${version} is not ${newest}; reload the page`);
   const total = view.getUint32(0, true);
   const headLength = view.getUint32(8, true);
   const bodyLength = view.getUint32(12, true);

@@ -252,11 +252,16 @@ class RunningHub:
 
 @contextlib.contextmanager
 def serve_hub(
-    state_dir: Path, secret: str, *, frontend: Path | None = None, limits: StoreLimits | None = None
+    state_dir: Path,
+    secret: str,
+    *,
+    uid: str = "uid-1",
+    frontend: Path | None = None,
+    limits: StoreLimits | None = None,
 ) -> Iterator[RunningHub]:
     script = Script()
     settings = HubSettings(
-        job=JobIdentity(name="demo", uid="uid-1"), state_dir=state_dir, store=limits or StoreLimits(), tick_s=0.05
+        job=JobIdentity(name="demo", uid=uid), state_dir=state_dir, store=limits or StoreLimits(), tick_s=0.05
     )
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

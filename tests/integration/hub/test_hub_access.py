@@ -1,21 +1,27 @@
 """Tokens, cookie, origin and the served page."""
 
+import asyncio
+import contextlib
+import re
+import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import websockets.asyncio.client
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
+from megatronapp_analyzer.hub.logins import cookie_name
+from megatronapp_common.browsers import ELSEWHERE_MARK
 from megatronapp_common.frames import FrameType
 from megatronapp_common.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
 PROTECTED = [
-    "/",
-    "/index.html",
-    "/assets/app.js",
     "/api/v1/jobs",
     "/api/v1/job",
     "/api/v1/summary",
@@ -57,25 +63,85 @@ async def test_posting_needs_the_token(hub: Any) -> None:
         assert (await client.delete("/api/v1/faults/x")).status_code == 401
 
 
-async def test_token_in_the_address_becomes_a_cookie(hub: Any) -> None:
-    token = derive(hub.secret, Role.VIEWER)
-    async with plain(hub) as client:
-        answer = await client.get(f"/?token={token}")
-        assert answer.status_code == 303
-        assert answer.headers["location"] == "/"
-        cookie = answer.headers["set-cookie"].lower()
-        assert "httponly" in cookie
-        assert "samesite=strict" in cookie
-        assert answer.headers["cache-control"] == "no-store"
-        assert (await client.get("/api/v1/jobs")).json()[0]["name"] == "demo"
+async def new_code(hub: Any) -> str:
+    async with hub.client() as program:
+        answer = await program.post("/api/v1/codes")
+    assert answer.status_code == 201
+    assert answer.headers["cache-control"] == "no-store"
+    return str(answer.json()["code"])
 
 
-async def test_wrong_token_in_the_address_sets_nothing(hub: Any) -> None:
+async def test_a_code_or_the_token_becomes_a_cookie_and_a_code_does_so_once(hub: Any) -> None:
+    code, token = await new_code(hub), derive(hub.secret, Role.VIEWER)
+    for shown, again in ((code, 401), (token, 303)):
+        async with plain(hub) as client, plain(hub) as other:
+            answer = await client.post("/login", data={"token": shown}, headers={"Origin": hub.url})
+            assert (answer.status_code, answer.headers["location"]) == (303, "./")
+            cookie = answer.headers["set-cookie"].lower()
+            assert cookie.startswith(f"{cookie_name('uid-1')}=")
+            assert "httponly" in cookie
+            assert "samesite=strict" in cookie
+            assert token not in cookie
+            assert answer.headers["cache-control"] == "no-store"
+            assert (await client.get("/api/v1/jobs")).json()[0]["name"] == "demo"
+            assert (await other.post("/login", data={"token": shown})).status_code == again
+
+
+async def test_what_is_no_code_and_no_token_sets_nothing(hub: Any) -> None:
+    agent = derive(hub.secret, Role.AGENT)
     async with plain(hub) as client:
-        answer = await client.get("/?token=wrong")
-        assert answer.status_code == 401
-        assert "set-cookie" not in answer.headers
-        assert "megatronapp ui" in answer.text
+        for shown in ("", "wrong", agent, "\u00e4\ud800".encode("utf-8", "replace").decode(), "%00"):
+            answer = await client.post("/login", data={"token": shown})
+            assert answer.status_code == 401
+            assert "set-cookie" not in answer.headers
+            assert "megatronapp ui" in answer.text
+        assert (await client.post("/login", content=b"\xff\x00=")).status_code == 401
+        assert (await client.post("/login", content=b"token=" + b"a" * 5000)).status_code == 413
+
+
+async def test_no_token_or_code_in_a_query_opens_anything(hub: Any) -> None:
+    code, token = await new_code(hub), derive(hub.secret, Role.VIEWER)
+    async with plain(hub) as client:
+        for query in ({"token": token}, {"code": code}):
+            for path in ("/", "/api/v1/jobs"):
+                answer = await client.get(path, params=query)
+                assert answer.status_code in {401, 404}
+                assert "set-cookie" not in answer.headers
+
+
+async def test_only_who_shows_the_token_gets_codes(hub: Any) -> None:
+    async with plain(hub) as client:
+        assert (await client.post("/api/v1/codes")).status_code == 401
+        await client.post("/login", data={"token": await new_code(hub)})
+        refused = await client.post("/api/v1/codes")
+        assert (refused.status_code, refused.json()["code"]) == (403, "token-needed")
+        agent = {"Authorization": f"Bearer {derive(hub.secret, Role.AGENT)}"}
+        assert (await client.post("/api/v1/codes", headers=agent)).status_code == 401
+
+
+async def test_a_page_of_another_origin_does_nothing_with_the_cookie(hub: Any) -> None:
+    elsewhere = {"Origin": f"http://127.0.0.1:{hub.port + 1}"}
+    async with plain(hub) as client:
+        assert (await client.post("/login", data={"token": await new_code(hub)}, headers=elsewhere)).status_code == 403
+        await client.post("/login", data={"token": await new_code(hub)})
+        for site, status in (("same-site", 403), ("cross-site", 403), ("same-origin", 200), ("none", 200)):
+            assert (await client.get("/api/v1/jobs", headers={"Sec-Fetch-Site": site})).status_code == status
+        assert (await client.delete("/api/v1/faults/x", headers=elsewhere)).status_code == 403
+        assert (await client.delete("/api/v1/faults/x", headers={"Origin": hub.url})).status_code == 404
+    async with hub.client() as program:
+        assert (await program.get("/api/v1/jobs", headers={"Sec-Fetch-Site": "cross-site"})).status_code == 200
+
+
+async def test_browsers_of_two_jobs_on_two_ports_stay_logged_in(tmp_path: Path, serve: Any) -> None:
+    """One browser sends all its cookies to both, as it would at 127.0.0.1."""
+    with contextlib.ExitStack() as stack:
+        hubs = [stack.enter_context(serve(tmp_path / uid, uid=uid)) for uid in ("uid-one", "uid-two")]
+        async with httpx.AsyncClient() as browser:
+            for hub in hubs:
+                await browser.post(f"{hub.url}/login", data={"token": await new_code(hub)})
+            for hub in hubs:
+                assert (await browser.get(f"{hub.url}/api/v1/jobs")).status_code == 200
+            assert len(browser.cookies) == 2
 
 
 async def connect(url: str, headers: dict[str, str]) -> None:
@@ -96,6 +162,12 @@ async def test_live_socket_refuses_other_origins(hub: Any) -> None:
         with pytest.raises(InvalidStatus):
             await connect(url, hub.bearer | {"Origin": origin})
     await connect(url, hub.bearer | {"Origin": hub.url})
+    async with plain(hub) as browser:
+        await browser.post("/login", data={"token": await new_code(hub)})
+        cookie = "; ".join(f"{name}={value}" for name, value in browser.cookies.items())
+    await connect(url, {"Origin": hub.url, "Cookie": cookie})
+    with pytest.raises(InvalidStatus):
+        await connect(url, {"Origin": f"http://127.0.0.1:{hub.port + 1}", "Cookie": cookie})
     with pytest.raises(InvalidStatus):
         await connect(url, {"Origin": hub.url})
 
@@ -134,24 +206,100 @@ async def test_garbage_is_told_and_harms_nobody(hub: Any, fake_job: Any) -> None
     assert (await hub.get("/api/v1/steps")) == []
 
 
-async def test_page_is_served_with_cache_and_security_headers(tmp_path: Path, serve: Any) -> None:
+PAGE = "<html><head><title>page</title></head></html>"
+
+
+@pytest.fixture
+def paged(tmp_path: Path, serve: Any) -> Iterator[Any]:
+    """A hub with a page."""
     dist = tmp_path / "dist"
     (dist / "assets").mkdir(parents=True)
-    (dist / "index.html").write_text("<title>page</title>")
+    (dist / "index.html").write_text(PAGE)
     (dist / "assets" / "app-1a2b.js").write_text("1")
     (tmp_path / "outside.txt").write_text("secret")
     (dist / "link.txt").symlink_to(tmp_path / "outside.txt")
     with serve(tmp_path / "state", frontend=dist) as hub:
-        async with hub.client() as client:
-            for path in ("/", "/jobs/demo", "/index.html"):
-                page = await client.get(path)
-                assert page.text == "<title>page</title>"
-                assert page.headers["cache-control"] == "no-cache"
-                assert "default-src 'self'" in page.headers["content-security-policy"]
-                assert page.headers["x-content-type-options"] == "nosniff"
-            asset = await client.get("/assets/app-1a2b.js")
-            assert "immutable" in asset.headers["cache-control"]
-            for path in ("/assets/none.js", "/../outside.txt", "/%2e%2e/outside.txt", "/link.txt", "/api/v1/none"):
-                answer = await client.get(path)
-                assert answer.status_code == 404
-                assert set(answer.json()) == {"code", "message", "hint"}
+        yield hub
+
+
+async def test_page_is_open_and_served_with_cache_and_security_headers(paged: Any) -> None:
+    async with plain(paged) as client:
+        for path in ("/", "/jobs/demo", "/index.html"):
+            page = await client.get(path)
+            assert page.text == PAGE
+            assert page.headers["cache-control"] == "no-cache"
+            assert "default-src 'self'" in page.headers["content-security-policy"]
+            assert page.headers["x-content-type-options"] == "nosniff"
+        asset = await client.get("/assets/app-1a2b.js")
+        assert "immutable" in asset.headers["cache-control"]
+        for path in ("/assets/none.js", "/../outside.txt", "/%2e%2e/outside.txt", "/link.txt", "/api/v1/none"):
+            answer = await client.get(path, headers=paged.bearer)
+            assert answer.status_code == 404
+            assert set(answer.json()) == {"code", "message", "hint"}
+
+
+async def ask_raw(hub: Any, target: bytes) -> int:
+    """Status of a request whose target no client library would write."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", hub.port)
+    writer.write(b"GET " + target + b" HTTP/1.1\r\nHost: hub\r\nConnection: close\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/%00",
+        "/a%00b",
+        "/" + "a" * 300,
+        "/" + "a/" * 3000,
+        "/%ff",
+        "/..",
+        "/a/../..",
+        "/..%2f..%2fetc%2fpasswd",
+        "/a%5c..%5cb",
+        "//etc/passwd",
+        "/assets/%00.js",
+        "/assets/" + "a" * 5000 + ".js",
+        "/%ed%a0%80",
+        "/%2e%2e/%2e%2e",
+        "/a%0d%0aX-Evil:%201",
+    ],
+)
+async def test_no_path_is_too_odd(paged: Any, target: str) -> None:
+    assert await ask_raw(paged, target.encode()) == 404
+
+
+async def test_no_bytes_of_a_path_are_too_odd(paged: Any) -> None:
+    def ask_all() -> None:
+        with httpx.Client(base_url=paged.url) as client:
+
+            @settings(max_examples=60, deadline=None, database=None)
+            @given(st.binary(max_size=60))
+            def ask(name: bytes) -> None:
+                answer = client.get("/" + urllib.parse.quote_from_bytes(name, safe="/.%"))
+                assert answer.status_code in {200, 401, 404}
+                assert "secret" not in answer.text
+
+            ask()
+
+    await asyncio.to_thread(ask_all)
+
+
+async def test_a_page_knows_that_another_site_led_to_it(paged: Any) -> None:
+    async with plain(paged) as client:
+        for site, elsewhere in (("cross-site", 1), ("same-site", 1), ("odd", 1), ("none", 0), ("same-origin", 0)):
+            answer = await client.get("/", headers={"Sec-Fetch-Site": site})
+            assert (answer.status_code, answer.text.count(ELSEWHERE_MARK)) == (200, elsewhere)
+
+
+async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(paged: Any) -> None:
+    opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    async with plain(paged) as client:
+        led = await client.get("/?step=3", headers=opens)
+        named = await client.get("/", headers=opens | {"Host": f"hub-1.localhost:{paged.port}"})
+        quiet = await client.get("/")
+    assert (led.status_code, named.status_code, quiet.status_code) == (307, 200, 200)
+    assert re.fullmatch(rf"http://hub-[0-9a-f]{{16}}\.localhost:{paged.port}/\?step=3", led.headers["location"])

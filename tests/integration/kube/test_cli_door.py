@@ -53,9 +53,11 @@ def test_the_pages_open_by_an_address_that_holds_no_token(
     address = urllib.parse.urlsplit(text.strip())
     assert urllib.parse.parse_qs(address.query)["job"] == [f"{namespace}/demo"]
     assert re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost:{reviewing.url.rpartition(':')[2]}", address.netloc)
-    with reviewing.client(follow_redirects=True) as browser:
+    assert set(urllib.parse.parse_qs(address.query)) == {"job"}
+    (ticket,) = urllib.parse.parse_qs(address.fragment)["code"]
+    with reviewing.client() as browser:
         browser.headers["Host"] = address.netloc
-        assert browser.get(f"/?{address.query}").status_code == 200
+        assert browser.post("/login", data={"token": ticket}).status_code == 303
         assert browser.get(job.path).json()["uid"] == job.uid
 
 

@@ -85,7 +85,7 @@ def test_the_login_of_a_forwarded_port_stays_there(
 ) -> None:
     with reviewing.client(token) as program:
         ticket = program.post("/api/v1/tickets").json()["ticket"]
-    page.goto(f"{reviewing.url}/?token={ticket}&job={job.namespace}/demo")
+    page.goto(f"{reviewing.url}/?job={job.namespace}/demo#code={ticket}")
     assert NAMED.match(page.url)
     assert "token" not in page.url
     assert "demo" in page.url

@@ -76,9 +76,9 @@ def test_followed_logs_go_over_to_the_next_attempt_and_end_with_the_job(shown: A
         assert following.wait(60) == 0
 
 
-def test_the_pages_have_an_address_with_a_token_that_lets_in(shown: Any) -> None:
+def test_the_pages_have_an_address_with_a_code_and_the_hub_takes_the_commands_token(shown: Any) -> None:
     address = told(shown, "ui", "job", "--print").strip()
-    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{64}", address)
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#code=[\w-]{32}", address)
     fault = ("--kind", "compute", "--factor", "3", "--from-step", "2", "--steps", "3")
     assert told(shown, "inject", "job", "--rank", "1", *fault) == "fault f1: rank 1, compute x 3, steps 2 to 4\n"
     refused = shown.cli("inject", "job", "--rank", "7", *fault)
@@ -102,7 +102,7 @@ def test_a_finished_job_whose_pages_are_open_gives_way_to_a_new_one(shown: Any) 
     first = shown.uid()
     shown.end(0)
     shown.until_phase("Succeeded")
-    assert "token=" in told(shown, "ui", "job", "--print")
+    assert "#code=" in told(shown, "ui", "job", "--print")
     (shown.control / "end").unlink()
     assert shown.cli("run", shown.manifest(), "--detach").returncode == 0
     shown.until_nothing_of(first)

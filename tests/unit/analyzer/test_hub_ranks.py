@@ -6,12 +6,10 @@ import pytest
 
 from megatronapp_analyzer.errors import ProtocolError, SettingsError
 from megatronapp_analyzer.hub import ranks, schemas
-from megatronapp_analyzer.hub.access import cookie_name, same_origin
 from megatronapp_analyzer.hub.faults import FaultBook
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_analyzer.hub.verdicts import MAX_VERDICTS, VerdictBook
 from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
-from megatronapp_common.tokens import new_secret
 from megatronapp_common.trace import Kind
 
 S = 1_000_000_000
@@ -215,21 +213,3 @@ def test_job_file(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SettingsError, match=r"job\.yaml"):
             load_job_file(path, name=None, uid=None)
-
-
-def test_cookies_of_two_jobs_do_not_meet() -> None:
-    assert cookie_name(new_secret()) != cookie_name(new_secret())
-
-
-@pytest.mark.parametrize(
-    ("headers", "allowed"),
-    [
-        ({"host": "127.0.0.1:8"}, True),
-        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:8"}, True),
-        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:9"}, False),
-        ({"host": "127.0.0.1:8", "origin": "null"}, False),
-        ({"host": "127.0.0.1:8", "origin": "http://127.0.0.1:8.evil.example"}, False),
-    ],
-)
-def test_same_origin(headers: dict[str, str], allowed: bool) -> None:
-    assert same_origin(headers) is allowed

@@ -28,7 +28,7 @@ async def test_a_scraper_that_reads_nothing_holds_up_no_end(monkeypatch: pytest.
                 while not server.started:
                     await asyncio.sleep(0.01)
                 await loop.sock_connect(scraper, ("127.0.0.1", port))
-                await loop.sock_sendall(scraper, b"GET /metrics/ HTTP/1.1\r\nHost: operator\r\n\r\n")
+                await loop.sock_sendall(scraper, b"GET /metrics HTTP/1.1\r\nHost: operator\r\n\r\n")
                 assert await loop.sock_recv(scraper, 12) == b"HTTP/1.1 200"
         while server.server_state.connections:  # which end with their peer
             await asyncio.sleep(0.01)

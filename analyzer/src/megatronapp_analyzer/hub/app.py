@@ -12,10 +12,12 @@ from megatronapp_analyzer.hub import (
     pages,
     problems,
     routes_faults,
+    routes_login,
     routes_probe,
     routes_read,
     routes_sockets,
 )
+from megatronapp_analyzer.hub.logins import Logins
 from megatronapp_common.safe_headers import SafeHeaders
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
-    for module in (routes_probe, routes_read, routes_faults, routes_sockets):
+    for module in (routes_probe, routes_login, routes_read, routes_faults, routes_sockets):
         app.include_router(module.router)
     return app
 
@@ -51,8 +53,9 @@ def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None) -> Fas
 
     app = build_api(lifespan)
     app.state.hub = hub
+    app.state.logins = logins = Logins(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend))
-    app.add_middleware(access.TokenGuard, secret=secret)
+    app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
     app.add_middleware(SafeHeaders)
     return app

@@ -2,44 +2,53 @@
 
 import pathlib
 
-from fastapi import APIRouter
-from starlette.responses import FileResponse, Response
+from fastapi import APIRouter, Request
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from megatronapp_analyzer.hub.problems import ApiError
-
-CONTENT_SECURITY_POLICY = (
-    "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+from megatronapp_common.browsers import (
+    ASSET_HEADERS,
+    ELSEWHERE_MARK,
+    PAGE_HEADERS,
+    asked_here,
+    is_route,
+    marked,
+    opens_page,
+    own_host,
 )
-PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
-    "X-Frame-Options": "DENY",
-}
-ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
 
 
 def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
     """The file under `root` that a URL path names, or None. Never leaves `root`, not even by links."""
-    candidate = (root / path).resolve()
-    inside = candidate.is_relative_to(root.resolve())
-    return candidate if inside and candidate.is_file() else None
+    try:
+        candidate = (root / path).resolve()
+        return candidate if candidate.is_relative_to(root.resolve()) and candidate.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
 def build_router(root: pathlib.Path) -> APIRouter:
-    """Routes of the page built into `root`; any path without a file and without a dot is the page's own route."""
+    """Routes of the page built into `root`. Browsers at a name that all servers of the machine share get another."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/{path:path}")
-    async def page(path: str) -> Response:
+    async def page(request: Request, path: str) -> Response:
         if path.startswith("api/"):
             raise ApiError(404, "not-found", f"there is no /{path}", "See /api/v1/openapi.json for what there is.")
-        found = resolve(root, path) if path else None
-        if found is not None:
-            return FileResponse(found, headers=ASSET_HEADERS if path.startswith("assets/") else PAGE_HEADERS)
-        index = resolve(root, "index.html")
-        if index is None or "." in pathlib.PurePosixPath(path).name:
-            raise ApiError(404, "not-found", f"there is no /{path}", "Build the page with `make setup`.")
-        return FileResponse(index, headers=PAGE_HEADERS)
+        named = own_host(request.headers.get("host"), "hub") if opens_page(request.headers) else None
+        if named is not None:
+            return RedirectResponse(str(request.url.replace(netloc=named)), 307)
+        return _file(root, path, () if asked_here(request.headers) else (ELSEWHERE_MARK,))
 
     return router
+
+
+def _file(root: pathlib.Path, path: str, marks: tuple[str, ...]) -> Response:
+    """A file of the page; plain words without a file are the page's own route."""
+    found = resolve(root, path) if path else None
+    if found is not None and found.suffix != ".html":
+        return FileResponse(found, headers=ASSET_HEADERS if path.startswith("assets/") else PAGE_HEADERS)
+    index = resolve(root, "index.html")
+    if index is None or (found is None and not is_route(path)):
+        raise ApiError(404, "not-found", f"there is no /{path}", "Build the page with `make setup`.")
+    return HTMLResponse(marked(index.read_text(encoding="utf-8"), *marks), headers=PAGE_HEADERS)

@@ -28,6 +28,12 @@ class Problem(ApiModel):
     hint: str
 
 
+class Code(ApiModel):
+    """Logs one browser in, once and within a minute, at `/#code=CODE`."""
+
+    code: str
+
+
 class JobEntry(ApiModel):
     """One line of the list of jobs."""
 

@@ -1,9 +1,13 @@
 """Where a job's hub listens, and the key to it."""
 
+import httpx
+
 from megatronapp_common.tokens import Role, derive, read_secret
 from megatronapp_operator.backends.process import files
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.errors import HubError
+
+TIMEOUT_S = 1.0
 
 
 def hub_access(paths: JobPaths) -> tuple[str, str]:
@@ -18,6 +22,12 @@ def hub_access(paths: JobPaths) -> tuple[str, str]:
 
 
 def page_address(paths: JobPaths) -> str:
-    """Address of the pages with the viewer's token in it. Raises HubError if the job has no hub now."""
-    url, token = hub_access(paths)
-    return f"{url}/?token={token}"
+    """Address that logs a browser in once, within a minute. Raises HubError if no hub answers now."""
+    url, _ = hub_access(paths)
+    token = derive(read_secret(paths.secret), Role.CONTROLLER)  # it is their own job
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
+            answer = client.post(f"{url}/api/v1/codes", headers={"Authorization": f"Bearer {token}"})
+        return f"{url}/#code={answer.raise_for_status().json()['code']}"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise HubError(f"{url}: the hub gives no address: {error}; see hub.log in the job's state folder") from error

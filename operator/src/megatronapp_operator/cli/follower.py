@@ -1,5 +1,6 @@
 """What `megatronapp run` prints while the job lives in front of the user."""
 
+import contextlib
 import pathlib
 
 from megatronapp_common.job import MegatronJob
@@ -30,10 +31,11 @@ class Follower:
         self._log: LogTail | None = None
         self._attempt = -1
         self._silent = False
+        self._pages_told = False
 
     def __call__(self, status: Status, actions: tuple[Action, ...]) -> None:
         """Print what is new."""
-        self._say_pages(status)
+        self._say_pages()
         for action in actions:
             if isinstance(action, RecordEvent) and not (self._verbose and action.reason in TOLD_BY_VERDICTS):
                 self._say_event(action, status)
@@ -71,12 +73,14 @@ class Follower:
         except OSError:
             self._silent = True
 
-    def _say_pages(self, status: Status) -> None:
-        if self._phase is None and self._job.spec.analyzer.enabled and status.attempt_time is not None:
-            try:
-                self._print(f"pages: {page_address(self._paths)}")
-            except HubError as error:
-                self._print(f"warning: {error}")
+    def _say_pages(self) -> None:
+        """As soon as the hub answers."""
+        if not self._pages_told and self._job.spec.analyzer.enabled:
+            with contextlib.suppress(HubError):
+                address = page_address(self._paths)
+                self._pages_told = True
+                name = self._job.metadata.name
+                self._print(f"pages: {address} (opens once, within a minute; then `megatronapp ui {name}`)")
 
     def _say_retention(self) -> None:
         if self._retain_hub and self._paths.hub.exists() and self._job.spec.analyzer.retain_seconds:
@@ -86,7 +90,8 @@ class Follower:
         new, old = status.progress, self._progress
         if new is None or (old is not None and (new.attempt, new.iteration) == (old.attempt, old.iteration)):
             return
-        every = self._job.spec.training.log_interval or 1
+        training = self._job.spec.training
+        every = (training.log_interval if training is not None else None) or 1
         if old is None or new.iteration // every != old.iteration // every or new.attempt != old.attempt:
             self._progress = new
             self._print(progress_line(new))

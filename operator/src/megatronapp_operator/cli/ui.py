@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
     address = page_address(job.paths)
     print(address, flush=True)
     if not arguments.print_only and not webbrowser.open(address):
-        print("no browser was found; open the address above")
+        print("no browser was found; open the address above; it is good once, for a minute")
     return 0
 
 

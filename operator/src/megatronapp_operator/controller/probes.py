@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry, make_asgi_app
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from megatronapp_operator.errors import SettingsError
 
@@ -33,13 +34,25 @@ class Server(uvicorn.Server):
         yield
 
 
+class _Metrics:
+    """An endpoint at just its path: what is mounted answers the path without a slash by a redirect."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._app = make_asgi_app(registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Metrics in the form that the scraper asks for."""
+        await self._app(scope, receive, send)
+
+
 def create_app(registry: CollectorRegistry, *, alive: Check, ready: Check) -> Starlette:
     """The application: /healthz, /readyz, /metrics."""
     return Starlette(
         routes=[
             Route("/healthz", _probe(alive)),
             Route("/readyz", _probe(ready)),
-            Mount("/metrics", make_asgi_app(registry)),
+            Route("/metrics", _Metrics(registry)),
+            Route("/metrics/", _Metrics(registry)),
         ]
     )
 

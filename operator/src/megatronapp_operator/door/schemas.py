@@ -36,7 +36,7 @@ class DoorJob(ApiModel):
 
 
 class Ticket(ApiModel):
-    """Opens the pages once, within five minutes, at `/?token=TICKET`, with the rights of who asked for it."""
+    """Opens the pages once, within five minutes, at `/#code=TICKET`, with the rights of who asked for it."""
 
     ticket: str
 

@@ -25,10 +25,9 @@ def main(arguments: argparse.Namespace) -> int:
             answer = doors.call(door, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, door, job))
             if not answer.is_success:
                 raise HubError(plain(problem_of(answer)))
-            query = {"token": answer.json()["ticket"]}
-            query |= {} if job is None else {"job": f"{job.namespace}/{job.name}"}
+            query = "" if job is None else f"?{urllib.parse.urlencode({'job': f'{job.namespace}/{job.name}'})}"
             page = door.page
-            address = f"{page}/?{urllib.parse.urlencode(query)}"
+            address = f"{page}/{query}#code={answer.json()['ticket']}"
             print(address, flush=True)
             if page != door.url:
                 print(OTHER_NAME.format(url=door.url), file=sys.stderr)

@@ -1,0 +1,92 @@
+"""What servers of ours ask of browsers: where a request comes from, and under which name a forwarded port is opened.
+
+Browsers send cookies to a host whatever the port, and with WebSocket handshakes of any page. So what a cookie opens
+must come from a page of the server itself: what only reads by what the browser says of its page (Sec-Fetch-Site), the
+rest by Origin, which must equal Host.
+"""
+
+import html
+import ipaddress
+import re
+import secrets
+import urllib.parse
+from collections.abc import Mapping
+
+READING = frozenset({"GET", "HEAD"})
+"""Methods that change nothing."""
+PAGE_POLICY = (
+    "default-src 'self'; img-src 'self' data: blob:; worker-src 'self' blob:; object-src 'none'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": PAGE_POLICY,
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",  # with no-referrer browsers send `Origin: null` with a form
+}
+ASSET_HEADERS = {"Cache-Control": "public, max-age=31536000, immutable"}
+ELSEWHERE_MARK = '<meta name="megatronapp-led-from" content="elsewhere" />'
+"""In a page that a link of another site opened: a code in its address may be somebody else's, and logs nobody in."""
+_FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>MegatronApp: log in</title></head>
+<body><p>{why}</p><form method="post" action="login">
+<label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
+</form></body></html>
+"""
+_MAX_ROUTE = 256
+_ROUTE = re.compile(r"[\w~-]+(?:/[\w~-]+)*/?", re.ASCII)
+
+
+def bearer(headers: Mapping[str, str]) -> str | None:
+    """Token of an `Authorization: Bearer` header."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return (token.strip() or None) if scheme.lower() == "bearer" else None
+
+
+def same_origin(headers: Mapping[str, str]) -> bool:
+    """Whether a request comes from our own page, or from no page at all."""
+    origin = headers.get("origin")
+    return origin is None or re.sub("^https?://", "", origin) == headers.get("host")
+
+
+def asked_here(headers: Mapping[str, str]) -> bool:
+    """Whether a person or our own page opened an address, as far as the browser says; a link elsewhere did not."""
+    return headers.get("sec-fetch-site", "none") in {"none", "same-origin"}
+
+
+def own_host(host: str | None, kind: str) -> str | None:
+    """A fresh name for this machine in place of its own; None where `host` is another, or has a name already.
+
+    A cookie of 127.0.0.1 goes to all servers of the machine, whatever their port: to another forward, or to what
+    anybody else runs there. Browsers resolve names below `localhost` by themselves, and a cookie stays with its name.
+    """
+    try:
+        url = urllib.parse.urlsplit(f"//{host or ''}")
+        if not (url.hostname == "localhost" or ipaddress.ip_address(url.hostname or "").is_loopback):
+            return None
+        port = "" if url.port is None else f":{url.port}"
+    except ValueError:
+        return None
+    return f"{kind}-{secrets.token_hex(8)}.localhost{port}"
+
+
+def opens_page(headers: Mapping[str, str]) -> bool:
+    """Whether a browser loads a document, and is none that finds no names below `localhost`, as WebKit's (Safari)."""
+    agent = headers.get("user-agent", "")
+    webkit = "Safari/" in agent and "Chrome/" not in agent
+    loads = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    return loads and not webkit
+
+
+def is_route(path: str) -> bool:
+    """Whether a path without a file may be one that the page itself knows: plain words and slashes, not too long."""
+    return path == "" or (len(path) <= _MAX_ROUTE and _ROUTE.fullmatch(path) is not None)
+
+
+def marked(page: str, *marks: str) -> str:
+    """A page that says of itself what its server knows."""
+    return page.replace("<head>", f"<head>{''.join(marks)}", 1)
+
+
+def login_form(why: str) -> str:
+    """A page that asks for a token once more, and says why."""
+    return _FORM.format(why=html.escape(why))

@@ -1,0 +1,51 @@
+/**
+ * Logs this browser in by the code that an address brings after `#`, where it goes to no server and into no log. It is
+ * traded for a cookie that no script reads, and is gone from the address bar before anything else happens.
+ */
+import { readonly, shallowRef } from "vue";
+
+/** Why the code of the address did not log in: it was used or is too old, or a page of another site led here. */
+export type LoginTrouble = "stale" | "elsewhere";
+
+/** What logging in needs of the browser; tests give their own. */
+export interface LoginWorld {
+  readonly location: Pick<Location, "hash" | "pathname" | "search">;
+  readonly history: Pick<History, "replaceState" | "state">;
+  readonly document: Pick<Document, "querySelector">;
+  readonly fetch: typeof globalThis.fetch;
+}
+
+/** The page is not shown before the answer. */
+const ANSWER_MS = 10_000;
+
+const trouble = shallowRef<LoginTrouble | null>(null);
+
+/** The code in an address's fragment, if it has one. */
+export const codeOf = (hash: string): string | null => new URLSearchParams(hash.slice(1)).get("code");
+
+/** The server marks a page that a link of another site opened: its code may be of somebody who wants to be seen as us. */
+const ELSEWHERE = 'meta[name="megatronapp-led-from"][content="elsewhere"]';
+
+/** Uses the code of the address, if there is one. A server that does not answer is told by the page itself. */
+export async function useCode({ location, history, document, fetch }: LoginWorld): Promise<void> {
+  const code = codeOf(location.hash);
+  if (code === null) return;
+  history.replaceState(history.state, "", location.pathname + location.search);
+  if (document.querySelector(ELSEWHERE) !== null) {
+    trouble.value = "elsewhere";
+    return;
+  }
+  const body = new URLSearchParams({ token: code });
+  const signal = AbortSignal.timeout(ANSWER_MS);
+  const answer = await fetch("login", { method: "POST", body, signal }).catch(() => null);
+  trouble.value = answer?.status === 401 ? "stale" : null;
+}
+
+/** Whoever pastes an address with a code into a page that is open already gets the page anew. */
+export function watchCode(world: Window): void {
+  world.addEventListener("hashchange", () => {
+    if (codeOf(world.location.hash) !== null) world.location.reload();
+  });
+}
+
+export const useLoginTrouble = () => readonly(trouble);

@@ -1,0 +1,78 @@
+"""Codes and sessions of browsers at a hub."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.logins import CODE_LIFE_S, LIFE_S, MAX_CODES, Codes, Logins, Sessions, cookie_name
+from megatronapp_common.tokens import Role, derive, new_secret
+
+SECRET = "ab" * 32
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_code_is_good_once_and_for_a_minute() -> None:
+    clock = Clock()
+    codes = Codes(clock=clock)
+    first, late = codes.make(Role.VIEWER), codes.make(Role.CONTROLLER)
+    assert first != late
+    assert [codes.take(word) for word in (first, first, "other", "")] == [Role.VIEWER, None, None, None]
+    clock.now += CODE_LIFE_S - 1
+    assert codes.take(codes.make(Role.CONTROLLER)) is Role.CONTROLLER
+    clock.now += 1
+    assert codes.take(late) is None
+
+
+def test_the_oldest_of_too_many_codes_go_first() -> None:
+    codes = Codes()
+    made = [codes.make(Role.VIEWER) for _ in range(MAX_CODES + 1)]
+    assert [codes.take(code) for code in (made[0], made[1], made[-1])] == [None, Role.VIEWER, Role.VIEWER]
+
+
+def test_a_session_survives_the_hub_and_ends_with_its_time() -> None:
+    clock = Clock()
+    session = Sessions(SECRET, clock=clock).make(Role.CONTROLLER)
+    again = Sessions(SECRET, clock=clock)
+    assert again.role_of(session) is Role.CONTROLLER
+    assert Sessions(new_secret(), clock=clock).role_of(session) is None
+    clock.now += LIFE_S - 1
+    assert again.role_of(session) is Role.CONTROLLER
+    clock.now += 1
+    assert again.role_of(session) is None
+
+
+@given(st.text(), st.integers(min_value=0, max_value=200))
+def test_no_other_word_is_a_session(text: str, at: int) -> None:
+    sessions = Sessions(SECRET)
+    session = sessions.make(Role.VIEWER)
+    changed = session[:at] + text + session[at + 1 :]
+    assert (sessions.role_of(changed) is not None) is (changed == session)
+    assert sessions.role_of(text) is None
+    assert sessions.role_of(session.replace("viewer", "controller")) is None
+
+
+def test_a_session_holds_nothing_of_the_token_and_is_none() -> None:
+    logins, token = Logins(SECRET, uid="u"), derive(SECRET, Role.VIEWER)
+    session = logins.log_in(token)
+    assert session is not None
+    assert token not in session
+    assert logins.role_of_session(session) is Role.VIEWER
+    assert logins.role_of_token(session) is None
+    assert logins.role_of_session(token) is None
+    assert logins.log_in(session) is None
+    assert logins.log_in(derive(SECRET, Role.AGENT)) is None
+    higher = logins.log_in(logins.codes.make(Role.CONTROLLER))
+    assert higher is not None
+    assert logins.role_of_session(higher) is Role.CONTROLLER
+    assert logins.role_of_token(derive(SECRET, Role.CONTROLLER)) is Role.CONTROLLER
+
+
+def test_cookies_of_two_jobs_do_not_meet() -> None:
+    assert cookie_name("one") != cookie_name("two")
+    assert Logins(SECRET, uid="one").cookie == cookie_name("one")
