@@ -109,7 +109,7 @@ class PrefillAttention:
 
     def __call__(self, query_NHD: torch.Tensor, cache: LayerCache) -> torch.Tensor:
         """One call of the fused kernel per segment."""
-        parts = query_NHD.split([len(segment.tokens) for segment in self.segments])
+        parts = torch.split(query_NHD, [len(segment.tokens) for segment in self.segments])
         return torch.cat([self._segment(part, one, cache) for part, one in zip(parts, self.segments, strict=True)])
 
     def _segment(self, query_NHD: torch.Tensor, segment: Segment, cache: LayerCache) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megatronapp_trainer.checkpoint import arguments
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
 from megatronapp_trainer.checkpoint.storage import read
 from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
-from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import CheckpointError, UsageError
 from megatronapp_trainer.generate.cache import check_room, free_bytes
@@ -19,6 +20,13 @@ from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.stage import Options, Stage, cache_shape
 from megatronapp_trainer.layout import Layout, layout_from_environment
 from megatronapp_trainer.models.gpt import _build_chunk, padded_vocab_size, transformer_config
+
+_TRAINING_ALONE = (
+    "--mock-data",
+    *("--train-iters", "1", "--lr", "1", "--eval-iters", "0"),
+    *("--micro-batch-size", "1", "--global-batch-size", "1"),
+)
+"""What the parser wants to hear and generation does not use."""
 
 
 def generation_config(config: TrainerConfig) -> TrainerConfig:
@@ -37,6 +45,26 @@ def generation_config(config: TrainerConfig) -> TrainerConfig:
         recompute_num_layers=None,
     )
     return dataclasses.replace(config, parallel=parallel, precision=precision)
+
+
+def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = ()) -> TrainerConfig:
+    """The configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
+
+    `flags` say the rest, as for training: sizes of the groups, `--bf16`, `--distributed-backend`.
+
+    Raises:
+        CheckpointError: the directory holds no whole checkpoint.
+        UsageError: the flags do not fit the model, or each other.
+    """
+    flaws = []
+    for path in CheckpointDirectory(directory).checkpoints():
+        try:
+            stored = read_manifest(path).arguments
+        except BrokenCheckpointError as error:
+            flaws.append(f"{path}: {error}")
+        else:
+            return generation_config(parse([*arguments.model_flags(stored), *_TRAINING_ALONE, *flags]))
+    raise CheckpointError("; ".join(flaws) or f"{directory} holds no checkpoint; check the path")
 
 
 def generation_layout(config: TrainerConfig) -> Layout:

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: captured when a shape is met first, replayed afterwards."""
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Graphs:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._known: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def run(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `compute` gives."""
@@ -35,7 +36,7 @@ class Graphs:
         self._known.clear()
 
     def _captured(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM):

@@ -1,0 +1,173 @@
+"""Generated tokens are those of plain torch on the same weights, in every layout, batch and size of chunk."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from generating_ranks import (
+    LAYOUTS,
+    MULTI_QUERY,
+    VARIANTS,
+    config_of,
+    drain,
+    expected,
+    finish_of,
+    generated,
+    groups_of,
+    model_of,
+    open_engine,
+    plain_of,
+    prompts,
+)
+from plain_gpt import PlainGpt
+
+from megatronapp_trainer.generate.build import checkpoint_config
+from megatronapp_trainer.generate.request import GenerationRequest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+Answers = dict[str, dict[str, list[int]]]
+"""Tokens by variant and request."""
+
+TOLERANCE = 1e-4
+LENGTHS = (3, 17, 9, 1, 30, 2)
+
+
+def requests() -> list[GenerationRequest]:
+    """More than there are slots: greedy, sampled, and sampled among few, of unequal length."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "max_new_tokens": 25},
+        {"temperature": 1.3, "seed": 11},
+        {"temperature": 0.8, "top_k": 7, "seed": 2**64 - 1},
+        {"temperature": 1.0, "top_p": 0.7, "seed": 3},
+        {"temperature": 2.0, "top_k": 20, "top_p": 0.9, "seed": 4},
+    ]
+    return [
+        GenerationRequest(id=str(index), prompt=prompt, **({"max_new_tokens": 14} | way))
+        for index, (prompt, way) in enumerate(zip(prompts(LENGTHS), ways, strict=True))
+    ]
+
+
+def generate(flags: str, variants: dict[str, str], chunks: tuple[int, ...]) -> list[Answers] | None:
+    """On every rank of a layout: what the engine says for each size of chunk; on rank 0 alone."""
+    answers: list[Answers] = [{} for _ in chunks]
+    with groups_of(flags) as (layout, device):
+        for name, variant in variants.items():
+            config = config_of(f"{flags} {variant}")
+            for index, chunk in enumerate(chunks):
+                model = model_of(config, layout, device)
+                said = generate_with(model, config, layout, device, prefill_chunk=chunk)
+                if said is not None:
+                    answers[index][name] = said
+    return answers if layout.rank == 0 else None
+
+
+def generate_with(model: Any, config: Any, layout: Any, device: Any, **options: Any) -> dict[str, list[int]] | None:
+    """Tokens by request, on rank 0."""
+    gang, engine = open_engine(model, config, layout, device, **options)
+    if engine is None:
+        gang.follow()
+        return None
+    for request in requests():
+        engine.submit(request)
+    events = drain(engine)
+    engine.close()
+    assert all(finish_of(events, one.id).reason == "length" for one in requests())
+    return {one.id: generated(events, one.id) for one in requests()}
+
+
+def expectations(variants: dict[str, str], answers: Answers) -> list[str]:
+    """Alone: where these answers are not those of plain torch."""
+    wrong = []
+    with groups_of("") as (layout, device):
+        for name, variant in variants.items():
+            config = config_of(variant)
+            plain = plain_of(model_of(config, layout, device), config)
+            wrong += [f"{name}, {text}" for text in differences(plain, answers[name])]
+    return wrong
+
+
+def differences(plain: PlainGpt, said: dict[str, list[int]]) -> list[str]:
+    """Tokens that plain torch would not have taken, but for those it was undecided about."""
+    wrong = []
+    for request in requests():
+        tokens = said[request.id]
+        assert len(tokens) == request.max_new_tokens
+        for place, (token, margin) in enumerate(expected(plain, request, tokens)):
+            if token != tokens[place] and margin > TOLERANCE:
+                wrong.append(f"request {request.id}, token {place}: {tokens[place]}, plain torch {token}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def alone(run_ranks: RunRanks) -> list[Answers]:
+    """One process, with prompts read at once, in chunks, and token by token."""
+    (answers,) = run_ranks(1, generate, "", VARIANTS | MULTI_QUERY, (64, 5, 1))
+    return list(answers)
+
+
+def test_one_process_says_what_plain_torch_does(run_ranks: RunRanks, alone: list[Answers]) -> None:
+    (wrong,) = run_ranks(1, expectations, VARIANTS | MULTI_QUERY, alone[0])
+    assert wrong == []
+
+
+def test_sizes_of_chunks_change_nothing(alone: list[Answers]) -> None:
+    assert alone[1] == alone[0]
+    assert alone[2] == alone[0]
+
+
+def test_answers_differ_between_requests_and_models(alone: list[Answers]) -> None:
+    said = [tuple(tokens) for model in alone[0].values() for tokens in model.values()]
+    assert len(set(said)) == len(said)
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2", "TP2xPP2"])
+def test_layouts_say_the_same(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    answers = run_ranks(world, generate, flags, VARIANTS, (16,))[0][0]
+    if any(answers[name] != alone[0][name] for name in VARIANTS):  # but for ties within rounding
+        (wrong,) = run_ranks(1, expectations, VARIANTS, answers)
+        assert wrong == []
+
+
+def train(flags: str) -> None:
+    """A few steps, saved."""
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.signals import StopWish
+
+    config = config_of(flags)
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    manager = CheckpointManager(config, layout)
+    Trainer(run, build_iterators(config, layout, 0), stop_wish=StopWish(), checkpoints=manager).train()
+    destroy_groups()
+
+
+def generate_from(load: str, flags: str) -> tuple[dict[str, list[int]] | None, list[str]]:
+    """Tokens of a checkpoint's model, on rank 0; alone, also where plain torch differs."""
+    config = checkpoint_config(pathlib.Path(load), flags.split())
+    with groups_of(flags) as (layout, device):
+        model = model_of(config, layout, device, pathlib.Path(load))
+        plain = plain_of(model, config) if layout.world_size == 1 else None
+        said = generate_with(model, config, layout, device)
+    return said, [] if plain is None or said is None else differences(plain, said)
+
+
+def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    """Trained at TP2 with slices of the sequence; generates at TP2 and alone, from what the manifest says."""
+    two = LAYOUTS["TP2"][1]
+    variant = VARIANTS["rotary-grouped"]
+    steps = "--train-iters 3 --eval-iters 0"
+    run_ranks(2, train, f"{variant} {two} --sequence-parallel {steps} --save {tmp_path}")
+    said, wrong = run_ranks(1, generate_from, str(tmp_path), "")[0]
+    assert wrong == []
+    assert run_ranks(2, generate_from, str(tmp_path), two)[0][0] == said
