@@ -14,6 +14,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.job.admission import admission_policy
 from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.reference import render_reference
+from megatronapp_common.scope.codes import Code, decode, encode
 from megatronapp_common.trace import RECORD, Flag, Kind
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -56,6 +57,7 @@ def render() -> dict[str, bytes]:
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
         **render_vectors(),
+        "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),
     }
 
 
@@ -85,6 +87,28 @@ def render_vectors() -> dict[str, bytes]:
     }
     files = {f"{WIRE}/{name}.bin": data for name, data in contents.items()}
     return {f"{WIRE}/vectors.json": (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode(), **files}
+
+
+def render_codes() -> list[dict[str, Any]]:
+    """Rows of 32-bit floats, what each code makes of them, and what comes out again, little endian in hex."""
+    odd = [np.nan, np.inf, -np.inf, -0.0, 1e-45, -1e-40, 1e-3, 0.5]
+    edges = [65504, 65519, 65520, 1e5, -6e-8, 3e-8, 1, 2]  # of half precision
+    rows = [odd, [0.0] * 8, [3.4028235e38, 1, *odd[2:]], np.arange(8) / 7, edges]
+    ties = (np.arange(-4, 4) + 0.5) * 2.0**-10
+    mixed = (np.arange(48).reshape(6, 8) * 37 % 101) / 50 - 1
+    values = np.array([*rows, ties, 126 * ties / ties[0], *mixed], "<f4")
+    found = {code: encode(code, values) for code in Code}
+    return [
+        {
+            "code": code,
+            "shape": list(values.shape),
+            "values": values.tobytes().hex(),
+            "data": data.data.tobytes().hex(),
+            "scales": None if data.scales is None else data.scales.tobytes().hex(),
+            "decoded": decode(code, data.data, data.scales).astype("<f4").tobytes().hex(),
+        }
+        for code, data in found.items()
+    ]
 
 
 def all_exact(value: Any) -> bool:  # noqa: ANN401

@@ -43,5 +43,6 @@ def fitting_pixels(width: int, wanted: int, shards: int) -> int:
     shard_edges(width, shards)
     multiple = wanted - wanted % shards
     several = {count for count in (multiple, multiple + shards) if 0 < count <= width} or {width - width % shards}
-    parts = {count for count in range(1, shards) if shards % count == 0}
+    layouts = [count for count in range(1, shards + 1) if shards % count == 0]
+    parts = {count for count in layouts if all(count % other == 0 or other % count == 0 for other in layouts)}
     return min(several | parts, key=lambda count: (abs(count - wanted), -count))

@@ -1,0 +1,128 @@
+"""How numbers stand in the frames of MegaScope: in few bytes, with an error that is known.
+
+Of 32-bit floats x, a row being the last axis:
+
+========  =======================================  ===================================  ====================
+code      stands there                             NaN, infinities                      worst error
+========  =======================================  ===================================  ====================
+``i8``    round(x / s) as a signed byte, beside    NaN -128, -Inf -127, Inf 127         half a step, s / 2
+          s = largest finite \\|x\\| of the row / 126
+``u8s``   round(255 sqrt(x)), 0 <= x <= 1          NaN 0; others as if clamped          0.00392, near 1
+``u8``    round(255 x), 0 <= x <= 1                NaN 0; others as if clamped          0.00197
+``f16``   IEEE 754 half precision                  themselves; from 65,520 on infinite  2^-11 of x, or 2^-25
+``f32``   x                                        themselves                           none
+========  =======================================  ===================================  ====================
+
+Ties go to the even number. s is never below 2^-126, so that nothing is divided by 0. The two codes of probabilities
+have no byte to spare: what else a frame tells of such a row (`surprise`, `entropy`, as ``f32``) is NaN then, too.
+Ranks write the same bytes on their device (`megatronapp_trainer.scope.encode`), pages read them (`scope/codes.ts`):
+tests/fixtures/scope/codes.json holds all three to it.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_common.errors import CodeError
+
+STEPS = 126
+"""Of `i8`, on either side of 0."""
+INFINITE, MISSING = 127, -128
+"""In `i8`: infinity (and with a minus the other), and NaN."""
+LEAST_SCALE = float(np.finfo(np.float32).tiny)
+LARGEST = 255
+"""Of `u8s` and `u8`."""
+Floats = NDArray[np.float32]
+
+
+class Code(enum.StrEnum):
+    """Codes of numbers; those of whole numbers, `u32` and `i32`, need no coding."""
+
+    I8 = "i8"
+    U8S = "u8s"
+    U8 = "u8"
+    F16 = "f16"
+    F32 = "f32"
+
+
+DTYPES: Mapping[Code, np.dtype[Any]] = {
+    Code.I8: np.dtype("<i1"),
+    Code.U8S: np.dtype("<u1"),
+    Code.U8: np.dtype("<u1"),
+    Code.F16: np.dtype("<f2"),
+    Code.F32: np.dtype("<f4"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Encoded:
+    """Numbers of one code, little endian, in the shape that they had."""
+
+    data: NDArray[Any]
+    scales: Floats | None = None
+    """Of `i8`: one for each row."""
+
+
+def encode(code: Code, values: NDArray[Any]) -> Encoded:
+    """The numbers in this code. They need at least one axis."""
+    numbers = np.asarray(values, np.float32)
+    with np.errstate(all="ignore"):
+        if code is Code.I8:
+            return _signed(numbers)
+        return Encoded(_ENCODE[code](numbers).astype(DTYPES[code]))
+
+
+def decode(code: Code, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Floats:
+    """The numbers that stand there, as 32-bit floats. Raises CodeError for arrays that are not of this code."""
+    if data.dtype != DTYPES[code]:
+        raise CodeError(f"{data.dtype} is not what code {code} holds, which is {DTYPES[code]}")
+    if code is not Code.I8:
+        return _DECODE[code](data.astype(np.float32))
+    if scales is None or scales.shape != data.shape[:-1]:
+        found = "none" if scales is None else f"those of shape {scales.shape}"
+        raise CodeError(f"code i8 of shape {data.shape} comes with scales of shape {data.shape[:-1]}, not {found}")
+    steps = np.take(_STEPS, data.view(np.uint8))
+    return steps * scales.astype(np.float32)[..., None]
+
+
+def _steps() -> Floats:
+    """What each byte of `i8` is worth in steps."""
+    worth = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32)
+    worth[[MISSING, INFINITE, -INFINITE]] = np.nan, np.inf, -np.inf
+    return worth
+
+
+_STEPS = _steps()
+
+
+def _signed(numbers: Floats) -> Encoded:
+    finite = np.where(np.isfinite(numbers), np.abs(numbers), np.float32(0))
+    scales = np.maximum(finite.max(axis=-1, initial=0) / np.float32(STEPS), np.float32(LEAST_SCALE))
+    steps = np.clip(np.rint(numbers / scales[..., None]), -INFINITE, INFINITE)
+    return Encoded(np.nan_to_num(steps, nan=MISSING).astype(DTYPES[Code.I8]), scales.astype("<f4"))
+
+
+def _clamped(numbers: Floats) -> Floats:
+    return np.clip(np.nan_to_num(numbers, nan=0.0), np.float32(0), np.float32(1))
+
+
+def _same(numbers: Floats) -> Floats:
+    return numbers
+
+
+_ENCODE: Mapping[Code, Callable[[Floats], NDArray[Any]]] = {
+    Code.U8S: lambda numbers: np.rint(np.sqrt(_clamped(numbers)) * np.float32(LARGEST)),
+    Code.U8: lambda numbers: np.rint(_clamped(numbers) * np.float32(LARGEST)),
+    Code.F16: _same,
+    Code.F32: _same,
+}
+_DECODE: Mapping[Code, Callable[[Floats], Floats]] = {
+    Code.U8S: lambda numbers: np.square(numbers / np.float32(LARGEST)),
+    Code.U8: lambda numbers: numbers / np.float32(LARGEST),
+    Code.F16: _same,
+    Code.F32: _same,
+}
