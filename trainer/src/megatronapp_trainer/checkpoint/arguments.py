@@ -124,6 +124,12 @@ def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) 
     return f"this run differs from the checkpoint in {_words(differences)}; {advice}"
 
 
+def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
+    """In what two models differ, or None."""
+    differences = _differences({flag: get(there) for flag, get in _MODEL.items()}, here, _MODEL)
+    return f"it differs in {_words(differences)}" if differences else None
+
+
 def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     """What changes about the order of samples, or None."""
     differences = _differences(stored, config, _DATA)

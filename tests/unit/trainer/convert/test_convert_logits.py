@@ -1,0 +1,144 @@
+"""Converted models compute what transformers computes, in every layout; and the way back gives the same bits."""
+
+import importlib.util
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+RunRanks = Callable[..., list[Any]]
+
+TOLERANCE = 1e-4
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+LAYOUTS = {
+    "alone": (1, ""),
+    "local-layers": (1, "--transformer-impl local"),
+    "TP2": (2, "--tensor-model-parallel-size 2"),
+    "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+}
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder, wherever this file was loaded from."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+MODELS = list(_beside("hf_models").MODELS)
+
+
+def make_and_convert(root: str) -> None:
+    """Every model as `NAME/hf`, converted to `NAME/ours` and back to `NAME/back`, with its logits in `NAME/logits`."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from megatronapp_trainer.convert.job import convert
+    from megatronapp_trainer.convert.options import Options
+
+    models = _beside("hf_models")
+    for name in MODELS:
+        here = pathlib.Path(root) / name
+        model = models.save_model(name, here / "hf")
+        torch.save(models.logits_of(model), here / "logits")
+        (here / "hf" / "tokenizer.json").write_text('{"kept": "as it is"}')
+        shard_bytes = 100_000 if name == models.SHARDED else 10**9
+        convert(Options(load_dir=here / "hf", save_dir=here / "ours"))
+        convert(Options(load_dir=here / "ours", save_dir=here / "back", shard_bytes=shard_bytes))
+
+
+def differences(root: str, flags: str) -> dict[str, float | None]:
+    """Largest difference of each model's logits in this layout; None on ranks that do not compute logits."""
+    warnings.simplefilter("ignore")
+    import json
+
+    import torch
+
+    from megatronapp_trainer.checkpoint.arguments import model_flags
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+
+    ranks = _beside("rank_logits")
+    found: dict[str, float | None] = {}
+    for index, name in enumerate(MODELS):
+        ours = pathlib.Path(root) / name / "ours"
+        manifest = json.loads((ours / "iter_0000000" / "megatronapp.json").read_text())
+        config, layout = ranks.configure([*model_flags(manifest["arguments"]), *flags.split(), "--load", str(ours)])
+        device = prepare_device(layout.local_rank)
+        if index == 0:
+            initialize_groups(config, layout, device)
+        logits = ranks.loaded_logits(config, layout, device, _beside("hf_models").tokens())
+        if logits is not None:
+            vocabulary = manifest["arguments"]["--vocab-size"]
+            wanted = torch.load(pathlib.Path(root) / name / "logits")
+            found[name] = float((logits[..., :vocabulary] - wanted).abs().max())
+    destroy_groups()
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """All models, converted."""
+    path = tmp_path_factory.mktemp("models")
+    run_ranks(1, make_and_convert, str(path), environment=OFFLINE)
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_transformers(run_ranks: RunRanks, root: pathlib.Path, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    found: dict[str, float] = {}
+    for result in run_ranks(world, differences, str(root), flags):
+        found |= result
+    assert list(found) == MODELS
+    assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}
+
+
+def tensors_of(folder: str) -> dict[str, tuple[str, list[int], bytes]]:
+    """Type, size and bits of every tensor of a Hugging Face folder."""
+    import torch
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                tensor = file.get_tensor(name)
+                found[name] = (str(tensor.dtype), list(tensor.shape), tensor.view(torch.uint8).numpy().tobytes())
+    return found
+
+
+def way_back(root: str) -> dict[str, list[str]]:
+    """What is not the same after the way back, for each model; and that transformers computes the same bits with it."""
+    warnings.simplefilter("ignore")
+    import torch
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    models, flaws = _beside("hf_models"), {}
+    for name in MODELS:
+        here = pathlib.Path(root) / name
+        there, back = tensors_of(str(here / "hf")), tensors_of(str(here / "back"))
+        flaws[name] = [key for key in there.keys() | back.keys() if there.get(key) != back.get(key)]
+        for file in ("config.json", "generation_config.json", "tokenizer.json"):
+            flaws[name] += [file] if (here / "hf" / file).read_bytes() != (here / "back" / file).read_bytes() else []
+        model = auto.from_pretrained(here / "back", dtype=torch.float32).eval()
+        flaws[name] += [] if torch.equal(models.logits_of(model), torch.load(here / "logits")) else ["logits"]
+    return flaws
+
+
+def test_the_way_back_gives_the_same_bits_names_and_types(run_ranks: RunRanks, root: pathlib.Path) -> None:
+    (flaws,) = run_ranks(1, way_back, str(root), environment=OFFLINE)
+    assert flaws == {name: [] for name in MODELS}
+    assert len(list((root / "qwen2" / "hf").glob("*.safetensors"))) > 1
+    assert len(list((root / "qwen2" / "back").glob("*.safetensors"))) > 1

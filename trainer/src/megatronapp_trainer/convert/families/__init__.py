@@ -1,0 +1,21 @@
+"""The families of models that can be converted, by the name that config.json gives them."""
+
+from megatronapp_trainer.convert.families.family import HEAD, Family
+from megatronapp_trainer.convert.families.gpt2 import GPT2
+from megatronapp_trainer.convert.families.llama import LLAMA, MISTRAL, QWEN2
+from megatronapp_trainer.convert.keys import Keys
+
+__all__ = ["FAMILIES", "HEAD", "Family", "family_of"]
+
+FAMILIES = {family.model_type: family for family in (GPT2, LLAMA, MISTRAL, QWEN2)}
+
+
+def family_of(keys: Keys) -> Family:
+    """The family of a config.json. Raises CheckpointError for one that cannot be converted."""
+    family = FAMILIES[keys.require("model_type", None, *FAMILIES)]
+    for architecture in keys.get("architectures", []):
+        if architecture != family.architecture:
+            raise keys.refusal(
+                "architectures", architecture, f"of {family.model_type} only {family.architecture} is converted"
+            )
+    return family

@@ -1,0 +1,204 @@
+"""Llama, Mistral and Qwen2: rotary positions, RMSNorm, gated SiLU; they differ in a window and a bias of QKV."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.convert import tensors
+from megatronapp_trainer.convert.families.family import HEAD, Family
+from megatronapp_trainer.convert.families.rope import read_rope, write_rope
+from megatronapp_trainer.convert.keys import Keys
+from megatronapp_trainer.convert.rules import Part, Rule
+from megatronapp_trainer.convert.shape import Shape
+
+_LAYER = "{prefix}layers.{layer}."
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"kv": None, "mlp": 11008, "positions": 2048, "vocab": 32000},
+    "mistral": {"kv": 8, "mlp": 14336, "positions": 131072, "vocab": 32000},
+    "qwen2": {"kv": 32, "mlp": 22016, "positions": 32768, "vocab": 151936},
+}
+"""What transformers takes for a key that is absent, where the families differ."""
+
+
+def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - fields of ModelConfig
+    """`own`: what this family has beyond what all three share."""
+    defaults = _DEFAULTS[model_type]
+    keys.require("hidden_act", "silu", "silu", "swish")
+    hidden, heads = keys.whole("hidden_size", 4096), keys.whole("num_attention_heads", 32)
+    groups = (
+        heads if _is_null(keys, "num_key_value_heads") else keys.whole("num_key_value_heads", defaults["kv"] or heads)
+    )
+    for key, value, whole in (("num_attention_heads", heads, groups), ("hidden_size", hidden, heads)):
+        if value % whole and not (key == "hidden_size" and keys.get("head_dim")):
+            raise keys.refusal(key, value, f"a multiple of {whole} is needed")
+    model = ModelConfig(
+        num_layers=keys.whole("num_hidden_layers", 32),
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        group_query_attention=groups != heads,
+        num_query_groups=groups if groups != heads else 1,
+        kv_channels=keys.whole("head_dim", hidden // heads),
+        ffn_hidden_size=keys.whole("intermediate_size", defaults["mlp"]),
+        seq_length=keys.whole("max_position_embeddings", defaults["positions"]),
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        norm_epsilon=keys.number("rms_norm_eps", 1e-6),
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=not keys.yes("tie_word_embeddings", False),
+        **read_rope(keys),
+        **own,
+    )
+    return Shape(model=model, vocab_size=keys.whole("vocab_size", defaults["vocab"]))
+
+
+def _is_null(keys: Keys, key: str) -> bool:
+    return keys.has(key) and keys.get(key) is None
+
+
+def _read_llama(keys: Keys) -> Shape:
+    keys.require("attention_bias", False, False)
+    keys.require("mlp_bias", False, False)
+    return _read("llama", keys)
+
+
+def _read_mistral(keys: Keys) -> Shape:
+    if set(keys.get("layer_types", [])) - {"sliding_attention"}:
+        raise keys.refusal("layer_types", keys.get("layer_types"), "supported: one kind of attention in all layers")
+    tokens = None if _is_null(keys, "sliding_window") else keys.whole("sliding_window", 4096)
+    return _read("mistral", keys, window_size=_window(tokens))
+
+
+def _read_qwen2(keys: Keys) -> Shape:
+    slides = keys.yes("use_sliding_window", False) and not _is_null(keys, "sliding_window")
+    kinds = set(keys.get("layer_types", _qwen2_kinds(keys) if slides else ["full_attention"]))
+    if len(kinds) != 1 or not kinds <= {"sliding_attention", "full_attention"}:
+        key = "layer_types" if keys.has("layer_types") else "max_window_layers"
+        raise keys.refusal(key, keys.get(key), "supported: one kind of attention in all layers, full or sliding")
+    tokens = keys.whole("sliding_window", 4096) if slides and kinds == {"sliding_attention"} else None
+    return _read("qwen2", keys, window_size=_window(tokens), add_qkv_bias=True)
+
+
+def _qwen2_kinds(keys: Keys) -> list[str]:
+    """The first layers see everything, the others a window."""
+    layers, first = keys.whole("num_hidden_layers", 32), keys.get("max_window_layers", 28)
+    return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+
+
+def _window(tokens: int | None) -> str | None:
+    """Theirs counts the token itself, ours does not."""
+    return None if tokens is None else f"{tokens - 1},0"
+
+
+def _write(shape: Shape) -> dict[str, Any]:
+    model = shape.model
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.heads_of_keys,
+        "head_dim": model.head_width,
+        "intermediate_size": model.mlp_width,
+        "max_position_embeddings": model.positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.norm_epsilon,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        **write_rope(model),
+    }
+
+
+def _write_llama(shape: Shape) -> dict[str, Any]:
+    return _write(shape) | {"attention_bias": False, "mlp_bias": False}
+
+
+def _write_mistral(shape: Shape) -> dict[str, Any]:
+    return _write(shape) | {"sliding_window": _tokens(shape)}
+
+
+def _write_qwen2(shape: Shape) -> dict[str, Any]:
+    tokens = _tokens(shape)
+    slides = {"use_sliding_window": True, "sliding_window": tokens, "max_window_layers": 0}
+    return _write(shape) | (slides if tokens is not None else {"use_sliding_window": False})
+
+
+def _tokens(shape: Shape) -> int | None:
+    """The window as they count it."""
+    return None if shape.model.look_back is None else shape.model.look_back + 1
+
+
+def _queries(suffix: str, size: Callable[[int, Shape], tuple[int, ...]]) -> tuple[Part, ...]:
+    name = f"{_LAYER}self_attn."
+    return (
+        Part(f"{name}q_proj.{suffix}", lambda s: size(s.queries, s)),
+        Part(f"{name}k_proj.{suffix}", lambda s: size(s.keys, s)),
+        Part(f"{name}v_proj.{suffix}", lambda s: size(s.keys, s)),
+    )
+
+
+def _layer(ours: str, theirs: str, size: Callable[[Shape], tuple[int, ...]]) -> Rule:
+    return Rule(f"decoder.layers.{ours}", (Part(f"{_LAYER}{theirs}.weight", size),))
+
+
+_RULES = (
+    Rule(
+        "embedding.word_embeddings.weight",
+        (Part("{prefix}embed_tokens.weight", lambda s: (s.vocab_size, s.hidden)),),
+        tensors.padded,
+        tensors.cut,
+    ),
+    _layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm", lambda s: (s.hidden,)),
+    Rule(
+        "decoder.layers.self_attention.linear_qkv.weight",
+        _queries("weight", lambda rows, s: (rows, s.hidden)),
+        tensors.interleaved,
+        tensors.split_interleaved,
+    ),
+    Rule(
+        "decoder.layers.self_attention.linear_qkv.bias",
+        _queries("bias", lambda rows, _: (rows,)),
+        tensors.interleaved,
+        tensors.split_interleaved,
+        needed=lambda s: s.model.add_qkv_bias,
+    ),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj", lambda s: (s.hidden, s.queries)),
+    _layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", lambda s: (s.hidden,)),
+    Rule(
+        "decoder.layers.mlp.linear_fc1.weight",
+        (
+            Part(f"{_LAYER}mlp.gate_proj.weight", lambda s: (s.mlp, s.hidden)),
+            Part(f"{_LAYER}mlp.up_proj.weight", lambda s: (s.mlp, s.hidden)),
+        ),
+        tensors.stacked,
+        tensors.split_stacked,
+    ),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj", lambda s: (s.hidden, s.mlp)),
+    Rule("decoder.final_layernorm.weight", (Part("{prefix}norm.weight", lambda s: (s.hidden,)),)),
+    Rule(
+        "output_layer.weight",
+        (Part(HEAD, lambda s: (s.vocab_size, s.hidden)),),
+        tensors.padded,
+        tensors.cut,
+        needed=lambda s: s.model.untie_embeddings_and_output_weights,
+    ),
+)
+
+
+def _family(
+    model_type: str, architecture: str, read: Callable[[Keys], Shape], write: Callable[[Shape], dict[str, Any]]
+) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        prefixes=("model.",),
+        embedding="embed_tokens.weight",
+        buffers=re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
+        rules=_RULES,
+        read=read,
+        write=write,
+    )
+
+
+LLAMA = _family("llama", "LlamaForCausalLM", _read_llama, _write_llama)
+MISTRAL = _family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral)
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen2)

@@ -1,0 +1,114 @@
+"""A conversion from beginning to end: look, refuse what cannot be done, write beside, give it its name."""
+
+import pathlib
+
+from megatronapp_trainer.checkpoint.arguments import holds_weights_alone
+from megatronapp_trainer.checkpoint.directory import (
+    MANIFEST,
+    OWNER,
+    BrokenCheckpointError,
+    CheckpointDirectory,
+    read_manifest,
+)
+from megatronapp_trainer.convert.from_hf import open_source, write_ours
+from megatronapp_trainer.convert.hf_folder import is_hf_folder
+from megatronapp_trainer.convert.options import HF, OURS, Options, Summary
+from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.target import whole_folder
+from megatronapp_trainer.convert.to_hf import find_checkpoint, open_stored, write_hf
+from megatronapp_trainer.errors import CheckpointError, UsageError
+
+
+def convert(options: Options) -> Summary:
+    """Convert in the direction that options and folder say.
+
+    Raises:
+        UsageError: the options do not fit each other, the model, or what lies at `save_dir`.
+        CheckpointError: the source cannot be converted; the text names the key or tensor.
+        StorageError: the target could not be written; what was there before stays.
+    """
+    source = _source_kind(options)
+    _check_direction(source, options)
+    if source == HF:
+        return _from_hf(options)
+    return _to_hf(options)
+
+
+def _from_hf(options: Options) -> Summary:
+    source = open_source(options.load_dir, options.divisible_by)
+    if options.family not in (None, source.family.model_type):
+        raise UsageError(f"{options.load_dir} is a {source.family.model_type} model, not {options.family}")
+    _check_wishes(source.shape, options)
+    with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
+        return write_ours(source, options, folder)
+
+
+def _to_hf(options: Options) -> Summary:
+    path, manifest = find_checkpoint(options.load_dir, options.iteration)
+    stored = open_stored(path, manifest, options.family)
+    _check_wishes(stored.shape, options)
+    with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=is_hf_folder) as folder:
+        return write_hf(stored, options, folder)
+
+
+def _source_kind(options: Options) -> str:
+    """What `load_dir` holds. Raises UsageError if it is not what was said, CheckpointError if it is nothing."""
+    path = options.load_dir
+    if not path.is_dir():
+        raise CheckpointError(f"--load-dir {path} is no folder; check the path")
+    if is_hf_folder(path):
+        found = HF
+    elif (path / MANIFEST).is_file() or CheckpointDirectory(path).checkpoints():
+        found = OURS
+    else:
+        raise CheckpointError(
+            f"--load-dir {path} holds neither config.json of a Hugging Face model nor iter_... of this trainer"
+        )
+    if options.source not in (None, found):
+        raise UsageError(f"--load-dir {path} holds {_words(found)}, not {_words(str(options.source))}")
+    return found
+
+
+def _words(kind: str) -> str:
+    return "a Hugging Face model" if kind == HF else "checkpoints of this trainer"
+
+
+def _check_direction(source: str, options: Options) -> None:
+    if options.to == source == OURS:
+        raise UsageError(
+            f"{options.load_dir} holds checkpoints of this trainer already, and every layout reads them as they are: "
+            f"nothing is to be converted; train or serve with --load {options.load_dir}"
+        )
+    if options.to == source:
+        raise UsageError(f"{options.load_dir} is a Hugging Face folder already; leave --to {HF} out to come from there")
+
+
+def _check_wishes(shape: Shape, options: Options) -> None:
+    """Raise UsageError if the model has other positions, or cannot be split as it was asked for."""
+    model = shape.model
+    if options.positions not in (None, model.position_embedding_type):
+        raise UsageError(
+            f"--position-embedding-type {options.positions}: this one has {model.position_embedding_type}; leave it out"
+        )
+    tensor, pipeline = options.tensor_size, options.pipeline_size
+    sizes = {
+        "query heads": (model.num_attention_heads, tensor),
+        "key heads": (model.heads_of_keys, tensor),
+        "channels of the MLP": (model.mlp_width, tensor),
+        "rows of the padded vocabulary": (shape.padded_vocab_size, tensor),
+        "layers": (model.num_layers, pipeline),
+    }
+    for what, (size, parts) in sizes.items():
+        if size % parts:
+            raise UsageError(f"this model's {size} {what} cannot be split over {parts} ranks; take a divisor of {size}")
+
+
+def _was_converted(folder: pathlib.Path) -> bool:
+    """Whether a folder holds nothing but a checkpoint that was converted: no training has written here."""
+    checkpoints = CheckpointDirectory(folder).checkpoints()
+    if not checkpoints or (folder / OWNER).exists():
+        return False
+    try:
+        return all(holds_weights_alone(read_manifest(path).arguments) for path in checkpoints)
+    except BrokenCheckpointError:
+        return False

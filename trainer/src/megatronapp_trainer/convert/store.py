@@ -1,0 +1,192 @@
+"""Reads and writes the tensors of our checkpoints without a process group, one at a time.
+
+The format is the one that `checkpoint.storage` writes through megatron-core: torch's distributed checkpoint, in which
+all layers of one kind are one tensor with an axis of layers in front, saved in pieces of one layer. It says nothing of
+ranks, so every layout reads its own part of it.
+"""
+
+import io
+import json
+import pathlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""megatron-core's metadata.json."""
+_STATEFUL = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer for which megatron-core asks for an extra state; ours have none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A tensor to write, or one layer of it."""
+
+    key: str
+    size: tuple[int, ...]
+    """Without the axis of layers."""
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+    layer: int | None = None
+
+    def item(self, layers: int) -> WriteItem:
+        """Where it belongs."""
+        front, whole, offset = ((), (), ()) if self.layer is None else ((1,), (layers,), (self.layer,))
+        offsets = torch.Size((*offset, *(0 for _ in self.size)))
+        return WriteItem(
+            index=MetadataIndex(self.key, offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((*front, *self.size))),
+                properties=TensorProperties(dtype=self.dtype),
+                size=torch.Size((*whole, *self.size)),
+            ),
+        )
+
+
+class _LazyPlanner(SavePlanner):
+    """Reads every piece at the moment when it is written."""
+
+    def __init__(self, pieces: Sequence[Piece], layers: int) -> None:
+        self._layers = layers
+        self._items = {piece.item(layers).index: piece.item(layers) for piece in pieces}
+        self._pieces = {piece.item(layers).index: piece for piece in pieces}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        states = [
+            WriteItem(
+                index=MetadataIndex(f"decoder.layers.{module}._extra_state/shard_{layer}_{self._layers}"),
+                type=WriteItemType.BYTE_IO,
+            )
+            for layer in range(self._layers)
+            for module in _STATEFUL
+        ]
+        return SavePlan([*states, *self._items.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return _saved([None])
+        assert write_item.tensor_data is not None
+        return self._pieces[write_item.index].read().reshape(write_item.tensor_data.chunk.sizes)
+
+
+def _saved(value: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> None:
+    """Write all pieces of a model into an empty folder, without its manifest. Raises OSError or CheckpointException."""
+    writer = FileSystemWriter(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
+        save({}, storage_writer=writer, planner=_LazyPlanner(pieces, layers), no_dist=True)
+    torch.save({"iteration": 0}, folder / "common.pt")
+    (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+
+
+class StoredTensors:
+    """The tensors of a checkpoint's folder."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._reader = FileSystemReader(folder)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except Exception as error:  # a damaged pickle raises anything
+            raise BrokenCheckpointError(f"its .metadata cannot be read ({error})") from error
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def find(self, key: str) -> TensorStorageMetadata | None:
+        """Size, type and pieces of a tensor; None where there is none."""
+        found = self._metadata.state_dict_metadata.get(key)
+        return found if isinstance(found, TensorStorageMetadata) else None
+
+    def read(self, key: str, layer: int | None = None) -> torch.Tensor:
+        """A tensor, or one layer of it without the axis of layers. Raises BrokenCheckpointError."""
+        stored = self.find(key)
+        assert stored is not None, "find() says what there is"
+        offsets = [0] * len(stored.size)
+        sizes = list(stored.size)
+        if layer is not None:
+            offsets[0], sizes[0] = layer, 1
+        target = torch.empty(sizes, dtype=stored.properties.dtype)
+        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        plan = LoadPlan(create_read_items_for_chunk_list(key, stored, [chunk]))
+        try:
+            self._reader.read_data(plan, _Into(target)).wait()
+        except Exception as error:  # a damaged archive raises anything
+            raise BrokenCheckpointError(f"{key} cannot be read ({error})") from error
+        return target if layer is None else target.squeeze(0)
+
+
+class _Into(LoadPlanner):
+    """Copies what is read into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:  # noqa: ANN401
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("only tensors are asked for")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        part = self._target
+        for axis, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(axis, offset, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass

@@ -1,0 +1,86 @@
+"""A folder that appears whole or not at all, and what may be replaced by one."""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator
+
+from megatronapp_trainer.errors import StorageError, UsageError
+from megatronapp_trainer.files import sync_directory
+
+
+@contextlib.contextmanager
+def whole_folder(
+    target: pathlib.Path, *, overwrite: bool, replaceable: Callable[[pathlib.Path], bool]
+) -> Iterator[pathlib.Path]:
+    """An empty folder beside `target` that gets its name when the block has ended; after an error it is removed.
+
+    With `overwrite`, what `replaceable` says may go is replaced; it keeps its name until the new folder is whole. Only
+    between two renames nothing has the name; whoever is killed there has the next conversion put the old folder back.
+
+    Raises:
+        UsageError: the target exists and may not be replaced, or another conversion writes it now.
+        StorageError: it cannot be written.
+    """
+    beside = target.with_name(f"{target.name}.converting")
+    doomed = target.with_name(f"{target.name}.replaced")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(beside):
+            if doomed.exists() and not target.exists():
+                doomed.rename(target)
+            _refuse_taken(target, overwrite=overwrite, replaceable=replaceable)
+            _clear(beside)
+            try:
+                yield beside
+                _exchange(beside, target, doomed)
+            except BaseException:
+                shutil.rmtree(beside, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(f"another conversion writes {folder} now; wait for it, or take another --save-dir") from None
+    finally:
+        with contextlib.suppress(OSError):  # it has got its name, or holds what the other conversion writes
+            folder.rmdir()
+        os.close(descriptor)
+
+
+def _refuse_taken(target: pathlib.Path, *, overwrite: bool, replaceable: Callable[[pathlib.Path], bool]) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise UsageError(f"--save-dir {target} exists and is not empty; take another, or give --overwrite")
+    if not target.is_dir() or not replaceable(target):
+        raise UsageError(f"--save-dir {target} holds something else than a conversion has written; take another")
+
+
+def _clear(folder: pathlib.Path) -> None:
+    """Remove what a conversion left that was killed."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _exchange(beside: pathlib.Path, target: pathlib.Path, doomed: pathlib.Path) -> None:
+    sync_directory(beside)
+    if target.exists():
+        shutil.rmtree(doomed, ignore_errors=True)
+        target.rename(doomed)
+    beside.rename(target)
+    sync_directory(target.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
