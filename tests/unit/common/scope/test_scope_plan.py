@@ -129,7 +129,7 @@ def test_pixels_of_two_widths_stand_in_their_order() -> None:
 
 
 @settings(max_examples=250)
-@given(filters(), st.integers(1, WIDTH), st.sampled_from(SHARDS), st.integers(0, 2**32 - 1))
+@given(filters(), st.sampled_from([1, 2, 3, 4, 5, 8, 12, 24]), st.sampled_from(SHARDS), st.integers(0, 2**32 - 1))
 def test_shards_merge_to_the_unsharded_answer(text: str, pixels: int, shards: int, seed: int) -> None:
     try:
         reducer = parse_reducer(text)
