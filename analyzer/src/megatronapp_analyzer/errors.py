@@ -7,6 +7,7 @@ AnalyzerError
 ├── SpoolError        stored traces that are missing or cannot be written
 ├── GraphError        a step whose operations depend on each other in a circle
 ├── ExportError       a trace export that cannot be made
+├── SessionError      a recorded session that cannot be read or replayed
 └── HubError          the hub answered a request with an error, or not at all
 
 A hub answers with `{"code", "message", "hint"}`; `ApiError` in hub.problems carries those over HTTP.
@@ -44,6 +45,10 @@ class GraphError(AnalyzerError):
 
 class ExportError(AnalyzerError):
     """A trace export that cannot be made, such as one of a job that left no traces."""
+
+
+class SessionError(AnalyzerError):
+    """A recorded session of MegaScope that cannot be read or replayed."""
 
 
 class HubError(AnalyzerError):

@@ -1,0 +1,113 @@
+"""Frames of one run, as pages get them: numbered, some with a short form for who has no room for the whole. Pure."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+
+from megatronapp_analyzer.hub.scope.ring import Held, Ring
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+
+class Drop(enum.IntEnum):
+    """What may be left out for a slow page, in the order in which it is."""
+
+    ROWS = 0
+    VECTORS = 1
+    NEVER = 2
+
+
+CLASSES = {
+    FrameType.SCOPE_ROWS: (Drop.ROWS, Held.ROWS),
+    FrameType.SCOPE_OVERVIEW: (Drop.VECTORS, Held.VECTORS),
+    FrameType.SCOPE_STEP: (Drop.VECTORS, Held.VECTORS),
+}
+WHAT = {FrameType.SCOPE_ROWS: "rows", FrameType.SCOPE_OVERVIEW: "overview", FrameType.SCOPE_STEP: "step"}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """One frame. `whole` is None once its room was needed; `short` is what must not be left out, if anything."""
+
+    run: str
+    seq: int
+    type: int
+    step: int
+    whole: bytes | None
+    short: bytes | None
+    on_drop: Callable[[], None] | None = None
+    """Called when `whole` goes: for who has views on it."""
+
+    @property
+    def drop(self) -> Drop:
+        """Whether and when it may be left out."""
+        return CLASSES[FrameType(self.type)][0] if self.type in CLASSES else Drop.NEVER
+
+    @property
+    def what(self) -> str:
+        """Its name in a GAP."""
+        return WHAT[FrameType(self.type)]
+
+
+class Journal:
+    """Append-only. What is droppable is held by the ring."""
+
+    def __init__(self, run: str, ring: Ring) -> None:
+        self.run = run
+        self._ring = ring
+        self._entries: list[Entry] = []
+        self._tickets: list[int] = []
+        self._newest_state: tuple[str, Entry] | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest frame; 0 before the first."""
+        return self._entries[-1].seq if self._entries else 0
+
+    def append(self, frame: Frame) -> Entry:
+        """Number a frame and keep it. Raises FrameError."""
+        seq = self.newest + 1
+        step = frame.header.get("step", 0)
+        return self.restore(Frame(frame.type, {**frame.header, "seq": seq}, frame.body), seq, step)
+
+    def restore(self, frame: Frame, seq: int, step: int) -> Entry:
+        """Keep a frame that has its number already."""
+        whole = frames.encode(frame)
+        entry = Entry(self.run, seq, frame.type, step, whole, _short(frame, whole))
+        if frame.type == FrameType.SCOPE_RUN:
+            self._forget_same_state(str(frame.header.get("state")), entry)
+        self._entries.append(entry)
+        if frame.type in CLASSES:
+            self._tickets.append(self._ring.hold(CLASSES[FrameType(frame.type)][1], len(whole), lambda: _let_go(entry)))
+        return entry
+
+    def _forget_same_state(self, state: str, entry: Entry) -> None:
+        """Of frames that tell the same state only the newest is sent again, so that a long queue fills no memory."""
+        if self._newest_state is not None and self._newest_state[0] == state:
+            self._entries.remove(self._newest_state[1])
+        self._newest_state = (state, entry)
+
+    def after(self, seq: int) -> Iterator[Entry]:
+        """Frames with a number above `seq`, oldest first."""
+        return (entry for entry in self._entries if entry.seq > seq)
+
+    def close(self) -> None:
+        """Give its room back."""
+        for ticket in self._tickets:
+            self._ring.release(ticket)
+        self._entries.clear()
+
+
+def _short(frame: Frame, whole: bytes) -> bytes | None:
+    if frame.type == FrameType.SCOPE_STEP:
+        return frames.encode(Frame(frame.type, {**frame.header, "tensors": []}))
+    return None if frame.type in CLASSES else whole
+
+
+def _let_go(entry: Entry) -> None:
+    entry.whole = None
+    if entry.on_drop is not None:
+        entry.on_drop()

@@ -1,0 +1,187 @@
+"""Parts of a step, brought together whatever layout they come from. Pure.
+
+A piece says which rows, layers and heads (or features) of the whole model it holds. All are painted into one table:
+what several ranks hold (replicated tensors, key heads of grouped queries) is there once, by the lowest tensor rank.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame
+from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.protocol import Tensor, unpack
+
+Row = tuple[int, int]
+"""Sample and position."""
+Span = tuple[int, int]
+"""First and end of heads or features."""
+MAX_ROWS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A tensor of one rank: axes are rows, layers (where the site has some), then the sharded axis."""
+
+    rows: tuple[Row, ...]
+    layers: tuple[int, ...] | None
+    span: Span | None
+    """None: not sharded."""
+    tp: int
+    tensor: Tensor
+
+    @property
+    def axis(self) -> int:
+        """The axis that may be sharded."""
+        return 1 if self.layers is None else 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One tensor of the whole model; `layers` and `span` say what its axes stand for."""
+
+    rows: tuple[Row, ...]
+    layers: tuple[int, ...] | None
+    spans: tuple[Span, ...]
+    data: NDArray[Any]
+
+
+def _integers(value: object, what: str, *, at_most: int = 1 << 20) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or len(value) > at_most:
+        raise ProtocolError("bad-part", f"PART frame: {what} is not a list of at most {at_most}")
+    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 32 for one in value):
+        raise ProtocolError("bad-part", f"PART frame: {what} holds something else than numbers from 0 on")
+    return tuple(value)
+
+
+def rows_of(value: object) -> tuple[Row, ...]:
+    """Rows of `[[sample, first position, count], ..]`. Raises ProtocolError."""
+    if not isinstance(value, list):
+        raise ProtocolError("bad-part", "PART frame: rows is not a list")
+    ranges = [_integers(one, "a range of rows", at_most=3) for one in value]
+    if any(len(one) != 3 for one in ranges) or sum(one[2] for one in ranges) > MAX_ROWS:
+        raise ProtocolError("bad-part", f"PART frame: rows are not [sample, first, count] of at most {MAX_ROWS} rows")
+    return tuple((sample, first + place) for sample, first, count in ranges for place in range(count))
+
+
+def pieces_of(frame: Frame, tp: int) -> list[Piece]:
+    """What a PART frame holds. Raises ProtocolError."""
+    rows = rows_of(frame.header.get("rows"))
+    try:
+        return [_piece(tensor, rows, tp) for tensor in unpack(frame)]
+    except FrameError as error:
+        raise ProtocolError("bad-part", f"PART frame: {error}") from error
+
+
+def _piece(tensor: Tensor, rows: tuple[Row, ...], tp: int) -> Piece:
+    said = tensor.extra
+    layers = None if said.get("layers") is None else _integers(said["layers"], "layers")
+    span = said.get("heads") or said.get("features")
+    whole = span is None or bool(said.get("replicated"))
+    piece = Piece(rows=rows, layers=layers, span=None if whole else _span(span), tp=tp, tensor=tensor)
+    _check(piece)
+    return piece
+
+
+def _span(value: object) -> Span:
+    ends = _integers(value, "heads or features", at_most=2)
+    if len(ends) != 2 or ends[0] >= ends[1]:
+        raise ProtocolError("bad-part", f"PART frame: {value} is not [first, end]")
+    return ends[0], ends[1]
+
+
+def _check(piece: Piece) -> None:
+    """Raises ProtocolError if the shape is not what the header says."""
+    shape, name = piece.tensor.data.shape, piece.tensor.name
+    if name == "atlas":
+        fits = piece.layers is not None and len(shape) == 4 and shape[0] == len(piece.layers)
+    else:
+        expected = (len(piece.rows),) if piece.layers is None else (len(piece.rows), len(piece.layers))
+        fits = shape[: len(expected)] == expected
+    if not fits or (piece.span is not None and name != "atlas" and len(shape) <= piece.axis):
+        raise ProtocolError("bad-part", f"PART frame: tensor {name[:64]!r} has the shape {shape}, not what is said")
+
+
+def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
+    """All pieces of one name in one table. With `layers` it has all of these layers.
+
+    What nobody sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if pieces do not fit each other.
+    """
+    first = pieces[0]
+    rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
+    known = None if first.layers is None else _layers(pieces, layers)
+    columns, width = _columns(pieces)
+    numbers = [_numbers(piece.tensor) for piece in pieces]
+    shape = _shape(pieces, numbers, rows, known, width)
+    data = np.full(shape, np.nan if numbers[0].dtype.kind == "f" else 0, numbers[0].dtype)
+    table = Table(rows=rows, layers=known, spans=tuple(columns), data=data)
+    for piece, values in sorted(zip(pieces, numbers, strict=True), key=lambda pair: -pair[0].tp):
+        _paint(table, piece, values, columns)
+    return table
+
+
+def _numbers(tensor: Tensor) -> NDArray[Any]:
+    """What is merged: codes of single numbers as they are, `i8` as numbers, for its scale is of one shard only."""
+    if tensor.scales is None:
+        return tensor.data
+    return decode(Code.I8, tensor.data, tensor.scales)
+
+
+def _layers(pieces: Iterable[Piece], count: int | None) -> tuple[int, ...]:
+    found = sorted({layer for piece in pieces for layer in piece.layers or ()})
+    if count is not None and found and found[-1] >= count:
+        raise ProtocolError("bad-part", f"PART frame: layer {found[-1]} of a model of {count} layers")
+    return tuple(found) if count is None else tuple(range(count))
+
+
+def _columns(pieces: Iterable[Piece]) -> tuple[dict[Span, int], int | None]:
+    """Where each span begins on the sharded axis, and how long that is; None if it is not sharded."""
+    widths: dict[Span, int] = {}
+    for piece in pieces:
+        if piece.span is not None and widths.setdefault(piece.span, _width(piece)) != _width(piece):
+            raise ProtocolError("bad-part", f"PART frame: {piece.tensor.name[:64]!r} has parts of different widths")
+    places: dict[Span, int] = {}
+    end = width = 0
+    for span in sorted(widths):
+        if span[0] < end:
+            raise ProtocolError("bad-part", f"PART frame: spans of heads or features overlap at {span[0]}")
+        places[span] = width
+        end, width = span[1], width + widths[span]
+    return places, width if places else None
+
+
+def _width(piece: Piece) -> int:
+    return int(piece.tensor.data.shape[piece.axis])
+
+
+def _shape(
+    pieces: Sequence[Piece],
+    numbers: Sequence[NDArray[Any]],
+    rows: Sequence[Row],
+    layers: Sequence[int] | None,
+    width: int | None,
+) -> tuple[int, ...]:
+    head = (len(rows),) if layers is None else (len(rows), len(layers))
+    axis = pieces[0].axis
+    tails = {values.shape[axis + 1 :] if width is not None else values.shape[axis:] for values in numbers}
+    kinds = {(piece.layers is None, piece.span is None) for piece in pieces}
+    if len(tails) != 1 or len(kinds) != 1 or len({values.dtype for values in numbers}) != 1:
+        raise ProtocolError("bad-part", f"PART frame: parts of {pieces[0].tensor.name[:64]!r} do not fit each other")
+    return (*head, *(() if width is None else (width,)), *tails.pop())
+
+
+def _paint(table: Table, piece: Piece, values: NDArray[Any], columns: Mapping[Span, int]) -> None:
+    places = {row: place for place, row in enumerate(table.rows)}
+    at: list[NDArray[np.intp]] = [np.array([places[row] for row in piece.rows], dtype=np.intp)]
+    if piece.layers is not None:
+        index = {layer: place for place, layer in enumerate(table.layers or ())}
+        at.append(np.array([index[layer] for layer in piece.layers], dtype=np.intp))
+    if piece.span is not None:
+        first = columns[piece.span]
+        at.append(np.arange(first, first + _width(piece), dtype=np.intp))
+    table.data[np.ix_(*at)] = values

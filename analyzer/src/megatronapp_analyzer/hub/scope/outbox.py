@@ -1,0 +1,126 @@
+"""What waits for one page: frames that others share, by reference, within bounds. Pure.
+
+A page grants bytes (credit) and grants them again once it has painted. Without credit, or with too much waiting, what
+may be dropped is: attention rows first, then vectors; tokens and states never. What was left out is told by a GAP.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable
+
+from megatronapp_analyzer.hub.scope.journal import Drop, Entry
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import GRANTED_BYTES
+
+MAX_WAITING_BYTES = 8 << 20
+MAX_CREDIT_BYTES = 64 << 20
+MAX_KEPT_BYTES = 16 << 20
+"""Of frames that must not be dropped: a page that lets so many wait is let go."""
+
+
+@dataclasses.dataclass(slots=True)
+class Gap:
+    """Frames of one kind, one behind the other, that a page does not get."""
+
+    run: str
+    what: str
+    first: int
+    last: int
+    reason: str
+
+    def frame(self, seq: int) -> bytes:
+        """GAP, before the frame with this number."""
+        header = {"seq": seq, "run": self.run, "what": self.what, "from": self.first, "to": self.last}
+        return frames.encode(Frame(FrameType.SCOPE_GAP, header | {"ranks": [], "reason": self.reason}))
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    entry: Entry
+    short: bool = False
+    reason: str = "slow"
+
+    @property
+    def size(self) -> int:
+        return len((self.entry.short if self.short else self.entry.whole) or b"")
+
+
+class Outbox:
+    """Queue of one page. `overrun` says that it must be let go."""
+
+    def __init__(self, credit: int = GRANTED_BYTES, limit_bytes: int = MAX_WAITING_BYTES) -> None:
+        self.credit = credit
+        self._limit = limit_bytes
+        self._queue: deque[_Waiting] = deque()
+        self._gaps: dict[tuple[str, str], Gap] = {}
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def overrun(self) -> bool:
+        """Whether more waits than a page that reads at all would let wait."""
+        return self.waiting_bytes > MAX_KEPT_BYTES
+
+    def grant(self, count: int) -> None:
+        """The page has painted so many bytes."""
+        self.credit = min(MAX_CREDIT_BYTES, self.credit + count)
+
+    def push(self, entry: Entry) -> None:
+        """Queue a frame."""
+        self._queue.append(_Waiting(entry))
+        self.waiting_bytes += self._queue[-1].size
+        for drop in (Drop.ROWS, Drop.VECTORS):
+            if self.waiting_bytes > self._limit:
+                self._shorten(drop)
+
+    def _shorten(self, drop: Drop) -> None:
+        """Drop frames of one class, the oldest first, until there is room."""
+        for waiting in self._queue:
+            if self.waiting_bytes <= self._limit:
+                return
+            if waiting.entry.drop == drop and not waiting.short:
+                self.waiting_bytes -= waiting.size
+                waiting.short = True
+                self.waiting_bytes += waiting.size
+
+    def resume(self, run: str, entries: Iterable[Entry]) -> None:
+        """These frames of a run instead of all that wait of it; what the ring let go is a gap."""
+        self._queue = deque(waiting for waiting in self._queue if waiting.entry.run != run)
+        self.waiting_bytes = sum(waiting.size for waiting in self._queue)
+        for entry in entries:
+            self.push(entry)
+
+    def pop(self) -> list[bytes]:
+        """The next frames to send, in their order; empty if nothing waits."""
+        while self._queue:
+            waiting = self._queue.popleft()
+            self.waiting_bytes -= waiting.size
+            frame = self._take(waiting)
+            if frame is not None:
+                gaps = [gap.frame(waiting.entry.seq) for gap in self._gaps.values()]
+                self._gaps.clear()
+                return [*gaps, frame]
+        return self._last_gaps()
+
+    def _take(self, waiting: _Waiting) -> bytes | None:
+        """What is sent of a frame; None if nothing is."""
+        entry = waiting.entry
+        if entry.drop == Drop.NEVER:
+            return entry.whole
+        if entry.whole is not None and not waiting.short and self.credit >= len(entry.whole):
+            self.credit -= len(entry.whole)
+            return entry.whole
+        self._note(entry, "old" if entry.whole is None else "slow")
+        return entry.short
+
+    def _note(self, entry: Entry, reason: str) -> None:
+        gap = self._gaps.setdefault((entry.run, entry.what), Gap(entry.run, entry.what, entry.step, entry.step, reason))
+        gap.last = entry.step
+
+    def _last_gaps(self) -> list[bytes]:
+        gaps = [gap.frame(0) for gap in self._gaps.values()]
+        self._gaps.clear()
+        return gaps

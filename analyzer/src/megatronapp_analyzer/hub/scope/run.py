@@ -1,0 +1,122 @@
+"""One run as the hub knows it: its state, its tokens, its frames, and numbers that were asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.journal import Entry, Journal
+from megatronapp_analyzer.hub.scope.ring import Held, Ring
+from megatronapp_analyzer.hub.scope.tables import RowTable
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import unpack
+
+HeadKey = tuple[int, int, int]
+"""Sample, layer and head."""
+ValueKey = tuple[str, int, int | None, int | None]
+"""Site, sample, layer and head."""
+ENDED = frozenset({"done", "cancelled", "failed"})
+STATES = frozenset({"queued", "prefill", "decoding"}) | ENDED
+MAX_PROMPTS = 64
+
+
+class Run:
+    """State of a run. `header` is that of SCOPE_RUN, without its number."""
+
+    def __init__(self, run: str, ring: Ring) -> None:
+        self.id = run
+        self.header: dict[str, Any] = {"run": run, "state": "queued", "prompts": []}
+        self.journal = Journal(run, ring)
+        self.attention: RowTable[HeadKey] = RowTable(ring, Held.ROWS)
+        self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
+        self.tokens: list[dict[int, dict[str, Any]]] = []
+        """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.header.get("state") in ENDED
+
+    def set_state(self, header: Mapping[str, Any]) -> Entry:
+        """A new state. Raises ProtocolError."""
+        prompts = header.get("prompts")
+        if header.get("state") not in STATES or not isinstance(prompts, list) or len(prompts) > MAX_PROMPTS:
+            raise ProtocolError("bad-run", f"run {self.id}: the state or the prompts cannot be read")
+        for prompt in prompts:
+            if not isinstance(prompt, dict) or not isinstance(prompt.get("ids"), list):
+                raise ProtocolError("bad-run", f"run {self.id}: a prompt has no ids")
+        self.header = {key: value for key, value in header.items() if key != "seq"} | {"run": self.id}
+        self.tokens += [{} for _ in range(len(prompts) - len(self.tokens))]
+        return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
+
+    def prompt_ids(self, sample: int) -> list[int]:
+        """Tokens of a prompt."""
+        return list(self.header["prompts"][sample]["ids"])
+
+    def ids(self, sample: int) -> list[int]:
+        """All tokens of a sample: its prompt, and what came of it."""
+        generated = self.tokens[sample]
+        return self.prompt_ids(sample) + [generated[place]["id"] for place in sorted(generated)]
+
+    def length(self, sample: int) -> int:
+        """Positions that the model has read: the last token that was generated has not been."""
+        return len(self.prompt_ids(sample)) + max(0, len(self.tokens[sample]) - 1)
+
+    def has_sample(self, sample: int) -> bool:
+        """Whether there is such a prompt."""
+        return 0 <= sample < len(self.tokens)
+
+    def add_step(self, frame: Frame) -> Entry:
+        """A SCOPE_STEP frame. Raises ProtocolError."""
+        self._note_tokens(frame.header)
+        return self.journal.append(frame)
+
+    def _note_tokens(self, header: Mapping[str, Any]) -> None:
+        count = len(header["rows"])
+        columns = [header.get(name) or [None] * count for name in ("ids", "texts", "offsets", "finished")]
+        for (sample, position), *cells in zip(header["rows"], *columns, strict=True):
+            if not self.has_sample(sample):
+                raise ProtocolError("bad-step", f"run {self.id}: a step of sample {sample}, which it does not have")
+            said = dict(zip(("id", "text", "offset", "finished"), cells, strict=True))
+            self.tokens[sample][position + 1] = said
+
+    def add_rows(self, frame: Frame) -> Entry:
+        """A SCOPE_ROWS frame; its rows are known for tiles as long as the frame is held."""
+        entry = self.journal.append(frame)
+        (flat,) = unpack(frame)
+        views = split_rows(flat.data, frame.header["keys"])
+        blocks: list[tuple[HeadKey, list[tuple[int, NDArray[Any]]]]] = []
+        for (sample, layer, head, position), view in zip(frame.header["rows"], views, strict=True):
+            blocks.append(((sample, layer, head), [(position, view)]))
+        if entry.whole is not None:
+            for key, placed in blocks:
+                self.attention.point(key, placed)
+            entry.on_drop = self.attention.forgetter(blocks)
+        return entry
+
+    def summary(self) -> dict[str, Any]:
+        """What lists of runs say of it."""
+        names = ("state", "position", "startedAt", "tokens", "tokensPerSecond", "error")
+        prompts = [str(prompt.get("text", ""))[:200] for prompt in self.header["prompts"]]
+        return {"run": self.id, "prompts": prompts} | {name: self.header.get(name) for name in names}
+
+    def detail(self) -> dict[str, Any]:
+        """Header of SCOPE_RUN, with all tokens that were generated."""
+        generated = [[{"position": place, **said} for place, said in sorted(sample.items())] for sample in self.tokens]
+        return self.header | {"generated": generated}
+
+    def close(self) -> None:
+        """Give its room back."""
+        self.journal.close()
+        self.attention.close()
+        self.values.close()
+
+
+def split_rows(flat: NDArray[Any], keys: Sequence[int]) -> list[NDArray[Any]]:
+    """Rows of different lengths that stand one behind the other. Raises ProtocolError if they do not fit."""
+    if any(not isinstance(count, int) or count < 0 for count in keys) or sum(keys) != flat.size:
+        raise ProtocolError("bad-rows", "ROWS frame: keys and tensor do not fit each other")
+    ends = np.cumsum(np.asarray(keys, dtype=np.int64))
+    return [flat[end - count : end] for end, count in zip(ends, keys, strict=True)]

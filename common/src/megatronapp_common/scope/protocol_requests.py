@@ -1,0 +1,134 @@
+"""What people ask of MegaScope, as JSON: runs, captures, probes (docs/scope-protocol.md, sections 3, 6 and 8)."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.alias_generators import to_camel
+
+MAX_PROMPTS = 8
+MAX_TOKENS = 512
+MAX_PINNED = 64
+MAX_EXPRESSION = 256
+MAX_PROMPT_CHARACTERS = 64 << 10
+MAX_STOPS = 8
+
+Preset = Literal["default", "lite", "off"]
+Rotary = Literal["after", "before"]
+Index = Annotated[int, Field(ge=0, lt=1 << 20)]
+
+
+class RequestModel(BaseModel):
+    """Names are camelCase outside and snake_case inside; unknown fields are refused."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        serialize_by_alias=True,
+        allow_inf_nan=False,
+        frozen=True,
+    )
+
+
+class States(RequestModel):
+    """What of the model is looked at."""
+
+    qkv: bool = True
+    attention: bool = True
+    mlp1: bool = True
+    mlp2: bool = True
+    probabilities: bool = True
+    pca: bool = True
+
+
+class Pixels(RequestModel):
+    """Numbers that stand for the vectors of one row and layer."""
+
+    qkv: Annotated[int, Field(ge=3, le=768, multiple_of=3)] = 96
+    """Of q, k and v together."""
+    mlp: Annotated[int, Field(ge=1, le=512)] = 64
+
+
+class Expressions(RequestModel):
+    """How a vector becomes one pixel."""
+
+    qkv: Annotated[str, Field(max_length=MAX_EXPRESSION)] = "data.mean(dim=-1)"
+    mlp: Annotated[str, Field(max_length=MAX_EXPRESSION)] = "data.mean(dim=-1)"
+
+
+class Head(RequestModel):
+    """One head of one layer."""
+
+    layer: Index
+    head: Index
+
+
+class Capture(RequestModel):
+    """What is sent of a run."""
+
+    preset: Preset = "default"
+    states: States = States()
+    pixels: Pixels = Pixels()
+    expression: Expressions = Expressions()
+    rotary: Rotary = "after"
+    pinned: Annotated[tuple[Head, ...], Field(max_length=MAX_PINNED)] = ()
+    """Heads whose attention rows are streamed."""
+    candidates: Annotated[int, Field(ge=1, le=100)] = 20
+
+    @model_validator(mode="after")
+    def _lite_pins_nothing(self) -> "Capture":
+        if self.preset != "default" and self.pinned:
+            raise ValueError(f"pinned: the preset {self.preset} streams no rows; take default, or pin nothing")
+        return self
+
+
+class Sampling(RequestModel):
+    """How tokens are chosen."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """0 takes the most likely token."""
+    top_k: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
+    """None: one that nobody knows before."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
+
+
+Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
+
+
+class RunRequest(RequestModel):
+    """A batch of prompts to go on with."""
+
+    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=MAX_PROMPTS)]
+    tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 32
+    """How many are generated for each prompt, at most."""
+    sampling: Sampling = Sampling()
+    capture: Capture = Capture()
+
+
+class CaptureChange(RequestModel):
+    """Another capture, from the next step on."""
+
+    capture: Capture
+
+
+class ProbeSite(RequestModel):
+    """Exact numbers of a site. `heads` None: all, or a site without heads."""
+
+    site: Annotated[str, Field(min_length=1, max_length=64)]
+    layers: tuple[Index, ...]
+    heads: tuple[Index, ...] | None = None
+    code: Literal["f32", "f16", "u8s"] = "f32"
+
+
+class Probe(RequestModel):
+    """Known tokens that the model reads once more."""
+
+    ids: tuple[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], ...]
+    sites: tuple[ProbeSite, ...]
+    queries: tuple[Index, Index] | None = None
+    """Rows [first, end) that are sent; all if None."""
+    stride: Annotated[int, Field(ge=1, le=1 << 20)] = 1
+    """Of those, every so many."""
