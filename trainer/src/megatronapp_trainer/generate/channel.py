@@ -3,6 +3,7 @@
 Each message is one transfer of a fixed size, and a second one where it is larger.
 """
 
+import dataclasses
 import datetime
 import enum
 import pickle
@@ -24,6 +25,15 @@ class Word(enum.Enum):
     """Nothing to do; the gang lives."""
     CLOSE = "close"
     """Rank 0 generates no more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """Something that all ranks do at the next step border, by what they have agreed to do for this topic."""
+
+    topic: str
+    payload: Any
+    """Picklable."""
 
 
 class Channel:

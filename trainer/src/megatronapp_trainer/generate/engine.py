@@ -11,6 +11,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megatronapp_trainer.collective import says_lost_peer
 from megatronapp_trainer.generate.errors import EngineLostError
@@ -41,6 +42,7 @@ class Engine:
         self._board = Board(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
         self._cancelled: set[str] = set()
+        self._commands: list[tuple[str, Any]] = []
         self.failure: EngineLostError | None = None
         """Set once a rank was lost or failed: the process should end, so that the gang is started again."""
 
@@ -72,6 +74,11 @@ class Engine:
             self._cancelled.add(request_id)
             return True
 
+    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
+        """Let all ranks handle a command (`Gang.handle`) before the next step."""
+        with self._lock:
+            self._commands.append((topic, payload))
+
     def queue_position(self, request_id: str) -> int | None:
         """How many wait before this request; None where it does not wait (any more)."""
         with self._lock:
@@ -95,6 +102,7 @@ class Engine:
         if self.failure is not None:
             raise self.failure
         try:
+            self._command()
             events = self._end_cancelled()
             self._admit()
             planned = self._board.plan()
@@ -110,6 +118,12 @@ class Engine:
         """End open requests as cancelled, without events, and let the other ranks return."""
         if self.failure is None:
             self._gang.close()
+
+    def _command(self) -> None:
+        with self._lock:
+            commands, self._commands = self._commands, []
+        for topic, payload in commands:
+            self._gang.command(topic, payload)
 
     def _end_cancelled(self) -> list[Event]:
         with self._lock:

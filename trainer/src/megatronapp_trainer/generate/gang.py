@@ -2,9 +2,11 @@
 
 import datetime
 import time
+from collections.abc import Callable
+from typing import Any
 
 from megatronapp_trainer.collective import says_lost_peer
-from megatronapp_trainer.generate.channel import Channel, Word
+from megatronapp_trainer.generate.channel import Channel, Command, Word
 from megatronapp_trainer.generate.errors import EngineLostError
 from megatronapp_trainer.generate.plan import Plan, Reading
 from megatronapp_trainer.generate.sampling import read
@@ -22,6 +24,19 @@ class Gang:
         self._layout = stage.layout
         self._channel = Channel(stage.layout, timeout=timeout)
         self._told_at = time.monotonic()
+        self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
+
+    def handle(self, topic: str, handler: Callable[[Any], None]) -> None:
+        """Say what this rank does at a command of this topic; each rank says so for itself, before rank 0 commands."""
+        self._handlers[topic] = handler
+
+    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
+        """Rank 0: let every rank, this one too, handle a command; at a step border, so not from within a step.
+
+        The topic `forget_graphs`, which every gang has, lets CUDA graphs be captured anew.
+        """
+        self._tell(Command(topic=topic, payload=payload))
+        self._handlers[topic](payload)
 
     def execute(self, plan: Plan) -> tuple[Reading, ...]:
         """Rank 0: compute a plan with all ranks; the answers to its outputs, in their order.
@@ -54,6 +69,8 @@ class Gang:
             while (message := self._channel.hear()) is not Word.CLOSE:
                 if isinstance(message, Plan):
                     self._follow_plan(message)
+                elif isinstance(message, Command):
+                    self._handlers[message.topic](message.payload)
         except RuntimeError as error:
             if says_lost_peer(error):
                 raise EngineLostError(f"a rank of the gang was lost: {error}") from error

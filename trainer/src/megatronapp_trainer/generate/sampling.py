@@ -76,11 +76,11 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading,
     """The answers for these positions; waits for the device once, beside the logits that were asked for."""
     logits_RV = logits_RV.float()
     token_R = _tokens(logits_RV, outputs)
-    logprob_RV = logits_RV - logits_RV.logsumexp(1, keepdim=True)
-    columns = [token_R[:, None].double(), logprob_RV.gather(1, token_R[:, None]).double()]
+    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+    columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
     if most := max(output.candidates for output in outputs):
-        best_RK, best_token_RK = logprob_RV.topk(most, dim=1)
-        columns += [best_token_RK.double(), best_RK.double()]
+        best_RK, best_token_RK = logits_RV.topk(most, dim=1)
+        columns += [best_token_RK.double(), (best_RK - total_R1).double()]
     table = torch.cat(columns, 1).tolist()
     host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
     return tuple(

@@ -89,6 +89,9 @@ class Stage:
         self.vocab_size = vocab_size
         self.options = options
         self.layout = layout
+        self.plan: Plan | None = None
+        """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
+        one after the other, at decode one per slot, those of idle slots included."""
         self._device = device
         self._shape = cache_shape(model, options)
         self._holder = StepHolder()
@@ -106,6 +109,7 @@ class Stage:
 
         Logits [R, V] of its outputs on the last stage, of no meaning where it has none; None on other stages.
         """
+        self.plan = plan
         with torch.no_grad():
             result = self._decode(plan) if plan.decode else self._prefill(plan)
             if self.layout.is_last_stage:

@@ -6,8 +6,9 @@ Decode = Callable[[Sequence[int]], str]
 """Text of some tokens, special ones included."""
 
 _INCOMPLETE = "\ufffd"
-_MOST_HELD = 8
-"""Tokens that may wait for the rest of a character. It has at most 4 bytes; more than this is no text at all."""
+"""What a decoder writes for bytes that are no character; at the end of a text, for one that is not whole yet."""
+_MOST_HELD = 64
+"""Tokens that may end in no whole character one after the other. More of them are no text at all."""
 
 
 class TextStream:
@@ -17,7 +18,10 @@ class TextStream:
         self._decode = decode
         self._stops = stops
         self._window: list[int] = []
+        self._context = 0
+        """Tokens at the window's beginning whose text is all told: that of the others depends on them."""
         self._told = 0
+        """Characters of the window's text that are told."""
         self._held = ""
         self.matched: str | None = None
 
@@ -31,19 +35,21 @@ class TextStream:
         """What was held back, where no stop text came."""
         if self.matched is not None:
             return ""
-        rest = self._decode(self._window)[len(self._decode(self._window[: self._told])) :]
-        held, self._held, self._told = self._held + rest, "", len(self._window)
+        held, self._held = self._held + self._decode(self._window)[self._told :], ""
+        self._window, self._context, self._told = [], 0, 0
         return held
 
     def _complete_characters(self) -> str:
-        """Text of the tokens not told yet. Those told last stay in the window: a token's text depends on them."""
-        told = self._decode(self._window[: self._told])
+        """Text of the window that is not told yet, but for a character at its end that is not whole."""
         whole = self._decode(self._window)
-        if whole.endswith(_INCOMPLETE) and len(self._window) - self._told < _MOST_HELD:
-            return ""
-        self._window = self._window[self._told :]
-        self._told = len(self._window)
-        return whole[len(told) :]
+        incomplete = whole.endswith(_INCOMPLETE) and len(self._window) - self._context < _MOST_HELD
+        certain = whole[:-1] if incomplete else whole
+        new = certain[self._told :]
+        self._told = max(self._told, len(certain))
+        if not incomplete:
+            self._window = self._window[self._context :]
+            self._context, self._told = len(self._window), len(self._decode(self._window))
+        return new
 
     def _release(self) -> str:
         found = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]

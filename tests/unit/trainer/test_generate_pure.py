@@ -1,0 +1,218 @@
+"""The parts of generation that need no model: requests, plans, sampling, text, and the size of the cache."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_trainer.generate.cache import CacheShape, check_room
+from megatronapp_trainer.generate.channel import _packed, _unpacked
+from megatronapp_trainer.generate.errors import CacheTooLargeError, RequestError
+from megatronapp_trainer.generate.plan import Output, Sampling
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.sampling import choose, gumbel_noise, noise_keys, read
+from megatronapp_trainer.generate.sequences import Board
+from megatronapp_trainer.generate.text import TextStream
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"id": ""}, "id"),
+        ({"prompt": ()}, "prompt"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"candidates": 101}, "candidates"),
+        ({"stop_tokens": ((),)}, "stop_tokens"),
+        ({"stop_texts": ("",)}, "stop_texts"),
+        ({"stop_texts": ("x",) * 17}, "stop_texts"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(RequestError, match=f"^{field}: ") as caught:
+        GenerationRequest(**({"id": "a", "prompt": (1,)} | fields))
+    assert caught.value.field == field
+
+
+def drawn(logits: list[float], draws: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Any:
+    """How often each token comes, as shares."""
+    keys = torch.tensor([noise_keys(7, position) for position in range(draws)])
+    tokens = choose(
+        torch.tensor(logits).expand(draws, -1),
+        torch.full((draws,), temperature),
+        torch.full((draws,), top_k),
+        torch.full((draws,), top_p),
+        keys,
+        filters=bool(top_k) or top_p < 1,
+    )
+    return torch.bincount(tokens, minlength=len(logits)) / draws
+
+
+LOGITS = [1.0, 0.0, 2.0, -1.0, 0.5]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    """Fixed seeds. Four deviations of a share over 20,000 draws are below 0.015."""
+    shares = drawn(LOGITS, 20_000, temperature=temperature)
+    torch.testing.assert_close(shares, (torch.tensor(LOGITS) / temperature).softmax(0), atol=0.015, rtol=0)
+
+
+def test_filters_keep_the_likeliest() -> None:
+    """Probabilities: 0.56, 0.20, 0.12, 0.08, 0.03 for tokens 2, 0, 4, 1, 3."""
+    assert (drawn(LOGITS, 2000, top_k=2) > 0).tolist() == [True, False, True, False, False]
+    assert (drawn(LOGITS, 2000, top_p=0.8) > 0).tolist() == [True, False, True, False, True]
+    assert (drawn(LOGITS, 2000, top_p=0.5) > 0).tolist() == [False, False, True, False, False]
+    assert (drawn(LOGITS, 2000, top_k=3, top_p=0.99) > 0).tolist() == [True, False, True, False, True]
+    assert drawn(LOGITS, 10, temperature=0)[2] == 1
+    kept = torch.tensor([2.0, 1.0]).softmax(0)
+    assert drawn(LOGITS, 20_000, top_k=2)[2].item() == pytest.approx(kept[0].item(), abs=0.015)
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    keys = torch.tensor([noise_keys(1, 5), noise_keys(2, 5), noise_keys(1, 6)])
+    noise = gumbel_noise(keys, 1000)
+    assert torch.equal(gumbel_noise(keys[:1], 1000)[0], noise[0])
+    assert torch.equal(gumbel_noise(keys, 10), noise[:, :10])
+    assert all((noise[a] == noise[b]).float().mean() < 0.01 for a, b in ((0, 1), (0, 2), (1, 2)))
+    assert noise.isfinite().all()
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.08)
+
+
+def test_readings_of_mixed_outputs() -> None:
+    logits = torch.tensor([LOGITS, LOGITS, LOGITS])
+    sampling = Sampling(temperature=1.0, top_k=0, top_p=1.0, noise=noise_keys(7, 0))
+    outputs = (
+        Output(row=0, candidates=3),
+        Output(row=1, target=3, logits=True),
+        Output(row=2, sampling=sampling, candidates=1),
+    )
+    greedy, target, sampled = read(logits, outputs)
+    logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
+    assert greedy.token == 2
+    assert greedy.logprob == pytest.approx(logprobs[2])
+    assert [one.token for one in greedy.candidates] == [2, 0, 4]
+    assert target.token == 3
+    assert target.logprob == pytest.approx(logprobs[3])
+    assert target.candidates == ()
+    assert target.logits is not None
+    assert target.logits.tolist() == LOGITS
+    assert sampled.token == int(drawn(LOGITS, 1).argmax())
+    assert [one.token for one in sampled.candidates] == [2]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Tokens are bytes."""
+    return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=3), max_size=3))
+def test_streamed_text_is_the_whole_text_up_to_a_stop(text: str, stops: list[str]) -> None:
+    stream = TextStream(text_of, tuple(stops))
+    parts = []
+    for token in text.encode("utf-8", "surrogatepass"):
+        parts.append(stream.feed(token))
+        if stream.matched is not None:
+            break
+    parts.append(stream.finish())
+    said = "".join(parts)
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if stream.matched is None:
+        assert not places
+        assert said == text
+    else:
+        assert text.startswith(said + stream.matched)
+        assert len(said) == min(places)
+
+
+@given(st.lists(st.integers(0, 255), max_size=60))
+def test_bytes_that_are_no_text_come_out_at_last(tokens: list[int]) -> None:
+    stream = TextStream(text_of)
+    said = "".join(stream.feed(token) for token in tokens) + stream.finish()
+    assert said.replace("\ufffd", "") == text_of(tokens).replace("\ufffd", "")
+
+
+def test_a_character_comes_when_it_is_whole() -> None:
+    stream = TextStream(text_of)
+    assert [stream.feed(token) for token in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
+
+
+def board(**sizes: int) -> Board:
+    return Board(**({"slots": 2, "prefill_chunk": 4, "most_waiting": 100} | sizes))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 7),
+)
+def test_every_position_is_read_once_and_in_order(
+    requests: list[tuple[int, int, bool]], slots: int, chunk: int
+) -> None:
+    line = board(slots=slots, prefill_chunk=chunk)
+    for index, (length, count, wants_all) in enumerate(requests):
+        prompt = tuple(range(length))
+        line.add(GenerationRequest(id=str(index), prompt=prompt, max_new_tokens=count, prompt_logprobs=wants_all))
+    read_by: dict[str, list[int]] = {str(index): [] for index in range(len(requests))}
+    while line.waiting or line.running:
+        while line.next_admissible():
+            line.admit(None)
+        owners = {one.slot: one for one in line.running}
+        assert len(owners) == len(line.running) <= slots
+        planned = line.plan()
+        assert planned is not None
+        assert planned.plan.decode or planned.plan.num_tokens <= chunk
+        for segment in planned.plan.segments:
+            owner = owners[segment.slot]
+            assert segment.start == owner.read
+            owner.read = segment.end
+            read_by[owner.request.id] += segment.tokens
+        for row in planned.rows:
+            if row.position >= len(row.sequence.request.prompt) - 1:
+                row.sequence.generated.append(50)
+        for one in list(line.running):
+            if one.generated and one.stopped(frozenset()) is not None:
+                line.release(one)
+    for index, (length, count, _) in enumerate(requests):
+        assert read_by[str(index)] == [*range(length), *[50] * (count - 1)]
+
+
+def shape(**sizes: int) -> CacheShape:
+    values = {"layers": 4, "slots": 8, "capacity": 1023, "key_heads": 2, "channels": 64} | sizes
+    return CacheShape(**values, dtype=torch.bfloat16)
+
+
+def test_the_size_of_the_cache() -> None:
+    assert shape().num_bytes == 2 * 4 * 8 * 1024 * 2 * 64 * 2
+    check_room(shape(), free_bytes=shape().num_bytes * 2, place="cpu")
+
+
+@given(st.integers(1, 2**26))
+def test_what_is_said_to_fit_does(free_bytes: int) -> None:
+    try:
+        check_room(shape(), free_bytes=free_bytes, place="cpu")
+    except CacheTooLargeError as error:
+        offers = str(error).partition("what fits: ")[2]
+        for offer in filter(None, offers.split(", or ")):
+            words = offer.split()
+            check_room(shape(slots=int(words[0]), capacity=int(words[3])), free_bytes=free_bytes, place="cpu")
+    else:
+        assert shape().num_bytes <= free_bytes
+
+
+@given(st.binary(max_size=20000))
+def test_messages_come_through_whole(payload: bytes) -> None:
+    parts = iter(_packed(payload))
+    assert _unpacked(lambda part: part.copy_(next(parts))) == payload
+    assert next(parts, None) is None
