@@ -61,7 +61,7 @@ def test_shows_a_real_training_to_its_end(page: pw.Page, address: str) -> None:
     pw.expect(state).to_contain_text("PP2")
     pw.expect(state).to_contain_text("2 ranks on 2 workers")
     pw.expect(page.get_by_role("img", name=re.compile(r"^Loss over steps, newest \d"))).to_be_visible()
-    page.goto(f"{address.partition('?')[0]}?step=7&rank=1")
+    page.goto(f"{page.url.partition('?')[0]}?step=7&rank=1")
     timeline = page.get_by_test_id("timeline")
     timeline.focus()
     details = page.get_by_role("complementary", name="Selected span")

@@ -133,8 +133,15 @@ class Door:
 
 
 @contextlib.contextmanager
-def door(plane: kube.ControlPlane, folder: pathlib.Path, *, reviews: bool = True, page: bool = True) -> Iterator[Door]:
-    """Start a door with the rights of the chart; it is gone at the end."""
+def door(
+    plane: kube.ControlPlane,
+    folder: pathlib.Path,
+    *,
+    reviews: bool = True,
+    page: bool = True,
+    built: pathlib.Path | None = None,
+) -> Iterator[Door]:
+    """Start a door with the rights of the chart and the built page, or a small one; it is gone at the end."""
     namespace = f"door-{'reviews' if reviews else 'tokens'}-{os.getpid()}-{folder.name}".replace("_", "-")
     create(plane, "/api/v1/namespaces", {"metadata": {"name": namespace}})
     rules = {"metadata": {"name": namespace}, "rules": list(DOOR_RULES)}
@@ -151,7 +158,7 @@ def door(plane: kube.ControlPlane, folder: pathlib.Path, *, reviews: bool = True
     (dist / "assets" / "app-1.js").write_text("1", encoding="utf-8")
     flags = [f"--kubeconfig={kubeconfig(plane, folder, token)}", f"--key-file={folder / 'key'}", "--host=127.0.0.1"]
     flags += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
-    flags += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={dist}"] if page else [])
+    flags += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
     log = folder / "door.log"
     running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
     with process([sys.executable, "-m", "megatronapp_operator.door", *flags], log), running.client() as client:

@@ -127,7 +127,7 @@ def test_the_live_socket_needs_the_right_and_our_own_page(
     viewer = door.account(plane, namespace, "viewer", grants=[VIEWER])
     stranger = door.account(plane, namespace, "stranger")
     with reviewing.client() as client:
-        client.get("/", params={"token": viewer})
+        client.post("/login", data={"token": viewer})
         cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items())
     for headers in (
         {},
@@ -220,7 +220,7 @@ def test_without_reviews_only_tokens_of_jobs_open_and_each_only_its_own(
     assert refused.json()["message"].replace("two", "absent") == absent.json()["message"]
     with by_tokens.client() as browser:
         for job in (one, two):
-            browser.get("/", params={"token": by_tokens.job_token(job.uid)})
+            browser.post("/login", data={"token": by_tokens.job_token(job.uid)})
         assert [job["name"] for job in browser.get("/api/v1/jobs").json()] == ["one", "two"]
         assert browser.get("/").status_code == 404
 

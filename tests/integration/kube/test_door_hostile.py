@@ -98,7 +98,7 @@ def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
 ) -> None:
     more = {"X-Forwarded-For": "10.1.2.3", "X-Secret": "s", "Origin": reviewing.url, "Referer": reviewing.url}
     with reviewing.client() as browser:
-        browser.get("/", params={"token": token})
+        browser.post("/login", data={"token": token})
         cookie = next(iter(browser.cookies.values()))
         browser.get(f"{job.path}/job", params={"token": token, "a": "1"}, headers=more)
         browser.post(f"{job.path}/faults", json={"rank": 0}, headers=more)

@@ -1,16 +1,16 @@
 """A forwarded port in a real Chromium: the login of one door stays with it, whatever else this machine serves."""
 
-import contextlib
+import pathlib
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import door
 import kube
 import playwright.sync_api as pw
 import pytest
+import spy
 
+DIST = pathlib.Path(__file__).parents[3] / "frontend" / "dist"
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 NAMED = re.compile(r"http://door-[0-9a-f]{16}\.localhost:\d+/")
@@ -19,12 +19,6 @@ LIVE = """(path) => new Promise((done) => {
   const socket = new WebSocket(new URL(path, document.baseURI).href.replace("http", "ws"));
   socket.onopen = () => done("open"); socket.onerror = () => done("refused");
 })"""
-FORM = """(token) => {
-  const form = document.createElement("form"), field = document.createElement("input");
-  Object.assign(form, { method: "post", action: "login" });
-  Object.assign(field, { name: "token", value: token });
-  form.append(field); document.body.append(form); form.submit();
-}"""
 
 pytestmark = pytest.mark.browser
 
@@ -39,35 +33,18 @@ def page() -> Iterator[pw.Page]:
             browser.close()
 
 
-class Spy:
-    """Another server of this machine, which keeps what browsers send to it."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.cookies: list[str | None] = []
+@pytest.fixture
+def paged(plane: kube.ControlPlane, tmp_path: pathlib.Path) -> Iterator[door.Door]:
+    """A door with the page that people get."""
+    assert (DIST / "index.html").exists(), "the page is not built; run `make setup`"
+    with door.door(plane, tmp_path, built=DIST) as running:
+        yield running
 
 
 @pytest.fixture
-def spy() -> Iterator[Spy]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            kept.cookies.append(self.headers.get("Cookie"))
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                self.wfile.write(b"<!doctype html>")
-
-        def log_message(self, format: str, *_: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    kept = Spy(server.server_port)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield kept
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def neighbour() -> Iterator[spy.Spy]:
+    with spy.spying() as running:
+        yield running
 
 
 @pytest.fixture
@@ -81,13 +58,14 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
 
 
 def test_the_login_of_a_forwarded_port_stays_there(
-    reviewing: door.Door, job: door.Job, token: str, page: pw.Page, spy: Spy
+    paged: door.Door, job: door.Job, token: str, page: pw.Page, neighbour: spy.Spy
 ) -> None:
-    with reviewing.client(token) as program:
+    with paged.client(token) as program:
         ticket = program.post("/api/v1/tickets").json()["ticket"]
-    page.goto(f"{reviewing.url}/?job={job.namespace}/demo#code={ticket}")
+    page.goto(f"{paged.url}/?job={job.namespace}/demo#code={ticket}")
+    pw.expect(page.get_by_role("navigation")).to_contain_text(f"{job.namespace}/demo")
     assert NAMED.match(page.url)
-    assert "token" not in page.url
+    assert ticket not in page.url
     assert "demo" in page.url
     mine = page.url
     assert page.evaluate(STATUS) == 200
@@ -95,15 +73,16 @@ def test_the_login_of_a_forwarded_port_stays_there(
     (cookie,) = page.context.cookies()
     assert (cookie["domain"], cookie["httpOnly"]) == (re.sub(r"^http://|:\d+/.*$", "", mine), True)
     for host in ("127.0.0.1", "localhost", "door-0123456789abcdef.localhost"):
-        page.goto(f"http://{host}:{spy.port}/")
-    assert spy.cookies
-    assert set(spy.cookies) == {None}
-    page.goto(f"{reviewing.url}/")  # another forward, as far as a browser can tell
+        page.goto(f"http://{host}:{neighbour.port}/")
+    assert neighbour.cookies
+    assert set(neighbour.cookies) == {None}
+    page.goto(f"{paged.url}/")  # another forward, as far as a browser can tell
     assert NAMED.match(page.url)
     assert page.url.split(":")[1] not in mine
     assert page.evaluate(STATUS) == 401
+    page.get_by_label("Token").fill(token)
     with page.expect_navigation():
-        page.evaluate(FORM, token)
+        page.get_by_role("button", name="Log in").click()
     assert page.evaluate(STATUS) == 200
     assert len({cookie["domain"] for cookie in page.context.cookies()}) == 2
     page.goto(mine)

@@ -60,7 +60,7 @@ class TokenGuard:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        scope[ROLE] = role = self._role(scope["path"], headers)
+        scope[ROLE] = role = self._role(scope, headers)
         if scope["type"] == "websocket":
             if role is not None and same_origin(headers):
                 await self._app(scope, receive, send)
@@ -70,9 +70,9 @@ class TokenGuard:
         refusal = _refusal(role, scope["method"], headers)
         await (refusal or self._app)(scope, receive, send)
 
-    def _role(self, path: str, headers: Headers) -> Role | None:
+    def _role(self, scope: Scope, headers: Headers) -> Role | None:
         token = bearer(headers)
-        if path == AGENT_PATH:
+        if scope["type"] == "websocket" and scope["path"] == AGENT_PATH:
             return Role.AGENT if matches(self._secret, Role.AGENT, token or "") else None
         if token is not None:
             return self._logins.role_of_token(token)

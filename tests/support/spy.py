@@ -1,0 +1,41 @@
+"""Another server of this machine, which keeps what cookies browsers send to it, and shows them what it is told to."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Spy:
+    """What it has seen, and what it shows."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.cookies: list[str | None] = []
+        self.page = "<!doctype html>"
+
+
+@contextlib.contextmanager
+def spying() -> Iterator[Spy]:
+    """One at a free port; it is gone at the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kept.cookies.append(self.headers.get("Cookie"))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                self.wfile.write(kept.page.encode())
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    kept = Spy(server.server_port)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield kept
+    server.shutdown()
+    server.server_close()
+    thread.join()
