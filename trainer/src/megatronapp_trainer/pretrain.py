@@ -40,7 +40,7 @@ def pretrain(config: TrainerConfig) -> ExitCode:
     from megatronapp_trainer.signals import StopWish
 
     layout = layout_of(config)
-    with StopWish() as stop_wish, _named_errors():
+    with StopWish() as stop_wish, named_errors():
         apply_deterministic_mode(config)
         device = prepare_device(layout.local_rank)
         initialize_groups(config, layout, device)
@@ -108,7 +108,7 @@ def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not
 
 
 @contextlib.contextmanager
-def _named_errors() -> Iterator[None]:
+def named_errors() -> Iterator[None]:
     """Turn what torch says of peers and ports into errors of ours."""
     from megatronapp_trainer.collective import says_lost_peer, says_port_in_use
 

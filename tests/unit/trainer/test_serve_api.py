@@ -1,0 +1,268 @@
+"""A real server with a tiny model: what clients of OpenAI's interface send, what is refused, the queue, and the end."""
+
+import contextlib
+import json
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+from served_model import POSITIONS, Server, started, write_model
+
+BATCH, QUEUE, MOST = 2, 1, 1900
+LONG = {"prompt": "hello", "max_tokens": MOST, "ignore_eos": True, "stream": True}
+OPERATIONS = (
+    ("GET", "/healthz"),
+    ("GET", "/readyz"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("POST", "/v1/completions"),
+    ("POST", "/scope/v1/runs"),
+    ("GET", "/scope/v1/runs"),
+    ("GET", "/scope/v1/runs/{run}"),
+    ("DELETE", "/scope/v1/runs/{run}"),
+    ("PATCH", "/scope/v1/runs/{run}"),
+    ("POST", "/scope/v1/probes"),
+)
+CASES = [
+    *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS[3:-2]),
+    ("POST", "/v1/completions", GenerationMode.NEGATIVE),
+    ("POST", "/scope/v1/runs", GenerationMode.NEGATIVE),
+    ("GET", "/scope/v1/runs/{run}", GenerationMode.NEGATIVE),
+]
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def model(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("model")
+    run_ranks(1, make, str(folder))
+    return folder
+
+
+def make(folder: str) -> None:
+    write_model(folder)
+
+
+@pytest.fixture(scope="module")
+def server(model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    words = f"--max-batch-size {BATCH} --queue-length {QUEUE} --max-tokens {MOST} --tokenizer-file"
+    with started(tmp_path_factory.mktemp("server"), model, *words.split(), str(model / "tokenizer.json")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+def ask(client: httpx.Client, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def events(response: httpx.Response) -> Iterator[tuple[str | None, str]]:
+    """Names and data of server-sent events."""
+    name = None
+    for line in response.iter_lines():
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, value
+            name = None
+
+
+def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        found = [data for _, data in events(response)]
+    assert found[-1] == "[DONE]"
+    return [json.loads(data) for data in found[:-1]]
+
+
+def test_a_stream_gives_the_same_text_as_a_whole_answer(client: httpx.Client) -> None:
+    body: dict[str, Any] = {"model": "tiny", "prompt": ["hello world", "whales"], "max_tokens": 12, "seed": 5}
+    whole = ask(client, **body)
+    parts = chunks(client, **body, stream_options={"include_usage": True})
+    assert parts[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in whole["choices"])
+    for choice in whole["choices"]:
+        mine = [one for part in parts for one in part["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [token for one in mine for token in one["token_ids"]] == choice["token_ids"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] != None  # noqa: E711 - a chain
+
+
+def test_texts_and_their_ids_are_the_same_prompt(client: httpx.Client, model: pathlib.Path) -> None:
+    import tokenizers
+
+    ids = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")).encode("hello world").ids
+    body = {"max_tokens": 6, "temperature": 0}
+    texts = [ask(client, prompt=prompt, **body)["choices"][0]["text"] for prompt in ("hello world", ids, [ids])]
+    assert len(set(texts)) == 1
+
+
+def test_seeds_copies_stops_and_logprobs(client: httpx.Client) -> None:
+    two = ask(client, prompt="hello", max_tokens=8, seed=7, n=2, logprobs=3)["choices"]
+    other = ask(client, prompt="hello", max_tokens=8, seed=8)["choices"][0]
+    assert two[1]["token_ids"] == other["token_ids"] != two[0]["token_ids"]
+    told = two[0]["logprobs"]
+    assert told["token_ids"] == two[0]["token_ids"]
+    assert all(len(one) == 3 for one in told["top_logprobs"])
+    assert all(value < 0 for value in told["token_logprobs"])
+    tokens = other["token_ids"]
+    stopped = ask(client, prompt="hello", max_tokens=8, seed=8, stop_token_ids=[tokens[2:4]])["choices"][0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", tokens[2:4])
+    assert stopped["token_ids"] == tokens[:4]
+
+
+def test_an_empty_prompt_begins_a_document(client: httpx.Client) -> None:
+    assert ask(client, prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
+
+
+def test_the_model_is_listed(client: httpx.Client) -> None:
+    (card,) = client.get("/v1/models").json()["data"]
+    assert (card["id"], card["max_model_len"], card["has_tokenizer"]) == ("tiny", POSITIONS, True)
+    assert client.get("/v1/models/tiny").json() == card
+    assert client.get("/v1/models/other").json()["code"] == "no-such-model"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "words"),
+    [
+        ({"prompt": []}, 422, "prompt", "prompt"),
+        ({"prompt": [1, 300]}, 422, "prompt", "token 1 is 300; the vocabulary has ids 0 to 299"),
+        ({"prompt": ["a"] * (BATCH + 1)}, 413, "prompt", "3 texts are asked for; a request may ask for 2"),
+        ({"n": 3}, 413, "n", "3 texts"),
+        ({"max_tokens": MOST + 1}, 413, "max_tokens", f"is over {MOST}"),
+        ({"prompt": [1] * 200, "max_tokens": MOST}, 413, "max_tokens", "ask for at most 1848"),
+        ({"temperature": -1}, 422, "temperature", "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": 0.0001}, 422, "temperature", "temperature"),
+        ({"echo": True}, 422, "echo", "echo"),
+        ({"best_of": 2}, 422, "best_of", "best_of"),
+        ({"presence_penalty": 0.5}, 422, "presence_penalty", "presence_penalty"),
+        ({"max_token": 4}, 422, "max_token", "max_token: Extra inputs are not permitted"),
+        ({"model": "gpt-4"}, 404, "model", "there is no model gpt-4, only tiny"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_its_place(
+    client: httpx.Client, change: dict[str, Any], status: int, param: str, words: str
+) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "hello"} | change)
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["message"]
+    assert answer.json()["error"]["param"] == param
+
+
+def test_nobody_is_let_in_without_the_key(server: Server) -> None:
+    for token in ("", "wrong", "é"):
+        with server.client("" if token == "é" else token) as stranger:
+            headers = {b"Authorization": b"Bearer \xe9"} if token == "é" else {}
+            for path in ("/v1/models", "/metrics", "/scope/v1/runs", "/nothing"):
+                answer = stranger.get(path, headers=headers)
+                assert answer.status_code == 401, (token, path)
+                assert answer.json()["code"] == "unauthorised"
+            assert stranger.get("/healthz").is_success
+
+
+def test_too_large_a_body_is_not_read(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content=b'{"prompt":"' + b"a" * (5 << 20) + b'"}')
+    assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
+
+
+def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(client: httpx.Client, server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(client.stream("POST", "/v1/completions", json=LONG)) for _ in range(2))
+        running = [events(one) for one in (first, second)]
+        for one in running:
+            next(one)
+        waiting = stack.enter_context(
+            client.stream("POST", "/v1/completions", json=LONG | {"stream_options": {"include_queue": True}})
+        )
+        assert waiting.headers["X-Queue-Position"] == "0"
+        refused = client.post("/v1/completions", json={"prompt": "hello"})
+        assert (refused.status_code, refused.json()["code"]) == (429, "queue-full")
+        assert refused.headers["Retry-After"] == "1"
+        counts = client.get("/metrics").text
+        assert "megatronapp_serve_queue_length 1\n" in counts
+        assert "megatronapp_serve_running 2\n" in counts
+        first.close()
+        heard = events(waiting)
+        places = [(name, json.loads(data)["position"]) for name, data in (next(heard), next(heard))]
+        assert places == [("queue", 0), ("queue", None)]
+    until_idle(client)
+    assert 'megatronapp_serve_prompts_total{reason="cancelled"} 3\n' in client.get("/metrics").text
+
+
+def until_idle(client: httpx.Client) -> None:
+    """Places are free again: a request of the largest size is taken."""
+    while "megatronapp_serve_running 0\n" not in client.get("/metrics").text:
+        pass
+
+
+def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client: httpx.Client) -> None:
+    short = client.post("/scope/v1/runs", json={"prompts": ["hello", "whales"], "tokens": 4})
+    assert short.status_code == 201
+    run = short.json()["run"]
+    while (shown := client.get(f"/scope/v1/runs/{run}").json())["state"] != "done":
+        assert shown["state"] in {"queued", "decoding"}
+    assert [len(ids) for ids in shown["ids"]] == [4, 4]
+    long = client.post("/scope/v1/runs", json={"prompts": ["hello"], "tokens": MOST}).json()["run"]
+    assert client.delete(f"/scope/v1/runs/{long}").status_code == 204
+    while client.get(f"/scope/v1/runs/{long}").json()["state"] != "cancelled":
+        pass
+    assert [one["run"] for one in client.get("/scope/v1/runs").json()][:2] == [long, run]
+    assert client.delete("/scope/v1/runs/000000000000").status_code == 404
+    later = client.post("/scope/v1/runs", json={"prompts": ["a"], "capture": {"preset": "default"}})
+    assert (later.status_code, later.json()["code"]) == (501, "not-yet")
+
+
+def test_all_operations_are_known(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    assert {(method.upper(), path) for path, item in document["paths"].items() for method in item} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), CASES)
+def test_every_answer_is_as_the_document_says(
+    server: Server, client: httpx.Client, method: str, path: str, mode: GenerationMode
+) -> None:
+    key = client.headers["Authorization"]
+    document = client.get("/openapi.json").json()
+    operation = schemathesis.openapi.from_dict(document)[path][method]
+
+    @seed(7)
+    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def send(case: "Case[Any]") -> None:
+        case.call_and_validate(base_url=server.url, checks=CHECKS, headers={"Authorization": key})
+
+    send()
+
+
+def test_whoever_waits_hears_of_the_end(model: pathlib.Path, server: Server) -> None:
+    with server.client() as client:
+        until_idle(client)
+        with client.stream("POST", "/v1/completions", json=LONG) as response:
+            heard = events(response)
+            next(heard)
+            server.process.send_signal(signal.SIGTERM)
+            name, data = list(heard)[-1]
+    assert (name, json.loads(data)["error"]["code"]) == ("error", "stopping")
+    assert server.process.wait(30) == 75

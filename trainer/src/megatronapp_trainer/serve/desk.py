@@ -1,0 +1,187 @@
+"""Where the thread of HTTP and the thread of the engine meet: requests go in, events come out, nobody waits for long.
+
+The event loop of HTTP calls `submit` and `cancel`; the engine's thread calls `open`, `step`, `close`. Each ticket has a
+queue in the event loop, which the engine's thread fills.
+"""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
+from megatronapp_trainer.generate.events import Event, FinishedEvent
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.serve.errors import NotReadyError
+from megatronapp_trainer.serve.tally import Tally
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueEvent:
+    """So many prompts wait before the first one of a ticket that waits; None: none of it waits any more."""
+
+    position: int | None
+
+
+class Gone:
+    """The client has hung up."""
+
+
+Item = Event | QueueEvent | Gone
+Observer = Callable[[Sequence[Event]], None]
+"""Called in the engine's thread with what a step gave."""
+
+
+class Ticket:
+    """The prompts of one request over HTTP. Made and read in the event loop."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self.ids = tuple(request.id for request in requests)
+        self.position: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Hand items over, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, tuple(items))
+
+    async def get(self, timeout_s: float | None = None) -> Item | None:
+        """The next item; None where none came in this time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._items.get()
+        except TimeoutError:
+            return None
+
+    def _put(self, items: tuple[Item, ...]) -> None:
+        for item in items:
+            self._items.put_nowait(item)
+
+
+class Desk:
+    """Counts what is open, hands requests to the engine and events to their tickets."""
+
+    def __init__(self, *, most_open: int, tally: Tally) -> None:
+        self.tally = tally
+        self.observers: list[Observer] = []
+        self._most_open = most_open
+        self._engine: Engine | None = None
+        self._closed: GenerationError | None = None
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._tickets: dict[str, Ticket] = {}
+
+    @property
+    def problem(self) -> GenerationError | None:
+        """Why no request is taken now."""
+        if self._closed is not None:
+            return self._closed
+        return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Ticket:
+        """Take all of these prompts or none.
+
+        Raises:
+            RequestError: one cannot be served.
+            QueueFullError: too many are open.
+            GenerationError: nothing is taken now (`problem`).
+        """
+        ticket = Ticket(requests)
+        with self._lock:
+            if (problem := self.problem) is not None:
+                raise problem
+            assert self._engine is not None
+            if len(self._tickets) + len(requests) > self._most_open:
+                self.tally.refused += 1
+                raise QueueFullError(f"{len(self._tickets)} prompts are open, and at most {self._most_open} may be")
+            self._tickets |= dict.fromkeys(ticket.ids, ticket)
+            self._submit_all(self._engine, requests)
+            ticket.position = self._position(self._engine, ticket)
+        self._work.set()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End what is still open of a ticket; its events come as ever."""
+        engine = self._engine
+        if engine is not None:
+            for request_id in ticket.ids:
+                engine.cancel(request_id)
+        self._work.set()
+
+    def open(self, engine: Engine) -> None:
+        """The model is there: requests are taken from now on."""
+        self._engine = engine
+
+    def step(self, idle_s: float) -> None:
+        """Let the engine do a step and tell what came of it; without work wait for some for a while."""
+        engine = self._engine
+        assert engine is not None
+        if not engine.is_busy:
+            self._work.wait(idle_s)
+            self._work.clear()
+        events = engine.step()
+        self.tally.count(events)
+        for observer in self.observers:
+            observer(events)
+        self._tell_positions(engine)
+        self._deliver(events)
+
+    def close(self, reason: GenerationError) -> None:
+        """Take nothing any more, and tell everybody who waits why."""
+        with self._lock:
+            self._closed = reason
+            tickets, self._tickets = self._tickets, {}
+        for request_id, ticket in tickets.items():
+            ticket.put([FinishedEvent(
+                request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=reason
+            )])  # fmt: skip
+
+    def counts(self) -> tuple[int, int]:
+        """Prompts that wait, and that are being generated."""
+        engine = self._engine
+        with self._lock:
+            ids = list(self._tickets)
+        waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
+        return waiting, len(ids) - waiting
+
+    def _submit_all(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+        taken: list[str] = []
+        try:
+            for request in requests:
+                engine.submit(request)
+                taken.append(request.id)
+        except GenerationError:
+            for request in requests:
+                self._tickets.pop(request.id, None)
+            for request_id in taken:
+                engine.cancel(request_id)
+            raise
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Events of one ticket go together."""
+        batches: dict[Ticket, list[Event]] = {}
+        with self._lock:
+            for event in events:
+                ticket = self._tickets.get(event.request_id)
+                if ticket is not None:
+                    batches.setdefault(ticket, []).append(event)
+                if isinstance(event, FinishedEvent):
+                    self._tickets.pop(event.request_id, None)
+        for ticket, batch in batches.items():
+            ticket.put(batch)
+
+    def _tell_positions(self, engine: Engine) -> None:
+        with self._lock:
+            waiting = {ticket for ticket in self._tickets.values() if ticket.position is not None}
+        for ticket in waiting:
+            position = self._position(engine, ticket)
+            if position != ticket.position:
+                ticket.position = position
+                ticket.put([QueueEvent(position)])
+
+    @staticmethod
+    def _position(engine: Engine, ticket: Ticket) -> int | None:
+        places = (engine.queue_position(request_id) for request_id in ticket.ids)
+        return min((place for place in places if place is not None), default=None)

@@ -1,0 +1,115 @@
+"""What the API knows of the model: its name, its sizes, its tokenizer; and how a request becomes the engine's."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from megatronapp_trainer.data.tokenizer import Tokenizer
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.serve.problems import ApiError
+from megatronapp_trainer.serve.schemas import CompletionRequest, RunRequest
+
+Prompt = str | Sequence[int]
+SEEDS = 2**63
+_PIECE = "\ufffd"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The one model of a server."""
+
+    name: str
+    created: int
+    capacity: int
+    """Most tokens of a prompt and what follows it."""
+    vocab_size: int
+    most_prompts: int
+    most_tokens: int
+    tokenizer: Tokenizer | None = None
+    end_token: int | None = None
+
+    def text_of(self, token: int) -> str:
+        """A token by itself; empty without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.detokenize([token])
+
+    def name_of(self, token: int) -> str:
+        """The token's text where that tells it from all others, else its id: several are pieces of characters."""
+        text = self.text_of(token)
+        return text if text and _PIECE not in text else f"id:{token}"
+
+    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """Ids of a prompt; an empty text begins a document. Raises ApiError."""
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.tokenizer is None:
+            hint = "Give ids, or serve with --tokenizer-file."
+            raise ApiError(422, "no-tokenizer", "prompt: this model has no tokenizer", hint=hint, param="prompt")
+        ids = self.tokenizer.tokenize(prompt)
+        if not ids and self.end_token is not None:
+            ids = [self.end_token]
+        return tuple(ids)
+
+    def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
+        """One for each text that is asked for. Raises ApiError, RequestError."""
+        if body.model not in {None, self.name}:
+            raise ApiError(404, "no-such-model", f"there is no model {body.model}, only {self.name}", param="model")
+        prompts = prompts_of(body)
+        self._check_sizes(len(prompts) * body.n, body.max_tokens, ("prompt" if body.n == 1 else "n", "max_tokens"))
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        return [
+            GenerationRequest(
+                id=f"{name}-{place * body.n + copy}",
+                prompt=ids,
+                max_new_tokens=body.max_tokens,
+                temperature=body.temperature,
+                top_k=body.top_k,
+                top_p=body.top_p,
+                seed=(seed + copy) % SEEDS,
+                stop_texts=tuple(stops),
+                stop_tokens=tuple(map(tuple, body.stop_token_ids)),
+                ignore_end=body.ignore_eos,
+                candidates=body.logprobs or 0,
+            )
+            for place, ids in enumerate(map(self.ids_of, prompts))
+            for copy in range(body.n)
+        ]
+
+    def run_requests(self, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
+        """One for each prompt of a run. Raises ApiError, RequestError."""
+        self._check_sizes(len(body.prompts), body.tokens, ("prompts", "tokens"))
+        sampling = body.sampling
+        return [
+            GenerationRequest(
+                id=f"{name}-{sample}",
+                prompt=self.ids_of(prompt),
+                max_new_tokens=body.tokens,
+                temperature=sampling.temperature,
+                top_k=sampling.topK,
+                top_p=sampling.topP,
+                seed=seed,
+                stop_texts=tuple(sampling.stop),
+            )
+            for sample, prompt in enumerate(body.prompts)
+        ]
+
+    def _check_sizes(self, prompts: int, tokens: int, params: tuple[str, str]) -> None:
+        of_prompts, of_tokens = params
+        if prompts > self.most_prompts:
+            words = f"{of_prompts}: {prompts} texts are asked for; a request may ask for {self.most_prompts}"
+            raise ApiError(413, "too-many", words, hint="Send several requests.", param=of_prompts)
+        if tokens > self.most_tokens:
+            words = f"{of_tokens}: {tokens} is over {self.most_tokens}, the most that this server generates"
+            raise ApiError(413, "too-long", words, hint="Ask for less.", param=of_tokens)
+
+
+def prompts_of(body: CompletionRequest) -> list[Prompt]:
+    """The prompts of a request, each by itself."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    return [given] if isinstance(given[0], int) else list(given)
+
+
+def new_seed(given: int | None) -> int:
+    """The seed that was asked for, or a fresh one."""
+    return secrets.randbelow(SEEDS) if given is None else given

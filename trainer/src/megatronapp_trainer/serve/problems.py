@@ -1,0 +1,115 @@
+"""Errors of the HTTP interface, in one shape for both kinds of clients.
+
+`{"code", "message", "hint"}` as everywhere in this product, and `error` as clients of OpenAI's interface read it.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from megatronapp_trainer.generate.errors import EngineLostError, GenerationError, QueueFullError, RequestError
+from megatronapp_trainer.serve.errors import NotReadyError, StoppingError
+
+SEE = "See /openapi.json for what there is."
+RETRY_S = {429: 1, 503: 5}
+_PARAMS = {
+    "prompt": "prompt",
+    "max_new_tokens": "max_tokens",
+    "stop_texts": "stop",
+    "stop_tokens": "stop_token_ids",
+    "candidates": "logprobs",
+}
+"""What our fields of a request are called there."""
+TOO_LARGE = frozenset({"max_new_tokens"})
+_ANSWERS: dict[type[GenerationError], tuple[int, str, str]] = {
+    QueueFullError: (429, "queue-full", "Try again after Retry-After seconds."),
+    EngineLostError: (503, "engine-lost", "The ranks are started again; ask anew in a moment."),
+    NotReadyError: (503, "not-ready", "/readyz tells when requests are taken."),
+    StoppingError: (503, "stopping", "Ask another server, or this one once it is back."),
+}
+_FAILED = (500, "generation-failed", "The server's log tells more.")
+
+
+class ApiError(Exception):
+    """An answer that is not a success. `param` is the place in the request."""
+
+    def __init__(self, status: int, code: str, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.hint = hint
+        self.param = param
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The one shape of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    detail = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"code": error.code, "message": str(error), "hint": error.hint, "error": detail}
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The answer."""
+    headers = {"Retry-After": str(RETRY_S[error.status])} if error.status in RETRY_S else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), error.status, headers=headers)
+
+
+def api_error(error: GenerationError) -> ApiError:
+    """An error of generation as an answer."""
+    message = str(error)
+    if isinstance(error, RequestError):
+        return _of_request(error, message)
+    found = next((answer for kind, answer in _ANSWERS.items() if isinstance(error, kind)), _FAILED)
+    status, code, hint = found
+    return ApiError(status, code, message, hint=hint)
+
+
+def _of_request(error: RequestError, message: str) -> ApiError:
+    param = _PARAMS.get(error.field, error.field)
+    words = message.replace(error.field, param, 1)
+    if error.field in TOO_LARGE:
+        return ApiError(413, "too-long", words, hint="Shorten the prompt, or ask for less.", param=param)
+    return ApiError(422, "invalid-request", words, hint=SEE, param=param)
+
+
+def install(app: FastAPI) -> None:
+    """Give `app` these error answers."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(GenerationError, _on_generation_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http_error)
+
+
+async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_generation_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GenerationError)
+    return error_response(api_error(error))
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = error.errors()
+    parts = (f"{_place(item['loc']) or 'the body'}: {item['msg']}" for item in found)
+    param = _place(found[0]["loc"]).partition(".")[0] or None
+    return error_response(ApiError(422, "invalid-request", "; ".join(parts), hint=SEE, param=param))
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location[1:])
+
+
+async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
+    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=SEE))
+    answer.headers.update(error.headers or {})
+    return answer

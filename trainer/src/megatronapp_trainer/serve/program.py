@@ -1,0 +1,230 @@
+"""One rank of a server: load, join the gang, then generate (rank 0) or follow. Exit codes: `names.ExitCode`."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.tokens import read_secret
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.errors import DataError, TrainerError, UsageError
+from megatronapp_trainer.serve.settings import Command, build_serve_parser, configure, read_command
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from megatronapp_trainer.data.tokenizer import Tokenizer
+    from megatronapp_trainer.generate.engine import Engine
+    from megatronapp_trainer.generate.errors import EngineLostError, GenerationError
+    from megatronapp_trainer.generate.gang import Gang
+    from megatronapp_trainer.report import Progress
+    from megatronapp_trainer.serve.desk import Desk
+    from megatronapp_trainer.serve.model import ServedModel
+    from megatronapp_trainer.signals import StopWish
+
+IDLE_S = 0.2
+"""How long the engine's thread sleeps without work; a signal is acted upon as late as this."""
+PAGE_S = 1.0
+ADDRESS_FILE = "serve.url"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve; returns the exit code. Errors of ours become one message on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        build_serve_parser().print_help()
+        return ExitCode.OK
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        command = read_command(arguments)
+        return serve(command, configure(command))
+    except TrainerError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def serve(command: Command, config: TrainerConfig) -> ExitCode:
+    """Load, generate until asked to stop, tear down. Raises TrainerError."""
+    from megatronapp_trainer.generate.build import generation_layout
+    from megatronapp_trainer.groups import destroy_groups
+    from megatronapp_trainer.pretrain import named_errors
+    from megatronapp_trainer.signals import StopWish
+
+    layout = generation_layout(config)
+    with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
+        front = stack.enter_context(open_front(command)) if layout.rank == 0 else None
+        gang = load(command, config)
+        if front is None:
+            gang.follow()
+        else:
+            front.answer(gang, config, wish)
+        destroy_groups()
+    return ExitCode.PREEMPTED
+
+
+def load(command: Command, config: TrainerConfig) -> "Gang":
+    """The model with its weights, and this rank's end of the gang. Collective."""
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.generate import build
+    from megatronapp_trainer.generate.stage import Options
+    from megatronapp_trainer.groups import initialize_groups
+
+    layout = build.generation_layout(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    vocab_size = config.data.vocab_size
+    assert vocab_size is not None  # of the checkpoint's arguments
+    model = build.build_model(config, layout, device, vocab_size=vocab_size)
+    path = build.load_weights(model, config, command.load)
+    options = Options(
+        slots=command.options.max_batch_size,
+        capacity=capacity_of(command, config),
+        prefill_chunk=command.options.prefill_chunk,
+    )
+    gang = build.open_gang(model, config, layout, device, options, vocab_size=vocab_size)
+    if layout.rank == 0:
+        print(f"weights read from {path}", flush=True)
+    return gang
+
+
+def capacity_of(command: Command, config: TrainerConfig) -> int:
+    """Most tokens of a prompt and what follows it."""
+    return command.options.max_length or config.model.positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Front:
+    """Rank 0's side that people see."""
+
+    command: Command
+    app: "FastAPI"
+    desk: "Desk"
+    url: str
+    page: "Progress | None"
+
+    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish") -> None:
+        """Generate what is asked for until asked to stop. Raises EngineLostError."""
+        from megatronapp_trainer.generate.engine import Engine
+        from megatronapp_trainer.serve.errors import StoppingError
+
+        model = describe(self.command, config)
+        engine = Engine(
+            gang,
+            decode=None if model.tokenizer is None else model.tokenizer.detokenize,
+            end_tokens=() if model.end_token is None else (model.end_token,),
+            most_waiting=_most_open(self.command),
+        )
+        self.app.state.model = model
+        self.desk.open(engine)
+        print(f"serving {model.name} at {self.url}", flush=True)
+        self._work(engine, wish)
+        if engine.failure is not None:
+            self.desk.close(engine.failure)
+            raise _blamed(engine.failure)
+        self.desk.close(StoppingError("the server was asked to stop"))
+        engine.close()
+
+    def _work(self, engine: "Engine", wish: "StopWish") -> None:
+        due = 0.0
+        while not wish.requested and engine.failure is None:
+            self.desk.step(IDLE_S)
+            if time.monotonic() >= due:
+                self._report()
+                due = time.monotonic() + PAGE_S
+
+    def _report(self) -> None:
+        tally = self.desk.tally
+        if self.page is not None:
+            self.page.update(
+                state="serving",
+                iteration=tally.steps,
+                requests=tally.prompts,
+                tokensPerSecond=tally.tokens_per_second(),
+            )
+
+
+def _blamed(failure: "EngineLostError") -> "GenerationError":
+    """The failure with the exit code of who is to blame: a peer, or this rank itself."""
+    from megatronapp_trainer.collective import says_lost_peer
+    from megatronapp_trainer.generate.errors import GenerationError
+
+    cause = failure.__cause__
+    return failure if cause is None or says_lost_peer(cause) else GenerationError(str(failure))
+
+
+@contextlib.contextmanager
+def open_front(command: Command) -> Iterator[Front]:
+    """Listen and answer that the model is being loaded. Raises UsageError, RendezvousError."""
+    from megatronapp_trainer.report import open_progress
+    from megatronapp_trainer.serve import web
+    from megatronapp_trainer.serve.desk import Desk
+    from megatronapp_trainer.serve.tally import Tally
+
+    secret = load_secret()
+    web.check_address(command.options.host, secret)
+    page = open_progress(0)
+    if page is not None:
+        page.update(state="starting", totalIterations=None)
+    sock = web.listen(command.options.host, command.options.port)
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    desk = Desk(most_open=_most_open(command), tally=Tally())
+    app = web.create_app(desk, secret=secret)
+    with web.served(app, sock):
+        if (folder := os.environ.get(Env.RUN_DIR)) is not None:
+            web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
+        yield Front(command=command, app=app, desk=desk, url=url, page=page)
+
+
+def describe(command: Command, config: TrainerConfig) -> "ServedModel":
+    """The model as people see it. Raises DataError for a tokenizer that cannot be read."""
+    from megatronapp_trainer.data import tokenizer as tokenizers
+    from megatronapp_trainer.serve.model import ServedModel
+
+    data = config.data
+    tokenizer = None
+    if data.tokenizer_file is not None or data.vocab_file is not None:
+        tokenizer = tokenizers.load(
+            vocab_file=data.vocab_file, merge_file=data.merge_file, tokenizer_file=data.tokenizer_file
+        )
+    assert data.vocab_size is not None
+    return ServedModel(
+        name=os.environ.get(Env.JOB) or command.load.resolve().name,
+        created=int(time.time()),
+        capacity=capacity_of(command, config),
+        vocab_size=data.vocab_size,
+        most_prompts=command.options.max_batch_size,
+        most_tokens=command.options.max_tokens,
+        tokenizer=tokenizer,
+        end_token=None if tokenizer is None else _end_of(tokenizer),
+    )
+
+
+def _end_of(tokenizer: "Tokenizer") -> int | None:
+    """The token that ends a document, where there is one."""
+    try:
+        return tokenizer.eod
+    except DataError:
+        return None
+
+
+def load_secret() -> str | None:
+    """The job's secret; None where no file is named. Raises UsageError for a file that cannot be read."""
+    path = os.environ.get(Env.SECRET_FILE)
+    if not path:
+        return None
+    try:
+        return read_secret(pathlib.Path(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
+
+
+def _most_open(command: Command) -> int:
+    return command.options.max_batch_size + command.options.queue_length

@@ -1,0 +1,125 @@
+"""The routes that OpenAI's clients know."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from megatronapp_trainer.serve.completion import Answer, GoneError, stream, whole
+from megatronapp_trainer.serve.desk import Desk, Gone, Ticket
+from megatronapp_trainer.serve.model import ServedModel, new_seed, prompts_of
+from megatronapp_trainer.serve.problems import ApiError
+from megatronapp_trainer.serve.schemas import (
+    Completion,
+    CompletionRequest,
+    ModelCard,
+    ModelList,
+    Problem,
+    StreamOptions,
+)
+from megatronapp_trainer.serve.state import DeskOf, ModelOf
+
+router = APIRouter()
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 404, 408, 413, 422, 429, 500, 503)
+}
+POSITION = "X-Queue-Position"
+GONE_STATUS = 499
+"""What nginx calls a request whose client has closed; nobody reads it."""
+
+
+@router.get("/v1/models", responses=ANSWERS)
+async def models(model: ModelOf) -> ModelList:
+    """The model that is served."""
+    return ModelList(data=[_card(model)])
+
+
+@router.get("/v1/models/{name:path}", responses=ANSWERS)
+async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) -> ModelCard:
+    """The model of this name."""
+    if name != model.name:
+        raise ApiError(404, "no-such-model", f"there is no model of this name, only {model.name}", param="model")
+    return _card(model)
+
+
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses={**ANSWERS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: DeskOf) -> Response:
+    """Go on from one or more prompts."""
+    name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
+    requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
+    ticket = desk.submit(requests)
+    answer = Answer(
+        model=model,
+        name=name,
+        created=int(time.time()),
+        seed=seed,
+        ids=ticket.ids,
+        with_logprobs=body.logprobs is not None,
+        prompts=len(prompts_of(body)),
+    )
+    headers = {POSITION: str(ticket.position or 0)}
+    if body.stream:
+        return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
+    with cancelled_when_gone(request.receive, desk, ticket):
+        try:
+            found = await whole(answer, ticket)
+        except GoneError:
+            return Response(status_code=GONE_STATUS)
+    return JSONResponse(found.model_dump(mode="json"), headers=headers)
+
+
+class EventStream(Response):
+    """Server-sent events; what is not asked for any more is cancelled."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncIterator[str], desk: Desk, ticket: Ticket, headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._pieces, self._desk, self._ticket = pieces, desk, ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces as they come."""
+        with cancelled_when_gone(receive, self._desk, self._ticket):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def cancelled_when_gone(receive: Receive, desk: Desk, ticket: Ticket) -> Iterator[None]:
+    """While this is entered a client that hangs up is noticed; at its end whatever is open is cancelled."""
+    listener = asyncio.create_task(_until_gone(receive, ticket))
+    try:
+        yield
+    finally:
+        listener.cancel()
+        desk.cancel(ticket)
+
+
+async def _until_gone(receive: Receive, ticket: Ticket) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.put([Gone()])
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(
+        id=model.name,
+        created=model.created,
+        max_model_len=model.capacity,
+        vocab_size=model.vocab_size,
+        has_tokenizer=model.tokenizer is not None,
+    )

@@ -1,0 +1,211 @@
+"""Bodies of requests and answers. Names and meanings are those of OpenAI's completions; the rest is refused."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatronapp_trainer.generate.request import LONGEST_STOP, MOST_STOPS
+
+MOST_LOGPROBS = 20
+MOST_PROMPTS = 1024
+MOST_TEXT = 4_000_000
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1, max_length=1_048_576)]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A body of a request: unknown fields and values of a wrong type are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    """A last chunk with the numbers of tokens."""
+    include_queue: bool = False
+    """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
+
+
+class CompletionRequest(Body):
+    """A request to go on from one or more prompts."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    """Name as in /v1/models; there is one."""
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    """A text, ids of tokens, or a list of either."""
+    max_tokens: Count = 16
+    """Most new tokens of each prompt."""
+    temperature: Temperature = 1.0
+    """0: always the likeliest token."""
+    top_p: TopP = 1.0
+    """Choose among the fewest likeliest tokens that have this probability together."""
+    top_k: TopK = 0
+    """Choose among so many of the likeliest tokens; 0: among all."""
+    seed: Seed | None = None
+    """The same seed gives the same text again; left out: a new one each time."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Texts for each prompt, with the seeds seed, seed + 1, ..."""
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    """Texts that end the generation; they are left out."""
+    stop_token_ids: Annotated[list[StopTokens], Field(max_length=MOST_STOPS)] = []
+    """Sequences of tokens that end the generation."""
+    ignore_eos: bool = False
+    """Go on after the end of a document."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Tell the log-probability of each token, and so many of the likeliest."""
+    stream: bool = False
+    """Send the text as it comes, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """What a stream tells beside the text."""
+    user: Annotated[str, Field(max_length=256)] | None = None
+    """Taken and not used."""
+    echo: Literal[False] = False
+    """The prompt is not repeated."""
+    best_of: Literal[1] | None = None
+    """There is no choice among several."""
+    suffix: None = None
+    """Nothing is filled in."""
+    presence_penalty: Literal[0] = 0
+    """There are no penalties."""
+    frequency_penalty: Literal[0] = 0
+    """There are no penalties."""
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    """Logits are not biased."""
+
+
+class Logprobs(BaseModel):
+    """Of each new token."""
+
+    tokens: list[str]
+    token_ids: list[int]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Characters of text before it."""
+
+
+class Choice(BaseModel):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"] | None
+    stop_reason: str | int | list[int] | None = None
+    """What ended it: a text, or tokens."""
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Completion(BaseModel):
+    """What came of a request."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    seed: int
+    """The one that was used."""
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """The model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["megatronapp"] = "megatronapp"
+    max_model_len: int
+    """Most tokens of a prompt and what follows it."""
+    vocab_size: int
+    has_tokenizer: bool
+    """Without one prompts are ids of tokens."""
+
+
+class ModelList(BaseModel):
+    """All models: there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Problem(BaseModel):
+    """An error."""
+
+    code: str
+    message: str
+    hint: str
+    error: dict[str, Any]
+    """The same as clients of OpenAI's interface read it: message, type, param, code."""
+
+
+class Health(BaseModel):
+    """Whether the server is well."""
+
+    status: Literal["ok", "starting", "stopping"]
+
+
+class RunSampling(Body):
+    """How a run chooses tokens."""
+
+    temperature: Temperature = 1.0
+    topK: TopK = 0
+    topP: TopP = 1.0
+    seed: Seed | None = None
+    stop: Annotated[list[StopText], Field(max_length=MOST_STOPS)] = []
+
+
+class RunRequest(Body):
+    """A run of MegaScope (docs/scope-protocol.md, section 8)."""
+
+    prompts: Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+    tokens: Count = 32
+    sampling: RunSampling = RunSampling()
+    capture: dict[str, Any] | None = None
+
+
+class RunStarted(BaseModel):
+    """A run that was taken."""
+
+    run: str
+    position: int | None
+    """Prompts before it in the queue; null: it does not wait."""
+
+
+class Run(BaseModel):
+    """What became of a run."""
+
+    run: str
+    state: Literal["queued", "decoding", "done", "cancelled", "failed"]
+    position: int | None
+    prompts: list[str]
+    texts: list[str]
+    ids: list[list[int]]
+    tokens: int
+    seed: int
+    error: dict[str, str] | None
+    startedAt: str

@@ -1,0 +1,118 @@
+"""Command line of a server: our flags, and those of the trainer, completed by what the checkpoint tells."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatronapp_common.names import SERVE_PORT
+from megatronapp_trainer.checkpoint import arguments as stored_arguments
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
+from megatronapp_trainer.config import TrainerConfig, build_parser, parse
+from megatronapp_trainer.config.fields import RefusingParser, add_section, option, read_section
+from megatronapp_trainer.errors import CheckpointError, UsageError
+
+LARGEST_PORT = 65535
+_NO_TRAINING = ("--mock-data", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1")
+"""What the trainer's parser asks for and a server never uses."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Serving."""
+
+    host: str = option("127.0.0.1", "address of the API")
+    port: int = option(SERVE_PORT, "port of the API; 0: a free one")
+    max_batch_size: int = option(8, "prompts that are generated together, and the most of one request")
+    max_tokens: int = option(1024, "most new tokens of a prompt")
+    max_length: int | None = option(None, "most tokens of a prompt and what follows; default: the model's positions")
+    queue_length: int = option(32, "prompts that may wait")
+    prefill_chunk: int = option(512, "tokens of prompts that one forward pass reads")
+    precision: str | None = option(None, "weights and activations; default: as trained", choices=("fp32", "bf16"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command line, read as far as it can be without the checkpoint."""
+
+    options: ServeOptions
+    rest: tuple[str, ...]
+    """Flags of the trainer."""
+    load: pathlib.Path
+
+
+def build_serve_parser() -> RefusingParser:
+    """The parser of our own flags."""
+    parser = RefusingParser(
+        prog="python -m megatronapp_trainer.serve",
+        description="Serve a checkpoint. Beside these flags those of megatronapp_trainer.pretrain are taken; what the "
+        "checkpoint knows of its model may be left out.",
+        allow_abbrev=False,
+    )
+    add_section(parser, ServeOptions)
+    return parser
+
+
+def read_command(arguments: Sequence[str]) -> Command:
+    """Our flags of a command line. Raises UsageError that names the flag and what to write instead."""
+    namespace, rest = build_serve_parser().parse_known_args(list(arguments))
+    options = read_section(ServeOptions, namespace)
+    _check(options)
+    load = build_parser().parse_known_args(rest)[0].load
+    if load is None:
+        raise UsageError("--load is missing; give the directory of a checkpoint")
+    return Command(options=options, rest=tuple(rest), load=pathlib.Path(load))
+
+
+def configure(command: Command) -> TrainerConfig:
+    """The trainer's configuration for the newest whole checkpoint of `--load`.
+
+    Raises:
+        UsageError: flags that cannot work.
+        CheckpointError: there is no whole checkpoint.
+    """
+    path, stored = newest_arguments(command.load)
+    precision = command.options.precision or ("bf16" if stored.get("--bf16") else "fp32")
+    words = [
+        *stored_arguments.model_flags(stored),
+        *_NO_TRAINING,
+        *(["--bf16"] if precision == "bf16" and "--bf16" not in command.rest else []),
+        *_tokenizer_of(path, stored, command.rest),
+        *command.rest,
+    ]
+    return parse(words)
+
+
+def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str, Any]]:
+    """The newest whole checkpoint of a directory, and the arguments it was made with. Raises CheckpointError."""
+    flaws = []
+    for path in CheckpointDirectory(directory).checkpoints():
+        try:
+            return path, read_manifest(path).arguments
+        except BrokenCheckpointError as error:
+            flaws.append(f"{path}: {error}")
+    raise CheckpointError("; ".join(flaws) or f"--load {directory} holds no checkpoint; check the path")
+
+
+def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
+    """The tokenizer that lies beside a checkpoint, unless the command line names one."""
+    flags = {word.partition("=")[0] for word in rest}
+    name = stored.get(stored_arguments.TOKENIZER_FILE)
+    if name is None or flags & {"--tokenizer-file", "--vocab-file"}:
+        return []
+    return ["--tokenizer-file", str(path / str(name))]
+
+
+def _check(options: ServeOptions) -> None:
+    if not 0 <= options.port <= LARGEST_PORT:
+        raise UsageError(f"--port {options.port} is no port; write 1 to {LARGEST_PORT}, or 0 for a free one")
+    for name in ("max_batch_size", "max_tokens", "prefill_chunk"):
+        _at_least(name, getattr(options, name), 1)
+    _at_least("queue_length", options.queue_length, 0)
+    if options.max_length is not None:
+        _at_least("max_length", options.max_length, 2)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"--{name.replace('_', '-')} {value} is too small; write {least} or more")

@@ -1,0 +1,97 @@
+"""The application, and the thread that serves it."""
+
+import contextlib
+import logging
+import pathlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from megatronapp_common.safe_headers import SafeHeaders
+from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_trainer.serve import problems, routes_openai, routes_probe, routes_scope
+from megatronapp_trainer.serve.desk import Desk
+from megatronapp_trainer.serve.guard import BodyLimit, TokenGuard
+from megatronapp_trainer.serve.runs import Runs
+
+API_VERSION = "1"
+LOOPBACK = "127."
+SHUTDOWN_S = 2
+MOST_CONNECTIONS = 1024
+
+
+def build_api() -> FastAPI:
+    """All routes, without a model behind them."""
+    app = FastAPI(title="MegatronApp serve", version=API_VERSION, docs_url=None, redoc_url=None)
+    problems.install(app)
+    for module in (routes_probe, routes_openai, routes_scope):
+        app.include_router(module.router)
+    return app
+
+
+def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
+    """The application in front of a desk; `app.state.model` is set once there is a model."""
+    app = build_api()
+    app.state.desk, app.state.model, app.state.runs = desk, None, Runs()
+    app.add_middleware(BodyLimit)
+    app.add_middleware(TokenGuard, secret=secret)
+    app.add_middleware(SafeHeaders)
+    return app
+
+
+def check_address(host: str, secret: str | None) -> None:
+    """Raise UsageError for an address that other machines reach where nobody has to prove anything."""
+    if secret is None and not host.startswith(LOOPBACK):
+        raise UsageError(
+            f"--host {host} lets other machines in, and without MEGATRONAPP_SECRET_FILE nobody needs a key; "
+            "take 127.0.0.1, or `megatronapp serve`, which makes a key"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises RendezvousError if the port is taken or the address not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        raise RendezvousError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return found
+
+
+@contextlib.contextmanager
+def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
+    """Serve in a thread; at the end answers that are on their way get 2 s."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([sock],), name="http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(SHUTDOWN_S + 1)
+        sock.close()
+
+
+def write_address(path: pathlib.Path, url: str) -> None:
+    """Tell where the API answers, beside and renamed."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(url + "\n", encoding="utf-8")
+    draft.rename(path)
