@@ -1,0 +1,216 @@
+"""`megatronapp checkpoint ...`: the parser is light; the work is imported when it runs."""
+
+import argparse
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatronapp_trainer.convert.spellings import COMMAND, SPELLINGS, Spelling, translate, words_of
+from megatronapp_trainer.errors import TrainerError, UsageError
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.convert.options import Options, Summary
+
+_DESCRIPTION = """\
+Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Qwen2 and Qwen2.5; config.json and *.safetensors)
+and checkpoints of this trainer, in the direction that --load-dir says. Nothing is downloaded, bits stay as they are,
+and the tokenizer's files go along. The options of Megatron's tools/checkpoint/convert.py are understood.
+"""
+_EPILOG = """\
+examples:
+  megatronapp checkpoint convert --load-dir Qwen2.5-0.5B --save-dir checkpoints/qwen
+  megatronapp checkpoint convert --load-dir checkpoints/qwen --save-dir Qwen2.5-0.5B-tuned --dtype bf16
+"""
+_WRONG_COMMAND_LINE = 2
+_INTERRUPTED = 130
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE = re.compile(r"(\d+) ?([KMG]B|)")
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `checkpoint` and its subcommands."""
+    checkpoint = subparsers.add_parser("checkpoint", help="convert weights", description="Work with checkpoints.")
+    commands = checkpoint.add_subparsers(dest="checkpoint_command", metavar="COMMAND", required=True)
+    convert = commands.add_parser(
+        "convert",
+        help="from Hugging Face, and back",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_options(convert)
+    for spelling in SPELLINGS:
+        convert.add_argument(
+            spelling.flag,
+            dest="spelled",
+            action=_Spelled,
+            spelling=spelling,
+            nargs=0 if spelling.takes is None else None,
+            help=argparse.SUPPRESS,
+        )
+    convert.set_defaults(func=run_convert, spelled=())
+
+
+class _Spelled(argparse.Action):
+    """Collects what is spelled as in Megatron's tools, in order."""
+
+    def __init__(self, *args: Any, spelling: Spelling, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*args, **keywords)
+        self._spelling = spelling
+
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: str | None = None) -> None:  # noqa: ANN401
+        value = values if isinstance(values, str) else None
+        namespace.spelled = (*namespace.spelled, (self._spelling, value))
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--load-dir", metavar="DIR", help="Hugging Face folder, or directory of checkpoints of this trainer (required)")
+    add("--save-dir", metavar="DIR", help="new folder to write (required)")
+    add("--from", dest="source", choices=("hf", "megatronapp"), help="refuse a --load-dir that holds something else")
+    add("--to", choices=("hf", "megatronapp"), help="default: the other one")
+    add("--family", choices=("gpt2", "llama", "mistral", "qwen2"), help="default: by config.json or the checkpoint")
+    add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: as they are")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, or its folder, to go along instead of the source's")
+    add("--iteration", type=_whole, metavar="N", help="which checkpoint; default: the newest whole one")
+    add("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a Hugging Face file (5GB)")
+    add("--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N", help="padding of ours (128)")
+    add("--target-tensor-parallel-size", type=_positive, default=1, metavar="N", help="TP to check for; any TP loads")
+    add("--target-pipeline-parallel-size", type=_positive, default=1, metavar="N", help="PP to check for; any PP loads")
+    add("--position-embedding-type", metavar="TYPE", help="refuse a model that has other positions")
+    add("--overwrite", action="store_true", help="replace what an earlier conversion has written to --save-dir")
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    value = _whole(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def _bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or a number of bytes")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert, say what was made, and return the exit code: 0, 2 (options), 65 (source), 67 (storage), 130 (Ctrl-C)."""
+    try:
+        options = options_from(args)
+        from megatronapp_trainer.convert.job import convert
+
+        print(report(convert(options), options))
+    except TrainerError as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return _WRONG_COMMAND_LINE if isinstance(error, UsageError) else int(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped; --save-dir is as it was", file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def options_from(args: argparse.Namespace) -> "Options":
+    """Checked options. Raises UsageError, with the command to use where a spelling has no meaning here."""
+    from megatronapp_trainer.convert.options import Options
+
+    args = _own(args)
+    if args.load_dir is None or args.save_dir is None:
+        raise UsageError(f"both folders are needed: {COMMAND} --load-dir FROM --save-dir TO")
+    load, save = pathlib.Path(args.load_dir), pathlib.Path(args.save_dir)
+    if load.resolve() == save.resolve():
+        raise UsageError("--save-dir must be another folder than --load-dir")
+    return Options(
+        load_dir=load,
+        save_dir=save,
+        source=args.source,
+        to=args.to,
+        family=args.family,
+        dtype=args.dtype,
+        tokenizer=None if args.tokenizer_model is None else pathlib.Path(args.tokenizer_model),
+        shard_bytes=args.max_shard_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        iteration=args.iteration,
+        tensor_size=args.target_tensor_parallel_size,
+        pipeline_size=args.target_pipeline_parallel_size,
+        positions=args.position_embedding_type,
+        overwrite=args.overwrite,
+    )
+
+
+class _Refusing(argparse.ArgumentParser):
+    """Raises what is wrong with a value that came in another spelling."""
+
+    def error(self, message: str) -> Any:  # noqa: ANN401 - never returns
+        raise UsageError(message)
+
+
+def _own(args: argparse.Namespace) -> argparse.Namespace:
+    """The options with what was spelled otherwise in their place."""
+    parser = _Refusing(prog=COMMAND, allow_abbrev=False)
+    _add_options(parser)
+    try:
+        words = translate(args.spelled)
+    except UsageError as error:
+        raise UsageError(f"{error}\nwrite: {_command(args)}") from None
+    return parser.parse_args(words, argparse.Namespace(**vars(args)))
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command line without what has no meaning."""
+    words: list[str] = []
+    for spelling, value in args.spelled:
+        try:
+            words += words_of(spelling, value)
+        except UsageError:
+            continue
+    places = {"--load-dir": args.load_dir, "--save-dir": args.save_dir}
+    named = [word for flag, value in places.items() if flag not in words for word in (flag, value or "DIR")]
+    return shlex.join([*COMMAND.split(), *named, *_given(args), *words])
+
+
+def _given(args: argparse.Namespace) -> Sequence[str]:
+    """The other options of ours that are not at their default."""
+    parser = argparse.ArgumentParser(add_help=False)
+    _add_options(parser)
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(args, action.dest)
+        if value == action.default or action.dest in ("load_dir", "save_dir"):
+            continue
+        words += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
+    return words
+
+
+def report(summary: "Summary", options: "Options") -> str:
+    """What was made, and the flags that use it."""
+    from megatronapp_trainer.convert.options import HF
+
+    size = f"{summary.parameters / 1e9:.2f} billion" if summary.parameters >= 10**7 else f"{summary.parameters:,}"
+    lines = [f"{summary.path} written: {summary.family}, {size} parameters in {summary.dtype}"]
+    if summary.written == HF:
+        return lines[0]
+    layout = _layout(options)
+    lines.append(shlex.join(["serve", "with:", "megatronapp", "serve", "--load", str(summary.path), *layout]))
+    lines.append("train on with: " + shlex.join(["--load", str(summary.path), "--finetune", *layout]))
+    lines.append("and its model: " + shlex.join([*summary.flags, *summary.tokenizer]))
+    return "\n".join(lines)
+
+
+def _layout(options: "Options") -> list[str]:
+    sizes = {
+        "--tensor-model-parallel-size": options.tensor_size,
+        "--pipeline-model-parallel-size": options.pipeline_size,
+    }
+    return [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]

@@ -1,0 +1,160 @@
+"""Options of Megatron's converters that stand in people's scripts, and what they mean here.
+
+Taken are those of ``tools/checkpoint/convert.py`` and of the older two-step conversion of GPT-2, with words where each
+has a meaning. Those that have none are answered with the reason and the command to use.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from megatronapp_trainer.convert.options import HF, OURS
+from megatronapp_trainer.errors import UsageError
+
+COMMAND: Final = "megatronapp checkpoint convert"
+ANY: Final = "*"
+"""Stands among the values of a spelling for all that are not named."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spelling:
+    """One option of theirs. Exactly one of the last three says what it means."""
+
+    flag: str
+    takes: str | None = None
+    """What its value is called; None for a switch."""
+    means: str | tuple[str, ...] | None = None
+    """Our option that takes the value; for a switch our words."""
+    values: Mapping[str, tuple[str, ...] | str] | None = None
+    """What each value means: words of ours, or why it cannot be had."""
+    answer: str | None = None
+    """Why it has no meaning here."""
+
+
+_LEGACY = (
+    "Megatron's old format (mp_rank_XX) is neither read nor written, and no step needs it: what one conversion writes "
+    "is trained and served with as it is"
+)
+_FROM_HF, _FROM_OURS, _TO_OURS = ("--from", HF), ("--from", OURS), ("--to", OURS)
+_ONE_LAYOUT = "the files do not depend on the layout; it is chosen when the model is trained or served"
+_IMPLEMENTATION = (
+    "the weights are the same for all layers; --transformer-impl is chosen when the model is trained or served"
+)
+
+SPELLINGS: Final = (
+    Spelling(
+        "--model-type",
+        "TYPE",
+        values={
+            "GPT": (),
+            "BERT": "models of transformers normalise after each layer, which no model of this trainer does; only GPT",
+        },
+    ),
+    Spelling(
+        "--loader",
+        "NAME",
+        values={
+            "llama_mistral": _FROM_HF,
+            "core": _FROM_OURS,
+            "mcore": _FROM_OURS,
+            "legacy": _LEGACY,
+            "megatron": _LEGACY,
+            "mixtral_hf": "mixtures of experts cannot be trained here",
+        },
+    ),
+    Spelling("--saver", "NAME", values={"core": _TO_OURS, "mcore": _TO_OURS, "legacy": _LEGACY, "megatron": _LEGACY}),
+    Spelling("--load_path", "DIR", means="--load-dir"),
+    Spelling("--save_path", "DIR", means="--save-dir"),
+    Spelling(
+        "--checkpoint-type",
+        "TYPE",
+        values={
+            "hf": _FROM_HF,
+            "meta": "only the Hugging Face format is read; get the model's folder with config.json and *.safetensors",
+        },
+    ),
+    Spelling(
+        "--model-size",
+        "NAME",
+        values={
+            **{
+                name: ("--family", "llama")
+                for name in (
+                    *("llama2-7B", "llama2-13B", "llama2-70B", "llama2-7Bf", "llama2-13Bf", "llama2-70Bf"),
+                    *("llama3", "llama3-8B", "llama3-70B", "yi-34B"),
+                )
+            },
+            "mistral": ("--family", "mistral"),
+            "mistral-7B": ("--family", "mistral"),
+            "qwen2.5": ("--family", "qwen2"),
+        },
+    ),
+    Spelling("--bf16", means=("--dtype", "bf16")),
+    Spelling("--fp16", means=("--dtype", "fp16")),
+    Spelling("--target_params_dtype", "TYPE", means="--dtype"),
+    Spelling("--target_tensor_model_parallel_size", "N", means="--target-tensor-parallel-size"),
+    Spelling("--target_pipeline_model_parallel_size", "N", means="--target-pipeline-parallel-size"),
+    Spelling(
+        "--target-expert-parallel-size",
+        "N",
+        values={"1": (), ANY: "mixtures of experts cannot be trained here"},
+    ),
+    Spelling("--target_data_parallel_size", "N", answer=_ONE_LAYOUT),
+    Spelling("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),
+    Spelling("--max_shard_size", "SIZE", means="--max-shard-size"),
+    Spelling("--convert_checkpoint_from_megatron_to_transformers", means=("--to", HF)),
+    Spelling("--megatron-path", "DIR", answer="megatron-core is installed with the trainer; no sources are needed"),
+    Spelling("--max-queue-size", "N", answer="one process reads and writes; nothing is queued"),
+    Spelling("--no-checking", answer="names and sizes of all tensors are always checked, which costs no time"),
+    Spelling("--true-vocab-size", "N", answer="config.json and our manifest tell it"),
+    Spelling("--loader-transformer-impl", "NAME", answer=_IMPLEMENTATION),
+    Spelling("--saver-transformer-impl", "NAME", answer=_IMPLEMENTATION),
+    Spelling("--use_distributed_optimizer", answer="weights alone are converted; the optimizer starts anew"),
+    Spelling("--print-checkpoint-structure", answer="the manifest megatronapp.json tells what a checkpoint holds"),
+    Spelling(
+        "--tokenizer_name",
+        "NAME",
+        answer="nothing is downloaded; a tokenizer beside the weights goes along, another by --tokenizer-model PATH",
+    ),
+    Spelling(
+        "--vocab-file",
+        "FILE",
+        answer="a tokenizer beside the weights goes along, another one by --tokenizer-model with its folder",
+    ),
+    Spelling(
+        "--merge-file",
+        "FILE",
+        answer="a tokenizer beside the weights goes along, another one by --tokenizer-model with its folder",
+    ),
+)
+
+
+def words_of(spelling: Spelling, value: str | None) -> list[str]:
+    """What an option means in our words. Raises UsageError with the reason where it means nothing."""
+    if spelling.answer is not None:
+        raise UsageError(f"{spelling.flag}: {spelling.answer}; leave it out")
+    if isinstance(spelling.means, tuple):
+        return list(spelling.means)
+    if spelling.means is not None:
+        return [spelling.means, str(value)]
+    values = spelling.values or {}
+    meant = values.get(str(value), values.get(ANY))
+    if meant is None:
+        raise UsageError(f"{spelling.flag} {value}: known are {', '.join(values)}; leave it out where none fits")
+    if isinstance(meant, str):
+        raise UsageError(f"{spelling.flag} {value}: {meant}; leave it out")
+    return list(meant)
+
+
+def translate(given: Sequence[tuple[Spelling, str | None]]) -> list[str]:
+    """Our words for all options that were given. Raises UsageError with every reason, and the command to use."""
+    words: list[str] = []
+    reasons: list[str] = []
+    for spelling, value in given:
+        try:
+            words += words_of(spelling, value)
+        except UsageError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise UsageError("\n".join(reasons))
+    return words
