@@ -173,3 +173,22 @@ def test_the_device_writes_what_the_reference_writes(numbers: list[float]) -> No
         encode_into(code, torch.from_numpy(values), data, scales)
         found = decode(code, data.numpy(), scales.numpy())
         np.testing.assert_array_equal(found, decode(code, wanted.data, wanted.scales))
+
+
+OF_TWO_WIDTHS = [
+    (text, 3, 1) for text in [*TYPED_BY_PEOPLE, "std", "histogram(4, -1, 1)", "where(data.mean() > 0, 1, 0)"]
+]
+MERGED = [(text, 1, 4) for text in ["mean", "std", "data.abs().max() / data.sum()", "histogram(4, -1, 1)"]]
+
+
+@pytest.mark.parametrize(("text", "pixels", "shards"), [*OF_TWO_WIDTHS, *MERGED])
+def test_no_value_is_read_from_the_device(text: str, pixels: int, shards: int) -> None:
+    """Tensors of the meta device have no values: whoever asks for one fails."""
+    meta = torch.device("meta")
+    plan = compile_plan(parse_reducer(text), width=40, pixels=pixels, shards=shards)
+    program = DeviceProgram(plan.program(0), meta)
+    out = program.buffer(3, 2)
+    program.run_layers([torch.empty(2, 40 // shards, dtype=torch.bfloat16, device=meta)] * 3, out)
+    for code in Code:
+        data = torch.empty(out.shape, dtype=DTYPES[code], device=meta)
+        encode_into(code, out, data, torch.empty(out.shape[:-1], device=meta))

@@ -1,0 +1,44 @@
+"""docs/expressions.md says what is so."""
+
+import pathlib
+import re
+
+import pytest
+
+from megatronapp_common.errors import ExpressionError
+from megatronapp_common.scope.expression import MAX_CHARACTERS, MAX_COST, MAX_DEPTH, MAX_NODES, parse
+from megatronapp_common.scope.plan import compile_plan
+from megatronapp_common.scope.reducers import parse_reducer
+
+TEXT = (pathlib.Path(__file__).resolve().parents[4] / "docs" / "expressions.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```filter\n(.*?)```", TEXT, re.DOTALL)[0].splitlines()
+TOLD = re.findall(r"^\| `(.+)` \| (column .+) \|$", TEXT, re.MULTILINE)
+MERGED = re.findall(r"^\| `(.+)` \| (merges|refused: .+) \|$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_an_example_works(text: str) -> None:
+    compile_plan(parse_reducer(text), width=64, pixels=4)
+
+
+@pytest.mark.parametrize(("text", "told"), TOLD)
+def test_what_is_told(text: str, told: str) -> None:
+    with pytest.raises(ExpressionError) as refused:
+        parse(text)
+    assert str(refused.value) == told
+
+
+@pytest.mark.parametrize(("text", "told"), MERGED)
+def test_what_merges(text: str, told: str) -> None:
+    reducer = parse_reducer(text)
+    if told == "merges":
+        assert compile_plan(reducer, width=64, pixels=1, shards=4).merged
+        return
+    with pytest.raises(ExpressionError, match=told.removeprefix("refused: ")):
+        compile_plan(reducer, width=64, pixels=1, shards=4)
+
+
+def test_limits_and_tables() -> None:
+    assert f"{MAX_CHARACTERS} characters, {MAX_NODES} parts, {MAX_DEPTH} of them" in TEXT
+    assert f"and {MAX_COST} operations" in TEXT
+    assert (len(EXAMPLES), len(TOLD), len(MERGED)) == (14, 11, 5)
