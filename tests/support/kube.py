@@ -63,8 +63,10 @@ class ControlPlane:
         return httpx.Client(base_url=self.url, headers=headers, verify=self.context(), timeout=60)
 
     def kubeconfig(self, user: str = ADMIN) -> pathlib.Path:
-        """A file for kubectl and clients."""
+        """A file for kubectl and clients, written once: an operator may read it at any time."""
         path = self.folder / f"{user}.kubeconfig"
+        if path.exists():
+            return path
         cluster = {"server": self.url, "certificate-authority": str(self.certificate)}
         document = {
             "apiVersion": "v1",
