@@ -183,6 +183,26 @@ def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart,
     assert chart.render(None, *own, "--set", f"{missing}=null") == chart.render(None, *own)
 
 
+@pytest.mark.parametrize(
+    "missing",
+    ["door", "door.service", "door.service.port", "door.pdb", "images.trainer", "images.operator.repository", "crds"]
+    + ["operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"],
+)
+def test_what_the_chart_cannot_do_without_is_asked_for_by_name(chart: Chart, missing: str) -> None:
+    done = chart.template(None, "--set", f"{missing}=null")
+    assert done.returncode == 1
+    *above, name = missing.split(".")
+    place = "".join(f"/{part}" for part in above)
+    assert f"- at '{place}': missing property '{name}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "empty", ["grafanaDashboards.labels", "prometheus.labels", "door.resources", "securityContext"]
+)
+def test_a_map_of_the_users_own_may_be_empty(chart: Chart, empty: str) -> None:
+    assert chart.render(None, "--set", "key.existingSecret=own", "--set", f"{empty}=null")
+
+
 def test_what_is_switched_off_stays_off(chart: Chart) -> None:
     off = ("--set", "door.viewerAccount=false,admissionPolicy.authors=false")
     documents = chart.render(None, *off)
