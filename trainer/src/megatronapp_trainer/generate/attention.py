@@ -9,6 +9,7 @@ a head; Z slots, T tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,8 @@ class Step:
     sin_N1D: torch.Tensor | None
     """Of the rotary angles at the tokens' positions, the first half of the sines negated; None without rotation."""
     attend: Attend
+    fused: bool = False
+    """Rotate by the compiled function."""
 
 
 class StepHolder:
@@ -61,7 +64,20 @@ class Rotation(torch.nn.Module):
         step = self._holder.current
         if step.cos_N1D is None or step.sin_N1D is None:
             return query, key
-        return rotated(query, step.cos_N1D, step.sin_N1D), rotated(key, step.cos_N1D, step.sin_N1D)
+        rotate = _fused_rotation() if step.fused else rotated_pair
+        return rotate(query, key, step.cos_N1D, step.sin_N1D)
+
+
+def rotated_pair(
+    query_NHD: torch.Tensor, key_NGD: torch.Tensor, cos_N1D: torch.Tensor, signed_sin_N1D: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both rotated: one function, so that it compiles to as few kernels as may be."""
+    return rotated(query_NHD, cos_N1D, signed_sin_N1D), rotated(key_NGD, cos_N1D, signed_sin_N1D)
+
+
+@functools.cache
+def _fused_rotation() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(rotated_pair, dynamic=False)
 
 
 def rotated(heads_NHD: torch.Tensor, cos_N1D: torch.Tensor, signed_sin_N1D: torch.Tensor) -> torch.Tensor:

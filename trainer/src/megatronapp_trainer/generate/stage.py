@@ -46,6 +46,8 @@ class Options:
     """flash: torch's flash kernel (CUDA, fp16 or bf16); mask: any device; auto: flash where it runs."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; without effect on a CPU."""
+    fuse: bool = True
+    """Compile rotation and SwiGLU to a kernel each (some 20 s at the first step); without effect on a CPU."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "capacity", "prefill_chunk"):
@@ -100,6 +102,8 @@ class Stage:
         self._window = _window(model.config)
         self._flash = _takes_flash(options.decode_kernel, device, self._shape)
         self._cos_TD, self._sin_TD = _rotary_tables(model, self._shape)
+        self._fuse = device.is_cuda and options.fuse
+        _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs)
@@ -143,7 +147,9 @@ class Stage:
         hidden = self._receive(self._hidden_buffer(slots))
         result = self._graphs.run(
             (slots, attended),
-            lambda: self._forward(self._inputs[slots], hidden, self._decode_attention(slots, attended), None),
+            lambda: self._forward(
+                self._inputs[slots], hidden, self._decode_attention(slots, attended), None, fused=self._fuse
+            ),
         )
         if not self.layout.is_last_stage:
             return result
@@ -151,7 +157,13 @@ class Stage:
         return result if rows is None else result.index_select(0, rows)
 
     def _forward(
-        self, inputs_3N: torch.Tensor, hidden: torch.Tensor | None, attend: Attend, rows_R: torch.Tensor | None
+        self,
+        inputs_3N: torch.Tensor,
+        hidden: torch.Tensor | None,
+        attend: Attend,
+        rows_R: torch.Tensor | None,
+        *,
+        fused: bool = False,
     ) -> torch.Tensor:
         """Through this stage's layers: hidden states [N, 1, H], or logits [R, V] on the last stage."""
         tokens_N, positions_N, rows_N = inputs_3N.unbind()
@@ -160,6 +172,7 @@ class Stage:
             cos_N1D=self._angles(self._cos_TD, positions_N),
             sin_N1D=self._angles(self._sin_TD, positions_N),
             attend=attend,
+            fused=fused,
         )
         try:
             return self._layers(tokens_N, positions_N, hidden, rows_R)
@@ -270,6 +283,14 @@ def _takes_flash(kernel: DecodeKernel, device: Device, shape: CacheShape) -> boo
     if kernel == "flash" and not fits:
         raise UsageError("decode_kernel flash needs CUDA, fp16 or bf16 and heads of a multiple of 8; take auto or mask")
     return fits and kernel != "mask"
+
+
+def _fuse_swiglu(model: Any, *, fuse: bool) -> None:  # noqa: ANN401 - GPTModel
+    """Let megatron-core's MLP take its compiled SwiGLU. Its compiled GELU is an approximation, so that stays off."""
+    for layer in model.decoder.layers:
+        config = layer.mlp.config
+        if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
+            config.bias_activation_fusion = fuse
 
 
 def _rotary_tables(model: Any, shape: CacheShape) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
