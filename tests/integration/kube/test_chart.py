@@ -185,8 +185,10 @@ def test_what_the_values_of_an_older_release_lack_is_as_by_default(chart: Chart,
 
 @pytest.mark.parametrize(
     "missing",
-    ["door", "door.service", "door.service.port", "door.pdb", "images.trainer", "images.operator.repository", "crds"]
-    + ["operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"],
+    [
+        *("door", "door.service", "door.service.port", "door.pdb", "images.trainer", "images.operator.repository"),
+        *("crds", "operator.serviceAccount", "key", "rbac", "prometheus", "prometheusRule.runbookUrl", "clusterDomain"),
+    ],
 )
 def test_what_the_chart_cannot_do_without_is_asked_for_by_name(chart: Chart, missing: str) -> None:
     done = chart.template(None, "--set", f"{missing}=null")
