@@ -44,7 +44,13 @@ def scalars(draw: st.DrawFn, *, depth: int, cuts: bool) -> str:
     plain = f"({inner}){cut}.{reduction}({axis})"
     if depth < 2:
         return plain
-    return draw(st.sampled_from([plain, f"sqrt({plain})", f"({plain} / {draw(scalars(depth=depth - 1, cuts=cuts))})"]))
+    forms = [
+        plain,
+        f"sqrt({plain})",
+        f"({plain} / {draw(scalars(depth=depth - 1, cuts=cuts))})",
+        f"where({plain} > {draw(st.sampled_from(CONSTANTS))}, {plain}, -2)",
+    ]
+    return draw(st.sampled_from(forms))
 
 
 def filters(*, cuts: bool = True) -> st.SearchStrategy[str]:

@@ -33,6 +33,9 @@ _INSTEAD = {
 }
 
 
+SHOWN_CHARACTERS = 40
+
+
 class Kind(enum.Enum):
     """What a word is."""
 
@@ -52,7 +55,7 @@ class Word:
 
     def shown(self) -> str:
         """For a sentence to people."""
-        return "the end of the text" if self.kind is Kind.END else f"'{self.text}'"
+        return "the end of the text" if self.kind is Kind.END else f"'{self.text[:SHOWN_CHARACTERS]}'"
 
 
 def words(text: str) -> Iterator[Word]:

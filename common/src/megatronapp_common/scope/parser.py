@@ -16,7 +16,7 @@ from types import EllipsisType
 
 from megatronapp_common.errors import ExpressionError
 from megatronapp_common.scope import typed
-from megatronapp_common.scope.lexer import Kind, Word
+from megatronapp_common.scope.lexer import SHOWN_CHARACTERS, Kind, Word
 from megatronapp_common.scope.syntax import Data, Function, Node, Number, Operator, Reduce, Reduction
 from megatronapp_common.scope.vocabulary import (
     AXES,
@@ -32,7 +32,7 @@ from megatronapp_common.scope.vocabulary import (
     WHERE,
 )
 
-MAX_NESTING = 64
+MAX_NESTING = 48
 """Brackets and signs around each other; twice what the tree may be deep, so that any tree can be written."""
 _COMPARISON, _SUM, _PRODUCT = 1, 2, 3
 _PRECEDENCE = {operator: _COMPARISON for operator in Operator if operator.compares} | {
@@ -264,7 +264,7 @@ def _unknown(name: Word) -> ExpressionError:
     if name.text in INSTEAD:
         return ExpressionError(name.column, f"'{name.text}' is not offered; {INSTEAD[name.text]}")
     hint = typed.nearest(name.text, [DATA, *CALLABLE]) or f"; known are {', '.join([DATA, *CALLABLE])}"
-    return ExpressionError(name.column, f"'{name.text[:40]}' is not known{hint}")
+    return ExpressionError(name.column, f"'{name.text[:SHOWN_CHARACTERS]}' is not known{hint}")
 
 
 def _call(name: Word, arguments: _Arguments) -> Node:

@@ -73,7 +73,7 @@ class Group:
     places: tuple[int, ...]
     """Place of each among the shard's pixels."""
 
-    def columns(self) -> npt.NDArray[np.intp]:
+    def index(self) -> npt.NDArray[np.intp]:
         """The columns of the shard that they are made of: [pixels, width]."""
         return np.asarray(self.starts, dtype=np.intp)[:, None] + np.arange(self.width, dtype=np.intp)
 
@@ -202,7 +202,7 @@ def run(program: Program, shard: Array, *, dtype: npt.DTypeLike = np.float32) ->
     out = np.empty((*shard.shape[:-1], program.pixels, program.columns), dtype)
     with np.errstate(all="ignore"):
         for group in program.groups:
-            data = shard[..., group.columns()].astype(dtype, copy=False)
+            data = shard[..., group.index()].astype(dtype, copy=False)
             out[..., list(group.places), :] = np.concatenate(compute(program, data, NumpyBackend(dtype)), axis=-1)
     return out
 

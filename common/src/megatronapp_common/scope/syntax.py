@@ -246,6 +246,8 @@ def render(node: Node) -> str:
             return f"(-{inner[0]})"
         case Apply():
             return f"{inner[0]}.{node.function}()"
+        case Reduce(reduction=Reduction.STD):
+            return "std"
         case Reduce():
             return f"{inner[0]}.{node.reduction}(dim=-1)"
         case _:

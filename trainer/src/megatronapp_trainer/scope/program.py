@@ -71,7 +71,7 @@ class _DeviceGroup:
     def __init__(self, group: Group, program: Program, device: torch.device) -> None:
         self._shape = (len(group.places), group.width)
         self._whole = len(group.places) == program.pixels
-        self._columns = torch.from_numpy(group.columns().reshape(-1)).to(device)
+        self._columns = torch.from_numpy(group.index().reshape(-1)).to(device)
         self._places = torch.tensor(group.places, device=device)
 
     def gather(self, slab_RW: torch.Tensor) -> torch.Tensor:
