@@ -2,6 +2,8 @@
 
 import contextlib
 import pathlib
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +77,35 @@ def joins(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert [generated(events, name) for name in "ad"] == apart
     assert {"a"} in kinds[:4]  # the one generates while the other's prompt of three chunks is read
     assert any(kind == {"a", "d"} for kind in kinds)
+
+
+def mixes(gang: Gang, engine: Engine, _plain: Any) -> None:
+    """Requests that come whenever they like, many more than slots, some of them cancelled: each as if it were alone."""
+    source = random.Random(3)
+    wanted = [
+        GenerationRequest(
+            id=str(index),
+            prompt=prompts((source.randint(1, 40),))[0],
+            max_new_tokens=source.randint(1, 15),
+            temperature=source.choice((0.0, 1.0)),
+            top_p=source.choice((0.6, 1.0)),
+            seed=index,
+        )
+        for index in range(14)
+    ]
+    apart = {one.id: generated(run(engine, one), one.id) for one in wanted}
+    late, events = Engine(gang, end_tokens={0}, most_waiting=20), []
+    for one in wanted:
+        late.submit(one)
+        if source.random() < 0.2:
+            late.cancel(one.id)
+        for _ in range(source.randint(0, 3)):
+            events += late.step()
+    events += drain(late)
+    for one in wanted:
+        said = generated(events, one.id)
+        assert said == apart[one.id][: len(said)]
+        assert (finish_of(events, one.id).reason == "cancelled") == (said != apart[one.id])
 
 
 def stops(_gang: Gang, engine: Engine, _plain: Any) -> None:
@@ -173,6 +204,16 @@ def waits_in_line(_gang: Gang, engine: Engine, _plain: Any) -> None:
     assert order == sorted(order)
 
 
+def wakes(_gang: Gang, engine: Engine, _plain: Any) -> None:
+    """Whoever waits for work sleeps until another thread brings some."""
+    assert not engine.wait_for_work(timeout_s=0)
+    other = threading.Thread(target=engine.submit, args=(greedy("a", PROMPTS[0], 1),))
+    other.start()
+    assert engine.wait_for_work(timeout_s=60)
+    other.join()
+    drain(engine)
+
+
 def refuses(gang: Gang, engine: Engine, _plain: Any) -> None:
     for field, request in (
         ("max_new_tokens", greedy("a", PROMPTS[3], 25)),
@@ -210,12 +251,14 @@ def shows_hooks(gang: Gang, engine: Engine, _plain: Any) -> None:
 
 CHECKS = (
     joins,
+    mixes,
     stops,
     ends_of_documents,
     cancels,
     tells_of_prompts,
     reads_only,
     waits_in_line,
+    wakes,
     refuses,
     shows_hooks,
 )
@@ -285,6 +328,24 @@ def test_a_dead_rank_ends_what_is_open(run_ranks: RunRanks, layout: str, dead: i
     assert [count for _, _, _, count in ends] == [4, 4, 0]
 
 
+def with_a_dead_first_rank(flags: str) -> str | None:
+    """What the other rank says when rank 0 is gone between two steps."""
+    with groups_of(flags) as (layout, device):
+        config = config_of(f"{flags} {VARIANTS['learned-tied']}")
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
+        if engine is not None:
+            run(engine, greedy("a", PROMPTS[0], 2))
+            return None
+        with pytest.raises(EngineLostError) as caught:
+            gang.follow()
+        return str(caught.value)
+
+
+def test_followers_learn_that_the_first_rank_is_dead(run_ranks: RunRanks) -> None:
+    _, said = run_ranks(2, with_a_dead_first_rank, LAYOUTS["PP2"][1])
+    assert said.startswith("a rank of the gang was lost")
+
+
 def commands(flags: str) -> list[Any]:
     """What each rank heard, in between of steps."""
     heard: list[Any] = []
@@ -315,5 +376,5 @@ def test_a_missing_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
     from megatronapp_trainer.errors import CheckpointError
     from megatronapp_trainer.generate.build import checkpoint_config
 
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         checkpoint_config(tmp_path)

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.checkpoint import arguments
-from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
+from megatronapp_trainer.checkpoint.directory import (
+    BrokenCheckpointError,
+    CheckpointDirectory,
+    Manifest,
+    read_manifest,
+)
 from megatronapp_trainer.checkpoint.storage import read
 from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
 from megatronapp_trainer.config import TrainerConfig, parse
@@ -18,6 +23,7 @@ from megatronapp_trainer.errors import CheckpointError, UsageError
 from megatronapp_trainer.generate.cache import check_room, free_bytes
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.stage import Options, Stage, cache_shape
+from megatronapp_trainer.groups import seed_everything
 from megatronapp_trainer.layout import Layout, layout_from_environment
 from megatronapp_trainer.models.gpt import _build_chunk, padded_vocab_size, transformer_config
 
@@ -47,24 +53,21 @@ def generation_config(config: TrainerConfig) -> TrainerConfig:
     return dataclasses.replace(config, parallel=parallel, precision=precision)
 
 
-def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = ()) -> TrainerConfig:
+def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf16: bool | None = None) -> TrainerConfig:
     """The configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
 
-    `flags` say the rest, as for training: sizes of the groups, `--bf16`, `--distributed-backend`.
+    `flags` say the rest, as for training: sizes of the groups, `--distributed-backend`. `bf16`: None takes what the
+    checkpoint was trained in.
 
     Raises:
         CheckpointError: the directory holds no whole checkpoint.
         UsageError: the flags do not fit the model, or each other.
     """
-    flaws = []
-    for path in CheckpointDirectory(directory).checkpoints():
-        try:
-            stored = read_manifest(path).arguments
-        except BrokenCheckpointError as error:
-            flaws.append(f"{path}: {error}")
-        else:
-            return generation_config(parse([*arguments.model_flags(stored), *_TRAINING_ALONE, *flags]))
-    raise CheckpointError("; ".join(flaws) or f"{directory} holds no checkpoint; check the path")
+    stored = next((one.manifest.arguments for one in _inspected(directory) if one.manifest is not None), None)
+    if stored is None:
+        raise _nothing_whole(directory, _inspected(directory))
+    precision = ["--bf16"] if (stored.get("--bf16") if bf16 is None else bf16) else []
+    return generation_config(parse([*arguments.model_flags(stored), *_TRAINING_ALONE, *precision, *flags]))
 
 
 def generation_layout(config: TrainerConfig) -> Layout:
@@ -82,6 +85,8 @@ def generation_layout(config: TrainerConfig) -> Layout:
 def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> Any:  # noqa: ANN401
     """This stage's GPTModel with initial weights, in evaluation mode and without gradients."""
     config = generation_config(config)
+    # On a GPU megatron-core draws weights from states of its own, which have to be there though ours replace them.
+    seed_everything(config, layout)
     padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
     model = _build_chunk(config, transformer_config(config, device), layout, 0, padded)
     if config.precision.bf16:
@@ -95,24 +100,49 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
     Raises:
         CheckpointError: there is none, or it is of another model.
     """
-    candidates = broadcast_from_zero(lambda: CheckpointDirectory(directory).checkpoints())
-    flaws = []
-    for path in candidates:
+    found = broadcast_from_zero(lambda: _inspected(directory))
+    for index, one in enumerate(found):
+        if one.manifest is None:
+            continue
+        if (reason := arguments.conflict(one.manifest.arguments, config, optimizer=False)) is not None:
+            raise CheckpointError(f"{one.path}: {reason}")
         try:
-            _load(model, config, path)
+            _load(model, one.path)
         except BrokenCheckpointError as error:
-            flaws.append(f"{path}: {error}")
+            found[index] = dataclasses.replace(one, manifest=None, flaw=str(error))
         else:
-            return path
-    raise CheckpointError("; ".join(flaws) or f"{directory} holds no checkpoint; check the path")
+            return one.path
+    raise _nothing_whole(directory, found)
 
 
-def _load(model: Any, config: TrainerConfig, path: pathlib.Path) -> None:  # noqa: ANN401 - GPTModel
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Inspected:
+    """A checkpoint's manifest, or why it cannot be used."""
+
+    path: pathlib.Path
+    manifest: Manifest | None = None
+    flaw: str = ""
+
+
+def _inspected(directory: pathlib.Path) -> list[_Inspected]:
+    """The directory's checkpoints, newest first."""
+    found = []
+    for path in CheckpointDirectory(directory).checkpoints():
+        try:
+            found.append(_Inspected(path=path, manifest=read_manifest(path)))
+        except BrokenCheckpointError as error:
+            found.append(_Inspected(path=path, flaw=str(error)))
+    return found
+
+
+def _nothing_whole(directory: pathlib.Path, found: list[_Inspected]) -> CheckpointError:
+    flaws = "; ".join(f"{one.path.name}: {one.flaw}" for one in found)
+    return CheckpointError(f"{directory} holds no whole checkpoint ({flaws or 'nor any other'}); check the path")
+
+
+def _load(model: Any, path: pathlib.Path) -> None:  # noqa: ANN401 - GPTModel
     from megatron.core import parallel_state
 
-    manifest = on_all_ranks(lambda: read_manifest(path))
-    if (reason := arguments.conflict(manifest.arguments, config, optimizer=False)) is not None:
-        raise CheckpointError(f"{path}: {reason}")
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     with torch.no_grad():
         loaded = read({"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}, path)

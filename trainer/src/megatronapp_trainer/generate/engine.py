@@ -2,8 +2,10 @@
 
     engine = Engine(gang, decode=tokenizer.detokenize, end_tokens={tokenizer.eod})
     engine.submit(GenerationRequest(id="a", prompt=(1, 2, 3), max_new_tokens=20))
-    while engine.is_busy:
+    while serving:
+        engine.wait_for_work(timeout_s=10)
         for event in engine.step(): ...
+        if engine.failure is not None: ...  # end the process
     engine.close()
 
 `submit`, `cancel` and the readings of the queue may be called from any thread; `step` and `close` from one thread only.
@@ -41,6 +43,7 @@ class Engine:
         options = gang.stage.options
         self._board = Board(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
         self._cancelled: set[str] = set()
         self._commands: list[tuple[str, Any]] = []
         self.failure: EngineLostError | None = None
@@ -65,6 +68,7 @@ class Engine:
             if self.failure is not None:
                 raise self.failure
             self._board.add(request)
+            self._work.notify_all()
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the next step, which gives its FinishedEvent. False where no such request is open."""
@@ -78,6 +82,7 @@ class Engine:
         """Let all ranks handle a command (`Gang.handle`) before the next step."""
         with self._lock:
             self._commands.append((topic, payload))
+            self._work.notify_all()
 
     def queue_position(self, request_id: str) -> int | None:
         """How many wait before this request; None where it does not wait (any more)."""
@@ -90,6 +95,14 @@ class Engine:
         """Some request is open."""
         with self._lock:
             return bool(self._board.waiting or self._board.running)
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
+        with self._work:
+            return self._work.wait_for(self._has_work, timeout_s)
+
+    def _has_work(self) -> bool:
+        return bool(self._board.waiting or self._board.running or self._commands)
 
     def step(self) -> list[Event]:
         """Do one step and tell what came of it. Without open requests it returns at once; call it every 30 s or so.
@@ -115,7 +128,7 @@ class Engine:
         return events + self._told(planned, readings)
 
     def close(self) -> None:
-        """End open requests as cancelled, without events, and let the other ranks return."""
+        """Let the other ranks return. What is open gets no more events."""
         if self.failure is None:
             self._gang.close()
 
