@@ -1,13 +1,14 @@
 """Converted models compute what transformers computes, in every layout; and the way back gives the same bits."""
 
-import importlib.util
 import pathlib
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import convert_models as models
+import convert_ranks as ranks
 import pytest
+from convert_models import MODELS
 
 pytestmark = pytest.mark.torch
 
@@ -24,20 +25,6 @@ LAYOUTS = {
 }
 
 
-def _beside(name: str) -> Any:
-    """A module of this folder, wherever this file was loaded from."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-MODELS = list(_beside("hf_models").MODELS)
-
-
 def make_and_convert(root: str) -> None:
     """Every model as `NAME/hf`, converted to `NAME/ours` and back to `NAME/back`, with its logits in `NAME/logits`."""
     warnings.simplefilter("ignore")
@@ -46,7 +33,6 @@ def make_and_convert(root: str) -> None:
     from megatronapp_trainer.convert.job import convert
     from megatronapp_trainer.convert.options import Options
 
-    models = _beside("hf_models")
     for name in MODELS:
         here = pathlib.Path(root) / name
         model = models.save_model(name, here / "hf")
@@ -68,7 +54,6 @@ def differences(root: str, flags: str) -> dict[str, float | None]:
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.groups import destroy_groups, initialize_groups
 
-    ranks = _beside("rank_logits")
     found: dict[str, float | None] = {}
     for index, name in enumerate(MODELS):
         ours = pathlib.Path(root) / name / "ours"
@@ -77,7 +62,7 @@ def differences(root: str, flags: str) -> dict[str, float | None]:
         device = prepare_device(layout.local_rank)
         if index == 0:
             initialize_groups(config, layout, device)
-        logits = ranks.loaded_logits(config, layout, device, _beside("hf_models").tokens())
+        logits = ranks.loaded_logits(config, layout, device, models.tokens())
         if logits is not None:
             vocabulary = manifest["arguments"]["--vocab-size"]
             wanted = torch.load(pathlib.Path(root) / name / "logits")
@@ -100,7 +85,7 @@ def test_logits_are_those_of_transformers(run_ranks: RunRanks, root: pathlib.Pat
     found: dict[str, float] = {}
     for result in run_ranks(world, differences, str(root), flags):
         found |= result
-    assert list(found) == MODELS
+    assert list(found) == list(MODELS)
     assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}
 
 
@@ -125,7 +110,7 @@ def way_back(root: str) -> dict[str, list[str]]:
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
-    models, flaws = _beside("hf_models"), {}
+    flaws: dict[str, list[str]] = {}
     for name in MODELS:
         here = pathlib.Path(root) / name
         there, back = tensors_of(str(here / "hf")), tensors_of(str(here / "back"))

@@ -29,7 +29,8 @@ def cases() -> list[tuple[Spelling, str | None]]:
     found: list[tuple[Spelling, str | None]] = []
     for spelling in SPELLINGS:
         example = {"--target_params_dtype": "bf16", "--max_shard_size": "1GB"}.get(spelling.flag, "2")
-        values = list(spelling.values or ()) or [example if spelling.takes is not None else None]
+        values: list[str | None] = [*(spelling.values or ())]
+        values = values or [example if spelling.takes is not None else None]
         found += [(spelling, "other" if value == ANY else value) for value in values]
     return found
 

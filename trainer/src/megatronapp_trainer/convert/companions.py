@@ -6,7 +6,7 @@ import shutil
 from dataclasses import asdict, dataclass
 
 from megatronapp_trainer.checkpoint.arguments import TOKENIZER_FILE
-from megatronapp_trainer.convert.hf_folder import CONFIG
+from megatronapp_trainer.convert.hf_folder import CONFIG, INDEX
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 ORIGIN = "huggingface.json"
@@ -76,6 +76,12 @@ def _tokenizer_files(given: pathlib.Path) -> list[pathlib.Path]:
     if not found:
         raise UsageError(f"--tokenizer-model {given} is no tokenizer.json and no folder that holds one")
     return found
+
+
+def is_written_by_us(folder: pathlib.Path) -> bool:
+    """Whether a Hugging Face folder holds nothing but what a conversion writes there."""
+    known = {CONFIG, INDEX, *_SETTINGS, *_TOKENIZER}
+    return all(entry.name in known or entry.suffix == ".safetensors" for entry in folder.iterdir())
 
 
 def tokenizer_arguments(folder: pathlib.Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megatronapp_trainer.checkpoint.directory import MANIFEST
 from megatronapp_trainer.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -23,7 +24,7 @@ _PICKLES = re.compile(r"pytorch_model.*\.bin|model.*\.pt|consolidated.*\.pth")
 
 def is_hf_folder(path: pathlib.Path) -> bool:
     """Whether this is a folder as `save_pretrained` of transformers makes it."""
-    return (path / CONFIG).is_file() and not any(path.glob("iter_*"))
+    return (path / CONFIG).is_file() and not (path / MANIFEST).exists() and not any(path.glob("iter_*"))
 
 
 class TensorFolder:
@@ -115,7 +116,10 @@ class TensorWriter:
 
     def _flush(self) -> None:
         path = self._path / f"shard-{len(self._shards)}"
-        save_file(self._pending, path, metadata={"format": "pt"})
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written to its end ({error})") from error
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         self._shards.append(list(self._pending))

@@ -10,6 +10,7 @@ from megatronapp_trainer.checkpoint.directory import (
     CheckpointDirectory,
     read_manifest,
 )
+from megatronapp_trainer.convert.companions import is_written_by_us
 from megatronapp_trainer.convert.from_hf import open_source, write_ours
 from megatronapp_trainer.convert.hf_folder import is_hf_folder
 from megatronapp_trainer.convert.options import HF, OURS, Options, Summary
@@ -47,7 +48,7 @@ def _to_hf(options: Options) -> Summary:
     path, manifest = find_checkpoint(options.load_dir, options.iteration)
     stored = open_stored(path, manifest, options.family)
     _check_wishes(stored.shape, options)
-    with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=is_hf_folder) as folder:
+    with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=is_written_by_us) as folder:
         return write_hf(stored, options, folder)
 
 

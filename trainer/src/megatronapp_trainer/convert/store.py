@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -118,13 +119,27 @@ def _saved(value: object) -> io.BytesIO:
 
 
 def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> None:
-    """Write all pieces of a model into an empty folder, without its manifest. Raises OSError or CheckpointException."""
+    """Write all pieces of a model into an empty folder, without its manifest.
+
+    Raises:
+        OSError: the folder could not be written.
+        Exception: what reading a piece raises.
+    """
     writer = FileSystemWriter(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
-        save({}, storage_writer=writer, planner=_LazyPlanner(pieces, layers), no_dist=True)
+        try:
+            save({}, storage_writer=writer, planner=_LazyPlanner(pieces, layers), no_dist=True)
+        except CheckpointException as error:
+            raise first_cause(error) from error
     torch.save({"iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+
+
+def first_cause(error: CheckpointException) -> BaseException:
+    """What went wrong; a plain RuntimeError of torch's archive writer hides the system's reason, as of a full disk."""
+    _, (cause, _) = min(error.failures.items())
+    return OSError(f"a file could not be written to its end ({cause})") if type(cause) is RuntimeError else cause
 
 
 class StoredTensors:

@@ -26,12 +26,12 @@ def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - f
     defaults = _DEFAULTS[model_type]
     keys.require("hidden_act", "silu", "silu", "swish")
     hidden, heads = keys.whole("hidden_size", 4096), keys.whole("num_attention_heads", 32)
-    groups = (
-        heads if _is_null(keys, "num_key_value_heads") else keys.whole("num_key_value_heads", defaults["kv"] or heads)
-    )
-    for key, value, whole in (("num_attention_heads", heads, groups), ("hidden_size", hidden, heads)):
-        if value % whole and not (key == "hidden_size" and keys.get("head_dim")):
-            raise keys.refusal(key, value, f"a multiple of {whole} is needed")
+    absent = _is_null(keys, "num_key_value_heads")
+    groups = heads if absent else keys.whole("num_key_value_heads", defaults["kv"] or heads)
+    if heads % groups:
+        raise keys.refusal("num_attention_heads", heads, f"a multiple of num_key_value_heads ({groups}) is needed")
+    if hidden % heads and keys.get("head_dim") is None:
+        raise keys.refusal("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) is needed, or head_dim")
     model = ModelConfig(
         num_layers=keys.whole("num_hidden_layers", 32),
         hidden_size=hidden,
