@@ -65,7 +65,7 @@ class Operator:
 
     def metrics(self) -> str:
         """The page of its metrics."""
-        return httpx.get(f"{self.url}/metrics", trust_env=False).text
+        return httpx.get(f"{self.url}/metrics", trust_env=False).raise_for_status().text
 
     def wait(self, what: Callable[[], bool]) -> None:
         """Until something is so."""

@@ -331,7 +331,7 @@ def test_the_real_operator_makes_and_stops_a_job_with_these_rights(
         wait(lambda: not {name for name in names(plane, "pods") if "worker" in name})
         found = re.search(r"probes at port (\d+)", log.read_text(encoding="utf-8"))
         assert found is not None
-        page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False).text
+        page = httpx.get(f"http://127.0.0.1:{found[1]}/metrics", trust_env=False).raise_for_status().text
         assert 'verb="create"' in page or 'verb="POST"' in page
         assert 'code="403"' not in page
         assert "orbidden" not in log.read_text(encoding="utf-8")
