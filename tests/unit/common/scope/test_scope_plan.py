@@ -120,6 +120,14 @@ def test_a_spread_merges_without_losing_digits() -> None:
     np.testing.assert_allclose(sharded(plan, data)[0, 0, 0], data.astype(np.float64).std(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["mean", "std", "rms"])
+def test_merged_pixels_may_have_two_widths(name: str) -> None:
+    data = np.arange(8, dtype=np.float32) ** 2
+    plan = compile_plan(parse_reducer(name), width=8, pixels=3, shards=8)
+    assert (plan.merged, plan.edges) == (True, (0, 2, 5, 8))
+    np.testing.assert_allclose(sharded(plan, data), unsharded(NAMED[name], data, 3), rtol=1e-6)
+
+
 def test_pixels_of_two_widths_stand_in_their_order() -> None:
     data = np.arange(10, dtype=np.float32)
     plan = compile_plan(parse_reducer("data[0]"), width=10, pixels=4)
