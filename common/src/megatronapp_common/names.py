@@ -75,6 +75,8 @@ class Env(enum.StrEnum):
     """Values of this worker's topology labels, comma separated, from the widest to the narrowest; may be empty."""
     STATUS_PORT = "MEGATRONAPP_STATUS_PORT"
     """Port at which the launcher of worker 0 serves its status by HTTP; absent: it does not."""
+    SERVE_ADDRESS = "MEGATRONAPP_SERVE_ADDRESS"
+    """host:port at which rank 0 of a served model answers; comes before its flags --host and --port."""
     LOG_TO_STDOUT = "MEGATRONAPP_LOG_TO_STDOUT"
     """"1": every rank's lines also go to the launcher's stdout, each behind `[rank N] `."""
     PREFLIGHT = "MEGATRONAPP_PREFLIGHT"

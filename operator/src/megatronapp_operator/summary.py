@@ -21,7 +21,7 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
 MAX_TEXT = 1024
-STATES = frozenset({"starting", "training", "evaluating", "saving", "done"})
+STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
         request = dataset_request(config, data_size)
         check_training_has_data(request)
     except TrainerError as error:
-        return [_problem(error, flags=("--split",) if isinstance(error, DataError) else ())]
+        return [problem_of(error, flags=("--split",) if isinstance(error, DataError) else ())]
     return list(_data_problems(config, request))
 
 
@@ -78,12 +78,14 @@ def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[P
     try:
         vocabulary = load_vocabulary(config.data)
     except (TrainerError, OSError) as error:
-        yield _problem(error, flags=("--vocab-file",) if config.data.vocab_file is not None else ("--tokenizer-file",))
+        yield problem_of(
+            error, flags=("--vocab-file",) if config.data.vocab_file is not None else ("--tokenizer-file",)
+        )
     for prefix in request.prefixes:
         try:
             _check_corpus(inspect_corpus(prefix), request, vocabulary)
         except (TrainerError, OSError) as error:
-            yield _problem(error, flags=(_flag_of(prefix, config),), value=prefix)
+            yield problem_of(error, flags=(_flag_of(prefix, config),), value=prefix)
 
 
 def _check_corpus(corpus: CorpusFacts, request: DatasetRequest, vocabulary: Vocabulary | None) -> None:
@@ -100,8 +102,8 @@ def _flag_of(prefix: str, config: TrainerConfig) -> str:
     return "--data-path" if data.data_path is not None else next(named, "--test-data-path")
 
 
-def _problem(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> Problem:
-    """`flags` are those that the error is about, unless its text begins with one; empty: those of its text."""
+def problem_of(error: TrainerError | OSError, *, flags: tuple[str, ...], value: str | None = None) -> Problem:
+    """An error as a problem about `flags`, unless its text begins with one; empty: about those in its text."""
     if isinstance(error, OSError):
         return Problem(code=ExitCode.DATA, flags=flags, value=value, message=f"{error.filename}: {error.strerror}")
     message = str(error)

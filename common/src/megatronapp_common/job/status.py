@@ -54,7 +54,7 @@ class Progress(StatusModel):
     attempt: int | None = None
     """Attempt that reported."""
     iteration: int | None = None
-    """Finished steps."""
+    """Finished steps; of a served model, prompts that have been answered."""
     total_iterations: int | None = None
     """Steps of the whole training."""
     loss: float | None = None
@@ -73,7 +73,7 @@ class Progress(StatusModel):
     """Samples seen so far."""
     validation_loss: float | None = None
     """Loss of the newest evaluation."""
-    state: Literal["starting", "training", "evaluating", "saving", "done"] | None = None
+    state: Literal["starting", "training", "evaluating", "saving", "done", "serving"] | None = None
     """What the ranks are doing."""
     updated_at: str | None = None
     """Real time of the report, RFC 3339."""
@@ -260,3 +260,5 @@ class Status(StatusModel):
     """What the pods of the current attempt are made of."""
     hub_url: str | None = None
     """Where the hub listens, while it does."""
+    serve_url: str | None = None
+    """Where the API of a served model answers."""

@@ -5,7 +5,7 @@ import httpx
 from megatronapp_common.tokens import Role, derive, read_secret
 from megatronapp_operator.backends.process import files
 from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.errors import HubError
+from megatronapp_operator.errors import HubError, OperatorError
 
 TIMEOUT_S = 1.0
 
@@ -19,6 +19,14 @@ def hub_access(paths: JobPaths) -> tuple[str, str]:
             "(after spec.analyzer.retainSeconds)"
         )
     return hub["url"], derive(read_secret(paths.secret), Role.VIEWER)
+
+
+def api_access(paths: JobPaths) -> tuple[str, str]:
+    """Address of the API of a served model and its key. Raises OperatorError if the job serves nothing now."""
+    api = files.read_json(paths.serve)
+    if api is None:
+        raise OperatorError(f"{paths.name}: no model is served; it needs spec.mode: serve, and ends with the job")
+    return api["url"], derive(read_secret(paths.secret), Role.SERVE)
 
 
 def page_address(paths: JobPaths) -> str:

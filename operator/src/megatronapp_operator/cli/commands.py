@@ -12,15 +12,15 @@ from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_in
 
 Subparsers = Any
 """argparse's own type is private and generic over the parser class."""
-LOCAL = frozenset({"validate"})
+LOCAL = frozenset({"validate", "serve"})
 """Subcommands that know no cluster."""
 WHERE = f"""One of these, or the variable {cluster.CONTEXT_VARIABLE} (a context), means jobs of a cluster; without,
 those of this machine are meant."""
 
 
 def register(subparsers: Subparsers) -> None:
-    """Add run, validate, get, describe, logs, wait, delete, inject and ui."""
-    for add in (_run, _validate, _get, _describe, _logs, _wait, _delete, _inject, _ui):
+    """Add run, serve, validate, get, describe, logs, wait, delete, inject and ui."""
+    for add in (_run, _serve, _validate, _get, _describe, _logs, _wait, _delete, _inject, _ui):
         add(subparsers)
 
 
@@ -96,6 +96,53 @@ Exit code: 0 complete, 1 failed or refused, 2 bad manifest, 130 interrupted."""
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress, the trainer's log and verdicts")
     how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
+
+
+def _serve(subparsers: Subparsers) -> None:
+    text = """Serve a checkpoint on this machine: an API that OpenAI's clients know, until the job is deleted. Without
+--detach it lives in front of you: Ctrl-C stops it. Once it is ready, address and key are printed.
+On a cluster: megatronapp serve --load DIRECTORY --manifest | kubectl apply -f -, with volume and image added.
+Exit code: 1 failed or refused, 2 bad options, 130 interrupted."""
+    parser = _add(subparsers, "serve", "serve a checkpoint on this machine", description=text)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--load", metavar="DIRECTORY", help="where the checkpoints are; the newest whole one is served")
+    what.add_argument("--print", dest="job", metavar="JOB", help="only print address and key of a job, for a shell")
+    parser.add_argument("--name", default="serve", help="name of the job, and of the model (default: %(default)s)")
+    _add_serve_layout(parser)
+    _add_serve_limits(parser)
+    parser.add_argument("--pages", action=argparse.BooleanOptionalAction, default=True, help="serve the pages, too")
+    parser.add_argument("--manifest", action="store_true", help="only print the MegatronJob")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--follow", action="store_true", help="also print progress and the log of rank 0")
+    how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
+    parser.add_argument("args", nargs="*", metavar="-- FLAGS", help="more flags of the trainer")
+
+
+def _add_serve_layout(parser: argparse.ArgumentParser) -> None:
+    for size, text in (("tensor", "ranks that share each layer"), ("pipeline", "pipeline stages")):
+        flag = f"--{size}-model-parallel-size"
+        parser.add_argument(flag, type=parse_count, default=1, metavar="N", help=f"{text} (default: %(default)s)")
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each rank; left out: the CPU")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="left out: as trained")
+    parser.add_argument(
+        "--tokenizer-file", metavar="FILE", help="tokenizer.json; left out: the checkpoint's, if it has one"
+    )
+    parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a GPT-2 BPE, together with --merge-file")
+    parser.add_argument("--merge-file", metavar="FILE", help="merges.txt of a GPT-2 BPE")
+
+
+def _add_serve_limits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", metavar="ADDRESS", help="left out: 127.0.0.1")
+    parser.add_argument("--port", type=parse_index, metavar="P", help="left out: 8000; 0: a free one")
+    limits = {
+        "--max-batch-size": "prompts that are generated together",
+        "--max-tokens": "most new tokens of a prompt",
+        "--max-length": "most tokens of a prompt and what follows",
+        "--prefill-chunk": "tokens of prompts that one forward pass reads",
+    }
+    for flag, text in limits.items():
+        parser.add_argument(flag, type=parse_count, metavar="N", help=text)
+    parser.add_argument("--queue-length", type=parse_index, metavar="N", help="prompts that may wait")
 
 
 def _validate(subparsers: Subparsers) -> None:
@@ -178,8 +225,9 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
 
 
 def _ui(subparsers: Subparsers) -> None:
-    text = """Open the pages of a job. On a cluster a port is forwarded to the door until Ctrl-C, and the address logs
-the browser in once, with your own rights; without JOB it shows the list of jobs."""
+    text = """Open the pages of a job by an address that logs the browser in once: within a minute, on a cluster within
+five. There a port is forwarded to the door until Ctrl-C, and the rights are your own; without JOB it shows the list of
+jobs."""
     parser = _add(subparsers, "ui", "open the pages of a job", description=text)
     _add_job(parser, nargs="?")
     _add_door(parser)

@@ -42,6 +42,7 @@ def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
     layout = ", ".join(f"{name} {size}" for name, size in spec.get("parallelism", {}).items())
     replicas = ", ".join(f"{count} {name}" for name, count in status.get("replicaStatuses", {}).items())
     progress = status.get("progress", {})
+    api = [("API", status.get("serveUrl", NONE))] if spec.get("mode") == "serve" else []
     return [
         ("Name", job.name),
         ("UID", metadata["uid"]),
@@ -58,6 +59,7 @@ def _head(job: Job, place: Pairs) -> list[tuple[str, str]]:
         ("Iteration", iteration(progress)),
         ("Loss", number(progress.get("loss"), ".4f")),
         ("Hub", status.get("hubUrl", NONE)),
+        *api,
     ]
 
 

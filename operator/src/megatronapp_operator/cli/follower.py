@@ -6,9 +6,9 @@ import pathlib
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.topology import Placement, Topology
 from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.cli.addresses import page_address
+from megatronapp_operator.cli.addresses import api_access, page_address
 from megatronapp_operator.cli.stop_words import INTERRUPTED, interrupted, stopped_line, stopping_line
-from megatronapp_operator.errors import HubError
+from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.plan import TERMINAL_PHASES, Action, EventType, Phase, RecordEvent, Status
 from megatronapp_operator.plan.observed import Progress
 from megatronapp_operator.plan.report import NAMED_STATES
@@ -47,6 +47,8 @@ class Follower:
             self._phase = status.phase
             why = f" ({INTERRUPTED})" if interrupted(status) else ""
             self._print(f"{self._job.metadata.name}: {status.phase}{why}")
+            if status.phase is Phase.RUNNING and self._job.spec.mode == "serve":
+                self._say_api()
             if status.phase in TERMINAL_PHASES:
                 self._say_retention()
 
@@ -81,6 +83,11 @@ class Follower:
                 self._pages_told = True
                 name = self._job.metadata.name
                 self._print(f"pages: {address} (opens once, within a minute; then `megatronapp ui {name}`)")
+
+    def _say_api(self) -> None:
+        with contextlib.suppress(OperatorError):
+            url, key = api_access(self._paths)
+            self._print(f"api: {url}/v1 (key: {key})")
 
     def _say_retention(self) -> None:
         if self._retain_hub and self._paths.hub.exists() and self._job.spec.analyzer.retain_seconds:
@@ -141,6 +148,8 @@ class LogTail:
 
 def progress_line(page: Progress) -> str:
     """One line about how far the job is."""
+    if page.state == "serving":
+        return f"{page.iteration} prompts answered  {page.tokens_per_second or 0:,.0f} tokens/s"
     total = "" if page.total_iterations is None else f"/{page.total_iterations}"
     words = [f"step {page.iteration}{total}"]
     if page.loss is not None:
@@ -153,7 +162,9 @@ def progress_line(page: Progress) -> str:
 
 
 def reporting_rank(job: MegatronJob) -> int:
-    """The rank that reports the loss: the first of the last stage (docs/contracts.md, section 5)."""
+    """The rank that reports the loss: the first of the last stage (docs/contracts.md, section 5). Serving, rank 0."""
+    if job.spec.mode == "serve":
+        return 0
     layout, world = job.spec.parallelism, job.world
     topology = Topology(
         tensor=layout.tensor,

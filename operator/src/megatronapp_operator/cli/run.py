@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.process import registry
@@ -21,8 +22,13 @@ INTERRUPTED_EXIT_CODE = 130
 
 def main(arguments: argparse.Namespace) -> int:
     """Run a job; returns the exit code."""
+    return start(lambda: read_job(arguments.file, name=arguments.name), arguments)
+
+
+def start(read: Callable[[], MegatronJob], arguments: argparse.Namespace) -> int:
+    """Run the job that `read` gives or refuses with ManifestError; returns the exit code."""
     try:
-        job = read_job(arguments.file, name=arguments.name)
+        job = read()
         commands = build_commands(job)
         preflight(job, commands.check)
     except ManifestError as error:
@@ -52,7 +58,11 @@ def exit_code(status: Status) -> int:
 
 def read_job(file: str, *, name: str | None) -> MegatronJob:
     """A job that this machine can run. Raises ManifestError, one problem a line."""
-    job = read_manifest(file, name=name)
+    return runnable(read_manifest(file, name=name))
+
+
+def runnable(job: MegatronJob) -> MegatronJob:
+    """The job, if this machine can run it. Raises ManifestError, one problem a line."""
     problems = []
     if job.spec.suspend:
         problems.append("spec.suspend: true would start nothing on this machine; leave it out")

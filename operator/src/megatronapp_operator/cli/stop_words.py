@@ -18,6 +18,8 @@ def interrupted(status: Status) -> bool:
 
 def stopping_line(job: MegatronJob) -> str:
     """Said at once when the job is asked to stop."""
+    if job.spec.mode == "serve":
+        return "stopping: open requests are told; Ctrl-C again kills"
     if _saves(job):
         return "stopping: writing a checkpoint; Ctrl-C again kills"
     return "stopping: nothing is saved, as spec.checkpoint.save is not set; Ctrl-C again kills"
@@ -25,6 +27,8 @@ def stopping_line(job: MegatronJob) -> str:
 
 def stopped_line(job: MegatronJob, status: Status) -> str:
     """Said at the end: which step is safe, and how to go on. Why workers failed was said by an event."""
+    if job.spec.mode == "serve":
+        return "stopped"
     if status.phase is not Phase.SUSPENDED:
         if not _saves(job):
             return "stopped; nothing was saved, as spec.checkpoint.save is not set"

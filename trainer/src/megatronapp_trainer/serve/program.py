@@ -144,8 +144,7 @@ class Front:
         if self.page is not None:
             self.page.update(
                 state="serving",
-                iteration=tally.steps,
-                requests=tally.prompts,
+                iteration=tally.prompts,
                 tokensPerSecond=tally.tokens_per_second(),
             )
 
@@ -168,11 +167,12 @@ def open_front(command: Command) -> Iterator[Front]:
     from megatronapp_trainer.serve.tally import Tally
 
     secret = load_secret()
-    web.check_address(command.options.host, secret)
+    place, wanted_port = address_of(command)
+    web.check_address(place, secret)
     page = open_progress(0)
     if page is not None:
         page.update(state="starting", totalIterations=None)
-    sock = web.listen(command.options.host, command.options.port)
+    sock = web.listen(place, wanted_port)
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     desk = Desk(most_open=_most_open(command), tally=Tally())
@@ -181,6 +181,17 @@ def open_front(command: Command) -> Iterator[Front]:
         if (folder := os.environ.get(Env.RUN_DIR)) is not None:
             web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
         yield Front(command=command, app=app, desk=desk, url=url, page=page)
+
+
+def address_of(command: Command) -> tuple[str, int]:
+    """Host and port to listen at: what a backend has chosen, else the flags. Raises UsageError."""
+    given = os.environ.get(Env.SERVE_ADDRESS)
+    if not given:
+        return command.options.host, command.options.port
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"{Env.SERVE_ADDRESS.value}={given} is not host:port")
+    return host, int(port)
 
 
 def describe(command: Command, config: TrainerConfig) -> "ServedModel":

@@ -16,7 +16,6 @@ class Tally:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.refused = 0
         """Requests that found the queue full."""
-        self.steps = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.ended: collections.Counter[str] = collections.Counter()
@@ -32,7 +31,6 @@ class Tally:
                 self.ended[event.reason] += 1
                 self.prompt_tokens += event.prompt_tokens
         if tokens:
-            self.steps += 1
             self.generated_tokens += tokens
             self._recent.append((self._now(), tokens))
 

@@ -64,6 +64,8 @@ class Backend:
         self._pages: dict[int, PageReader] = {}
         self._hub: HubProcess | None = None
         self._coordinator: HeldPort | None = None
+        self._api: HeldPort | None = None
+        """Of a served model; kept over the attempts."""
         self._guardian: subprocess.Popen[bytes] | None = None
         self._last_now = 0.0
         self._unwritable: set[pathlib.Path] = set()
@@ -74,6 +76,7 @@ class Backend:
     def run(self) -> Status:
         """Run the job to its end. Signals stop it: the first with a checkpoint, the second at once."""
         spawn.become_subreaper()
+        self._hold_api()
         with signals.blocked() as numbers, self._cleaned_up():
             while True:
                 wake_at = self._step()
@@ -83,6 +86,17 @@ class Backend:
                 number = signals.wait(numbers, min(TICK_S, wake_at - self._now()))
                 if number is not None and number is not signal.SIGCHLD:
                     self._stop(number)
+
+    def _hold_api(self) -> None:
+        """Take the port of a served model, and tell where it will answer. Raises BackendError if it is taken."""
+        if self._settings.serve is None:
+            return
+        self._api = HeldPort(*self._settings.serve)
+        files.write_json(self._settings.paths.serve, {"url": self._api_url(self._api)})
+
+    @staticmethod
+    def _api_url(held: HeldPort) -> str:
+        return f"http://{'127.0.0.1' if held.address == '0.0.0.0' else held.address}:{held.number}"
 
     def _write_to_the_end(self, numbers: frozenset[signal.Signals]) -> None:
         """Store how the job ended; on a full disk try again for a while, or until somebody sends another signal."""
@@ -110,6 +124,8 @@ class Backend:
             if self._hub is not None:
                 self._hub.close()
             self._release_gang()
+            if self._api is not None:
+                self._api.close()
             self._release_guardian()
 
     def _sweep(self) -> None:
@@ -245,6 +261,7 @@ class Backend:
             attempt=action.attempt,
             coordinator=f"{self._coordinator.address}:{self._coordinator.number}",
             hub_url=self._hub.url if self._hub is not None else "",
+            serve="" if self._api is None else f"{self._api.address}:{self._api.number}",
         )
         page = self._settings.shm / f"{environment[Env.SHM_PREFIX]}.{ShmFile.PROGRESS}"
         self._pages[action.index] = PageReader(page)
@@ -281,6 +298,8 @@ class Backend:
             document["rankTable"] = table
         if self._hub is not None and self._hub.ended_at is None:
             document["hubUrl"] = self._hub.url
+        if self._api is not None:
+            document["serveUrl"] = self._api_url(self._api)
         with self._kept_alive_on_a_full_disk(self._settings.paths.status):
             files.write_json(self._settings.paths.status, document)
         if self._untold:

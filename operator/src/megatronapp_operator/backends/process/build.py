@@ -5,7 +5,7 @@ import pathlib
 import sys
 from typing import Any
 
-from megatronapp_common.job import MegatronJob, megatron_arguments
+from megatronapp_common.job import MegatronJob, Serve, megatron_arguments
 from megatronapp_operator.backends.process.paths import JobPaths, shm_dir
 from megatronapp_operator.backends.process.settings import Commands, Settings
 
@@ -16,11 +16,13 @@ CHECKOUT = pathlib.Path(__file__).parents[5]
 def build_commands(job: MegatronJob) -> Commands:
     """The programs of the other parts."""
     python = (sys.executable, "-m")
+    rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
+    check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.check"
     allow = ("--allow-remote",) if not job.spec.analyzer.host.startswith("127.") else ()
     arguments, ranks = megatron_arguments(job), str(job.world.world_size)
     return Commands(
-        check=(*python, "megatronapp_trainer.check", "--world-size", ranks, "--", *arguments),
-        launcher=(*python, "megatronapp_trainer.launch", "--", *arguments),
+        check=(*python, check, "--world-size", ranks, "--", *arguments),
+        launcher=(*python, "megatronapp_trainer.launch", *rank, "--", *arguments),
         agent=(*python, "megatronapp_analyzer.agent"),
         hub=(*python, "megatronapp_analyzer.hub", *frontend_words(), *allow),
     )
@@ -46,7 +48,16 @@ def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Com
         analyzer=job.spec.analyzer.enabled,
         hub_host=job.spec.analyzer.host,
         hub_port=job.spec.analyzer.port,
+        serve=serve_place(job),
     )
+
+
+def serve_place(job: MegatronJob) -> tuple[str, int] | None:
+    """Address and port of the API of a job that serves."""
+    if job.spec.mode != "serve":
+        return None
+    given = job.spec.serve or Serve()
+    return given.host, given.port
 
 
 def build_facts(job: MegatronJob) -> dict[str, Any]:

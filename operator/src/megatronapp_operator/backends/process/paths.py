@@ -74,6 +74,11 @@ class JobPaths:
         return self.root / "hub.json"
 
     @property
+    def serve(self) -> pathlib.Path:
+        """Address of the API of a served model."""
+        return self.root / "serve.json"
+
+    @property
     def hub_state(self) -> pathlib.Path:
         """The hub's own folder."""
         return self.root / "hub"

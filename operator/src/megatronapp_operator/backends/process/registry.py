@@ -75,9 +75,9 @@ def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
 
 
 def end(paths: JobPaths) -> None:
-    """The backend ends in order: nothing is left to clean up, and no hub listens. The caller holds the lock."""
+    """The backend ends in order: nothing is left to clean up, and nobody listens. The caller holds the lock."""
     paths.backend.unlink()
-    paths.hub.unlink(missing_ok=True)
+    _forget_addresses(paths)
 
 
 def clean_up(paths: JobPaths) -> None:
@@ -88,7 +88,12 @@ def clean_up(paths: JobPaths) -> None:
     kin.sweep(kin.Kin(uid=left["uid"]))
     kin.remove_shared_memory(shm_dir(), shm_prefix(left["uid"]))
     paths.backend.unlink()
+    _forget_addresses(paths)
+
+
+def _forget_addresses(paths: JobPaths) -> None:
     paths.hub.unlink(missing_ok=True)
+    paths.serve.unlink(missing_ok=True)
 
 
 def view(name: str) -> JobView:
@@ -159,4 +164,4 @@ def lost_status(
     failed = {"type": "Failed", "status": "True", "reason": reason, "message": message, "lastTransitionTime": moment}
     replicas = status.get("replicaStatuses", {}) | {"pending": 0, "running": 0, "ready": 0}
     gone = {"phase": "Failed", "conditions": [*kept, failed], "completionTime": moment, "replicaStatuses": replicas}
-    return {key: value for key, value in status.items() if key != "hubUrl"} | gone
+    return {key: value for key, value in status.items() if key not in {"hubUrl", "serveUrl"}} | gone

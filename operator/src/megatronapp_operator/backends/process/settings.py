@@ -41,6 +41,8 @@ class Settings:
     hub_host: str = "127.0.0.1"
     hub_port: int = 0
     """0: a free one."""
+    serve: tuple[str, int] | None = None
+    """Address and port (0: a free one) of the API of a served model; None: the job trains."""
 
 
 def worker_address(index: int) -> str:
@@ -63,9 +65,9 @@ def base_environment(settings: Settings) -> dict[str, str]:
 
 
 def worker_environment(
-    settings: Settings, *, index: int, attempt: int, coordinator: str, hub_url: str
+    settings: Settings, *, index: int, attempt: int, coordinator: str, hub_url: str, serve: str = ""
 ) -> dict[str, str]:
-    """What the launcher of worker `index` and its agent are told."""
+    """What the launcher of worker `index` and its agent are told. `serve` is host:port of the API."""
     run_dir = settings.paths.run_dir(attempt, index)
     environment = {
         **base_environment(settings),
@@ -84,6 +86,8 @@ def worker_environment(
     }
     if hub_url:
         environment[Env.HUB_URL] = hub_url
+    if serve:
+        environment[Env.SERVE_ADDRESS] = serve
     return environment
 
 

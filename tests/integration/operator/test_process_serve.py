@@ -1,0 +1,160 @@
+"""`megatronapp serve` with real ranks: the same text in two layouts, a rank that is killed, and the end."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+DEADLINE_S = 120.0
+SUPPORT = pathlib.Path(__file__).parents[2] / "support"
+MODEL = "import sys; sys.path.insert(0, sys.argv[1]); import served_model; served_model.write_model(sys.argv[2])"
+ASKED: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
+LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("model")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", MODEL, str(SUPPORT), str(folder)], env=environment, check=True)
+    return folder
+
+
+class Served:
+    """A job of `megatronapp serve`."""
+
+    def __init__(self, state: pathlib.Path, name: str) -> None:
+        self.name = name
+        self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
+        self._folder = state / "megatronapp" / "jobs" / name
+
+    def cli(self, *words: str) -> str:
+        command = [sys.executable, "-m", "megatronapp_common.cli", *words]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self._folder / "status.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def until_phase(self, phase: str, attempt: int) -> None:
+        self._until(lambda: (self.status().get("phase"), self.status().get("attempt")) == (phase, attempt))
+
+    def _until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            logs = [path.read_text() for path in self._folder.glob("attempt-*/worker-*/*.log")]
+            assert time.monotonic() < deadline, (self.status(), *logs)
+            time.sleep(0.05)
+
+    def client(self) -> httpx.Client:
+        lines = self.cli("serve", "--print", self.name).splitlines()
+        url, key = (line.partition("=")[2] for line in lines)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        uid = json.loads((self._folder / "backend.json").read_text())["uid"]
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found = path.read_bytes().split(b"\0")
+                if {f"RANK={rank}".encode(), f"MEGATRONAPP_JOB_UID={uid}".encode()} <= set(found):
+                    return int(path.parent.name)
+        raise AssertionError(f"no rank {rank}")
+
+
+@contextlib.contextmanager
+def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> Iterator[Served]:
+    """In the background."""
+    job = Served(state, name)
+    job.cli(*command(model, name), "--detach", *words)
+    try:
+        yield job
+    finally:
+        job.cli("delete", name, "--force")
+
+
+@contextlib.contextmanager
+def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
+    """As in a terminal, which shows what is written to the file `out`."""
+    job = Served(state, name)
+    words = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name)]
+    with (state / "out").open("wb") as out:
+        process = subprocess.Popen(words, env=job.environment, stdout=out, stderr=out)
+    try:
+        yield job, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def command(model: pathlib.Path, name: str) -> list[str]:
+    words = ["serve", "--name", name, "--port", "0", "--no-pages", "--load", str(model / "saved")]
+    return [*words, "--tokenizer-file", str(model / "tokenizer.json")]
+
+
+def token_ids(client: httpx.Client, **body: Any) -> list[list[int]]:
+    answer = client.post("completions", json={**ASKED, **body})
+    assert answer.is_success, answer.text
+    return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+
+def last_event(client: httpx.Client, act: Callable[[], None]) -> tuple[str, str]:
+    """Name and code of the end of a long stream in the middle of which something is done."""
+    with client.stream("POST", "completions", json=LONG) as response:
+        lines = response.iter_lines()
+        next(lines)
+        act()
+        *_, name, data = [line for line in lines if line]
+    return name, json.loads(data.removeprefix("data: "))["error"]["code"]
+
+
+def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_end(
+    tmp_path: pathlib.Path, model: pathlib.Path
+) -> None:
+    with (
+        in_front(tmp_path, model, "one") as (one, process),
+        served(tmp_path, model, "two", "--tensor-model-parallel-size", "2") as two,
+    ):
+        one.until_phase("Running", 0)
+        with one.client() as client:
+            wanted = token_ids(client, model="one")
+            assert [len(tokens) for tokens in wanted] == [8, 8]
+            assert last_event(client, lambda: process.send_signal(signal.SIGINT)) == ("event: error", "stopping")
+        assert process.wait(DEADLINE_S) == 130
+        text = (tmp_path / "out").read_text()
+        assert "api: http://127.0.0.1:" in text
+        assert text.splitlines()[-2:] == ["one: Suspended (Interrupted)", "stopped"]
+        two.until_phase("Running", 0)
+        check_commands(two)
+        with two.client() as client:
+            assert token_ids(client, model="two") == wanted
+            killed = last_event(client, lambda: os.kill(two.rank(1), signal.SIGKILL))
+            assert killed == ("event: error", "engine-lost")
+            two.until_phase("Running", 1)
+            assert token_ids(client) == wanted
+        assert two.status()["restarts"] == 1
+        assert two.status()["failures"][0]["rank"] == 1
+
+
+def check_commands(two: Served) -> None:
+    assert two.cli("get", "two").splitlines()[1].split()[:2] == ["two", "Running"]
+    assert two.status()["serveUrl"] in two.cli("describe", "two")
+    assert "serving two at " in two.cli("logs", "two")
