@@ -71,6 +71,7 @@ def generate_with(model: Any, config: Any, layout: Any, device: Any, **options: 
     if engine is None:
         gang.follow()
         return None
+    engine.warm_up()
     for request in requests():
         engine.submit(request)
     events = drain(engine)

@@ -83,13 +83,25 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.{digits}f} GiB"
 
 
+class Cache:
+    """All layers of this rank, side by side: who looks at all of them reads one tensor."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        size = (shape.layers, shape.slots, shape.rows_per_slot, shape.key_heads, shape.channels)
+        self.keys_LZTGD = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._values_LZTGD = torch.zeros_like(self.keys_LZTGD)
+
+    def layers(self) -> "list[LayerCache]":
+        """Each layer's share."""
+        return [LayerCache(*pair) for pair in zip(self.keys_LZTGD, self._values_LZTGD, strict=True)]
+
+
 class LayerCache:
     """Keys and values of one layer, each [Z, T, G, D], written after rotation."""
 
-    def __init__(self, shape: CacheShape, device: torch.device) -> None:
-        size = (shape.slots, shape.rows_per_slot, shape.key_heads, shape.channels)
-        self.keys_ZTGD = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.values_ZTGD = torch.zeros_like(self.keys_ZTGD)
+    def __init__(self, keys_ZTGD: torch.Tensor, values_ZTGD: torch.Tensor) -> None:
+        self.keys_ZTGD = keys_ZTGD
+        self.values_ZTGD = values_ZTGD
         self._flat_keys = self.keys_ZTGD.flatten(0, 1)
         self._flat_values = self.values_ZTGD.flatten(0, 1)
 

@@ -19,7 +19,7 @@ from megatronapp_trainer.collective import says_lost_peer
 from megatronapp_trainer.generate.errors import EngineLostError
 from megatronapp_trainer.generate.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
 from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.plan import Reading
+from megatronapp_trainer.generate.plan import Output, Plan, Reading, Segment
 from megatronapp_trainer.generate.request import GenerationRequest, check_fits
 from megatronapp_trainer.generate.sequences import Board, Planned, PlannedRow, Sequence
 from megatronapp_trainer.generate.text import Decode, TextStream
@@ -95,6 +95,17 @@ class Engine:
         """Some request is open."""
         with self._lock:
             return bool(self._board.waiting or self._board.running)
+
+    def warm_up(self) -> None:
+        """Do a step of each size, so that on a GPU no request waits for compilation; before the first request.
+
+        Raises RuntimeError, as torch does, where a rank fails.
+        """
+        stage = self._gang.stage
+        for slots in stage.decode_sizes:
+            for is_decode in (False, True):
+                segments = tuple(Segment(slot=slot, start=0, tokens=(0,)) for slot in range(slots))
+                self._gang.execute(Plan(segments=segments, outputs=(Output(row=0),), decode=is_decode))
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
@@ -193,6 +204,7 @@ class Engine:
             candidates=reading.candidates,
             text=text,
             logits=reading.logits,
+            measures=reading.measures,
         )
 
     def _finish(

@@ -19,6 +19,16 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measures:
+    """What a whole distribution tells beside its likeliest tokens; nothing filtered."""
+
+    entropy: float
+    """At temperature 1, in nats."""
+    partition: tuple[float, ...]
+    """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptEvent:
     """A position of the prompt was read; only where `prompt_logprobs` or `logits` asked for it."""
 
@@ -49,6 +59,8 @@ class TokenEvent:
     """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
     logits: torch.Tensor | None
     """Those that the token was chosen from: fp32 [vocabulary] on the CPU, where asked for."""
+    measures: Measures | None = None
+    """Where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: captured when a shape is met first, replayed afterwards."""
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 _WARM = 2
 """Runs before a capture, in which libraries set themselves up. They write what the replay writes again."""
 
@@ -18,10 +19,10 @@ class Graphs:
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
-        self._known: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._known: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
 
-    def run(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def run(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What `compute` gives."""
         if not self._enabled:
             return compute()
@@ -29,13 +30,14 @@ class Graphs:
             self._known[key] = self._captured(compute)
         graph, result = self._known[key]
         graph.replay()
-        return result
+        found: T = result
+        return found
 
     def clear(self) -> None:
         """Capture anew from now on."""
         self._known.clear()
 
-    def _captured(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _captured(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, Any]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -43,7 +45,7 @@ class Graphs:
                 compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads go on
             result = compute()
         self._pool = graph.pool()
         return graph, result

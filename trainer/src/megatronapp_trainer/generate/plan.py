@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from megatronapp_trainer.generate.events import Candidate
+from megatronapp_trainer.generate.events import Candidate, Measures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +28,8 @@ class Segment:
     slot: int
     start: int
     tokens: tuple[int, ...]
+    request_id: str = ""
+    """Whose tokens they are: for those who look at the model on other ranks than 0."""
 
     @property
     def end(self) -> int:
@@ -47,6 +49,7 @@ class Output:
     """Choose nothing and tell of this token."""
     candidates: int = 0
     logits: bool = False
+    measures: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,3 +77,4 @@ class Reading:
     logprob: float
     candidates: tuple[Candidate, ...]
     logits: torch.Tensor | None
+    measures: Measures | None = None

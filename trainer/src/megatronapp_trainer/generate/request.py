@@ -40,6 +40,8 @@ class GenerationRequest:
     """Tell the log-probability of each token of the prompt but the first."""
     logits: bool = False
     """Give the logits of all positions, those of the prompt included: a vocabulary of floats per token."""
+    measures: bool = False
+    """Tell entropy and partition sums of the distribution that each token was chosen from."""
 
     def __post_init__(self) -> None:
         _check_prompt(self)

@@ -11,7 +11,8 @@ import hashlib
 
 import torch
 
-from megatronapp_trainer.generate.events import Candidate
+from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.generate.events import Candidate, Measures
 from megatronapp_trainer.generate.plan import Output, Reading, Sampling
 
 _MASK = 0xFFFFFFFF
@@ -81,6 +82,8 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading,
     if most := max(output.candidates for output in outputs):
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
+    if any(output.measures for output in outputs):
+        columns += [_entropy(logits_RV, total_R1).double(), _partition(logits_RV).double()]
     table = torch.cat(columns, 1).tolist()
     host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
     return tuple(
@@ -89,15 +92,27 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading,
     )
 
 
+def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
+    """[R, 1], in nats."""
+    logs_RV = logits_RV - total_R1
+    return -(logs_RV.exp() * logs_RV).sum(1, keepdim=True)
+
+
+def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[R, temperatures]."""
+    return torch.stack([(logits_RV / temperature).logsumexp(1) for temperature in TEMPERATURES], dim=1)
+
+
 def _reading(output: Output, row: list[float], most: int, logits_V: torch.Tensor) -> Reading:
-    """`row`: token, log-probability, then candidates and their log-probabilities."""
-    tokens, logprobs = row[2 : 2 + most], row[2 + most :]
+    """`row`: token, log-probability, then candidates and their log-probabilities, then entropy and partition sums."""
+    tokens, logprobs, others = row[2 : 2 + most], row[2 + most : 2 + 2 * most], row[2 + 2 * most :]
     pairs = list(zip(tokens, logprobs, strict=True))[: output.candidates]
     return Reading(
         token=int(row[0]),
         logprob=row[1],
         candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
         logits=logits_V.clone() if output.logits else None,
+        measures=Measures(entropy=others[0], partition=tuple(others[1:])) if output.measures else None,
     )
 
 

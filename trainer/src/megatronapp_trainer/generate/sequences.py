@@ -44,6 +44,7 @@ class Sequence:
             target=request.prompt[following] if in_prompt else None,
             candidates=request.candidates,
             logits=request.logits,
+            measures=request.measures and not in_prompt,
         )
 
     def _sampling(self, position: int) -> Sampling | None:
@@ -140,7 +141,7 @@ def _decode(sequences: list[Sequence]) -> Planned:
     """The newest token of each sequence."""
     segments, outputs, rows = [], [], []
     for row, one in enumerate(sequences):
-        segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],)))
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],), request_id=one.request.id))
         output = one.output(row, one.read)
         assert output is not None
         outputs.append(output)
@@ -158,7 +159,7 @@ def _prefill(sequences: list[Sequence], chunk: int) -> Planned:
         tokens = one.request.prompt[one.read : one.read + chunk - used]
         if not tokens:
             break
-        segments.append(Segment(slot=one.slot, start=one.read, tokens=tokens))
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=tokens, request_id=one.request.id))
         for position in range(one.read, one.read + len(tokens)):
             output = one.output(used + position - one.read, position)
             if output is not None:

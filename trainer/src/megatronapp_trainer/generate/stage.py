@@ -5,7 +5,7 @@ Shapes: N tokens of the step, packed; B slots of a decode step; H here the hidde
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,9 +23,10 @@ from megatronapp_trainer.generate.attention import (
     StepHolder,
     decode_mask,
 )
-from megatronapp_trainer.generate.cache import CacheShape, LayerCache
+from megatronapp_trainer.generate.cache import Cache, CacheShape
 from megatronapp_trainer.generate.graph import Graphs
 from megatronapp_trainer.generate.plan import Plan
+from megatronapp_trainer.generate.watch import Sight, Watcher
 from megatronapp_trainer.layout import Layout
 
 DecodeKernel = Literal["auto", "mask", "flash"]
@@ -91,6 +92,8 @@ class Stage:
         self.vocab_size = vocab_size
         self.options = options
         self.layout = layout
+        self.watcher: Watcher | None = None
+        """Who looks at the model; may be set between steps."""
         self.plan: Plan | None = None
         """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
         one after the other, at decode one per slot, those of idle slots included."""
@@ -121,13 +124,18 @@ class Stage:
             self._send(result)
             return None
 
+    @property
+    def decode_sizes(self) -> list[int]:
+        """The numbers of slots that decode steps have."""
+        return sorted({_bucket(count, least=1, most=self.options.slots) for count in range(1, self.options.slots + 1)})
+
     def forget_graphs(self) -> None:
         """Capture anew from the next step on; needed where forward hooks of the model have changed."""
         self._graphs.clear()
 
     def _install_caches(self) -> None:
-        for layer in self.model.decoder.layers:
-            cache = LayerCache(self._shape, self._device.torch_device)
+        self.cache = Cache(self._shape, self._device.torch_device)
+        for layer, cache in zip(self.model.decoder.layers, self.cache.layers(), strict=True):
             layer.self_attention.core_attention = CachedAttention(self._holder, cache)
 
     def _prefill(self, plan: Plan) -> torch.Tensor:
@@ -136,7 +144,11 @@ class Stage:
         inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
         hidden = self._receive(torch.empty(self._hidden_size(len(tokens)), **self._like_hidden()))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
-        return self._forward(inputs_3N, hidden, attend, self._selected([one.row for one in plan.outputs], len(tokens)))
+        rows = self._selected([one.row for one in plan.outputs], len(tokens))
+        looks = self._begin(plan, inputs_3N)
+        result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), looks is not None)
+        self._finish(found, result, looks is not None)
+        return result
 
     def _decode(self, plan: Plan) -> torch.Tensor:
         """All slots up to the last used one take part, so that shapes are few; what the idle ones compute is unused."""
@@ -145,16 +157,29 @@ class Stage:
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
         hidden = self._receive(self._hidden_buffer(slots))
-        result = self._graphs.run(
-            (slots, attended),
-            lambda: self._forward(
-                self._inputs[slots], hidden, self._decode_attention(slots, attended), None, fused=self._fuse
-            ),
-        )
-        if not self.layout.is_last_stage:
-            return result
-        rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
-        return result if rows is None else result.index_select(0, rows)
+        looks = self._begin(plan, self._inputs[slots])
+
+        def forward() -> torch.Tensor:
+            attend = self._decode_attention(slots, attended)
+            return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
+
+        result, found = self._graphs.run((slots, attended, looks), lambda: self._seen(forward, looks is not None))
+        if self.layout.is_last_stage:
+            rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
+            result = result if rows is None else result.index_select(0, rows)
+        self._finish(found, result, looks is not None)
+        return result
+
+    def _begin(self, plan: Plan, inputs_3N: torch.Tensor) -> Hashable:
+        return None if self.watcher is None else self.watcher.begin(Sight(plan=plan, positions_N=inputs_3N[1]))
+
+    def _seen(self, forward: Callable[[], torch.Tensor], looks: bool) -> tuple[torch.Tensor, Any]:
+        result = forward()
+        return result, self.watcher.collect() if looks and self.watcher is not None else None
+
+    def _finish(self, found: Any, result: torch.Tensor, looks: bool) -> None:  # noqa: ANN401
+        if looks and self.watcher is not None:
+            self.watcher.finish(found, result if self.layout.is_last_stage else None)
 
     def _forward(
         self,
