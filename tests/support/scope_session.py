@@ -119,6 +119,7 @@ def publisher(shape: Shape, rank: int, tp: int, pp: int) -> Frame:
         "mlp": _part(shape.ffn, shard, tp),
         "sites": ["q", "k", "v", "attention", "mlp1", "mlp2", "residual"],
         "model": shape.model() if rank == 0 else None,
+        "layout": {"tensor": tp, "pipeline": pp} if rank == 0 else None,
     }
     return Frame(FrameType.SCOPE_PUBLISHER, header)
 

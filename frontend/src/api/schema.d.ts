@@ -148,6 +148,198 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/scope": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Hello
+         * @description The model, its limits, and the runs that are known.
+         */
+        get: operations["getScope"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/perturbations": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Reserved
+         * @description Not there yet: the name is kept.
+         */
+        post: operations["addPerturbation"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Runs
+         * @description Runs, newest first.
+         */
+        get: operations["listRuns"];
+        put?: never;
+        /**
+         * Start
+         * @description Generate from some prompts; the answer tells the place in the queue.
+         */
+        post: operations["startRun"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Run Detail
+         * @description State of a run, and all its tokens.
+         */
+        get: operations["getRun"];
+        put?: never;
+        post?: never;
+        /**
+         * Cancel
+         * @description End a run.
+         */
+        delete: operations["cancelRun"];
+        options?: never;
+        head?: never;
+        /**
+         * Change
+         * @description Capture something else from the next step on.
+         */
+        patch: operations["changeCapture"];
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}/attention/{sample}/{layer}/{head}/{level}/{q}/{k}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Attention Tile
+         * @description A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns.
+         */
+        get: operations["getTile"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}/pca": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Refit
+         * @description New axes, turned onto the old ones. They come as SCOPE_PCA.
+         */
+        post: operations["refitPca"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}/session": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Session
+         * @description The recorded session: what `megatronapp scope replay` plays.
+         */
+        get: operations["getSession"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/runs/{run}/values/{site}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Values
+         * @description Exact numbers of a site at one position, or at all.
+         */
+        get: operations["getValues"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/scope/training": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Reserved
+         * @description Not there yet: the name is kept.
+         */
+        post: operations["controlTraining"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/steps": {
         parameters: {
             query?: never;
@@ -313,12 +505,82 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * Capture
+         * @description What is sent of a run.
+         */
+        Capture: {
+            /**
+             * Candidates
+             * @default 20
+             */
+            candidates: number;
+            /**
+             * @default {
+             *       "mlp": "data.mean(dim=-1)",
+             *       "qkv": "data.mean(dim=-1)"
+             *     }
+             */
+            expression: components["schemas"]["Expressions"];
+            /**
+             * Pinned
+             * @default []
+             */
+            pinned: components["schemas"]["Head"][];
+            /**
+             * @default {
+             *       "mlp": 64,
+             *       "qkv": 96
+             *     }
+             */
+            pixels: components["schemas"]["Pixels"];
+            /**
+             * Preset
+             * @default default
+             * @enum {string}
+             */
+            preset: "default" | "lite" | "off";
+            /**
+             * Rotary
+             * @default after
+             * @enum {string}
+             */
+            rotary: "after" | "before";
+            /**
+             * @default {
+             *       "attention": true,
+             *       "mlp1": true,
+             *       "mlp2": true,
+             *       "pca": true,
+             *       "probabilities": true,
+             *       "qkv": true
+             *     }
+             */
+            states: components["schemas"]["States"];
+        };
+        /**
+         * CaptureChange
+         * @description Another capture, from the next step on.
+         */
+        CaptureChange: {
+            capture: components["schemas"]["Capture"];
+        };
+        /**
          * Code
          * @description Logs one browser in, once and within a minute, at `/#code=CODE`.
          */
         Code: {
             /** Code */
             code: string;
+        };
+        /**
+         * Coming
+         * @description The model is asked; ask again after so many milliseconds.
+         */
+        Coming: {
+            /** Probe */
+            probe: string;
+            /** Retryms */
+            retryMs: number;
         };
         /**
          * Effect
@@ -342,6 +604,22 @@ export interface components {
             steps: number[];
             /** Text */
             text: string[];
+        };
+        /**
+         * Expressions
+         * @description How a vector becomes one pixel.
+         */
+        Expressions: {
+            /**
+             * Mlp
+             * @default data.mean(dim=-1)
+             */
+            mlp: string;
+            /**
+             * Qkv
+             * @default data.mean(dim=-1)
+             */
+            qkv: string;
         };
         /**
          * Fault
@@ -388,6 +666,40 @@ export interface components {
             steps: number;
         };
         /**
+         * Fitted
+         * @description The axes are there.
+         */
+        Fitted: {
+            /** Version */
+            version: number;
+        };
+        /**
+         * GeneratedToken
+         * @description A token that came out of the row before its position.
+         */
+        GeneratedToken: {
+            /** Finished */
+            finished: string | null;
+            /** Id */
+            id: number;
+            /** Offset */
+            offset: number[] | null;
+            /** Position */
+            position: number;
+            /** Text */
+            text: string | null;
+        };
+        /**
+         * Head
+         * @description One head of one layer.
+         */
+        Head: {
+            /** Head */
+            head: number;
+            /** Layer */
+            layer: number;
+        };
+        /**
          * Health
          * @description Answer of the probes.
          */
@@ -419,6 +731,42 @@ export interface components {
              * @description values[rank][step]
              */
             values: (number | null)[][];
+        };
+        /**
+         * Hello
+         * @description Header of SCOPE_HELLO.
+         */
+        Hello: {
+            /** Job */
+            job: string;
+            layout: components["schemas"]["ScopeLayout"];
+            limits: components["schemas"]["ScopeLimits"];
+            model: components["schemas"]["ScopeModel"] | null;
+            /** Presets */
+            presets: {
+                [key: string]: unknown;
+            };
+            /** Protocol */
+            protocol: number;
+            /** Reducers */
+            reducers: string[];
+            /**
+             * Role
+             * @enum {string}
+             */
+            role: "viewer" | "controller";
+            /** Runs */
+            runs: components["schemas"]["RunSummary"][];
+            /**
+             * Source
+             * @enum {string}
+             */
+            source: "live" | "replay";
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "ready" | "restarting" | "gone";
         };
         /**
          * JobEntry
@@ -535,6 +883,36 @@ export interface components {
             step: number;
         };
         /**
+         * PcaRequest
+         * @description New axes of some layers.
+         */
+        PcaRequest: {
+            /** Layers */
+            layers: number[];
+            /**
+             * Refit
+             * @default true
+             * @constant
+             */
+            refit: true;
+        };
+        /**
+         * Pixels
+         * @description Numbers that stand for the vectors of one row and layer.
+         */
+        Pixels: {
+            /**
+             * Mlp
+             * @default 64
+             */
+            mlp: number;
+            /**
+             * Qkv
+             * @default 96
+             */
+            qkv: number;
+        };
+        /**
          * Problem
          * @description Body of every answer that is not a success.
          */
@@ -619,6 +997,208 @@ export interface components {
             worker: number;
         };
         /**
+         * RunDetail
+         * @description Header of SCOPE_RUN, and all tokens that were generated, for each prompt.
+         */
+        RunDetail: {
+            /** Capture */
+            capture?: {
+                [key: string]: unknown;
+            } | null;
+            error?: components["schemas"]["RunError"] | null;
+            /** Generated */
+            generated: components["schemas"]["GeneratedToken"][][];
+            /** Position */
+            position?: number | null;
+            /** Prompts */
+            prompts: {
+                [key: string]: unknown;
+            }[];
+            /** Run */
+            run: string;
+            /** Sampling */
+            sampling?: {
+                [key: string]: unknown;
+            } | null;
+            /** Startedat */
+            startedAt?: number | string | null;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "prefill" | "decoding" | "done" | "cancelled" | "failed";
+            /** Tokens */
+            tokens?: number | null;
+            /** Tokenspersecond */
+            tokensPerSecond?: number | null;
+        };
+        /**
+         * RunError
+         * @description Why a run failed.
+         */
+        RunError: {
+            /** Code */
+            code: string;
+            /** Hint */
+            hint: string;
+            /** Message */
+            message: string;
+        };
+        /**
+         * RunRequest
+         * @description A batch of prompts to go on with.
+         */
+        RunRequest: {
+            /**
+             * @default {
+             *       "candidates": 20,
+             *       "expression": {
+             *         "mlp": "data.mean(dim=-1)",
+             *         "qkv": "data.mean(dim=-1)"
+             *       },
+             *       "pinned": [],
+             *       "pixels": {
+             *         "mlp": 64,
+             *         "qkv": 96
+             *       },
+             *       "preset": "default",
+             *       "rotary": "after",
+             *       "states": {
+             *         "attention": true,
+             *         "mlp1": true,
+             *         "mlp2": true,
+             *         "pca": true,
+             *         "probabilities": true,
+             *         "qkv": true
+             *       }
+             *     }
+             */
+            capture: components["schemas"]["Capture"];
+            /** Prompts */
+            prompts: string[];
+            /**
+             * @default {
+             *       "stop": [],
+             *       "temperature": 1,
+             *       "topK": 0,
+             *       "topP": 1
+             *     }
+             */
+            sampling: components["schemas"]["Sampling"];
+            /**
+             * Tokens
+             * @default 32
+             */
+            tokens: number;
+        };
+        /**
+         * RunSummary
+         * @description One line of the list of runs.
+         */
+        RunSummary: {
+            error: components["schemas"]["RunError"] | null;
+            /** Position */
+            position: number | null;
+            /** Prompts */
+            prompts: string[];
+            /** Run */
+            run: string;
+            /** Startedat */
+            startedAt: number | string | null;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "queued" | "prefill" | "decoding" | "done" | "cancelled" | "failed";
+            /** Tokens */
+            tokens: number | null;
+            /** Tokenspersecond */
+            tokensPerSecond: number | null;
+        };
+        /**
+         * Sampling
+         * @description How tokens are chosen.
+         */
+        Sampling: {
+            /** Seed */
+            seed?: number | null;
+            /**
+             * Stop
+             * @default []
+             */
+            stop: string[];
+            /**
+             * Temperature
+             * @default 1
+             */
+            temperature: number;
+            /**
+             * Topk
+             * @default 0
+             */
+            topK: number;
+            /**
+             * Topp
+             * @default 1
+             */
+            topP: number;
+        };
+        /**
+         * ScopeLayout
+         * @description How the model is spread.
+         */
+        ScopeLayout: {
+            /** Pipeline */
+            pipeline: number;
+            /** Tensor */
+            tensor: number;
+        };
+        /**
+         * ScopeLimits
+         * @description What is held to.
+         */
+        ScopeLimits: {
+            /** Expressionlength */
+            expressionLength: number;
+            /** Pinnedheads */
+            pinnedHeads: number;
+            /** Prompts */
+            prompts: number;
+            /** Ringbytes */
+            ringBytes: number;
+            /** Tokens */
+            tokens: number;
+        };
+        /**
+         * ScopeModel
+         * @description Sizes of the model.
+         */
+        ScopeModel: {
+            /** Gated */
+            gated: boolean;
+            /** Headwidth */
+            headWidth: number;
+            /** Heads */
+            heads: number;
+            /** Hidden */
+            hidden: number;
+            /** Keyheads */
+            keyHeads: number;
+            /** Layers */
+            layers: number;
+            /** Maxlength */
+            maxLength: number;
+            /** Mlpwidth */
+            mlpWidth: number;
+            /**
+             * Positions
+             * @enum {string}
+             */
+            positions: "learned" | "rotary" | "none";
+            /** Vocabulary */
+            vocabulary: number;
+        };
+        /**
          * Series
          * @description Points of one curve, in order of arrival.
          */
@@ -631,6 +1211,52 @@ export interface components {
             steps: number[];
             /** Values */
             values: (number | null)[];
+        };
+        /**
+         * Started
+         * @description A run that waits for its turn.
+         */
+        Started: {
+            /** Position */
+            position: number | null;
+            /** Run */
+            run: string;
+        };
+        /**
+         * States
+         * @description What of the model is looked at.
+         */
+        States: {
+            /**
+             * Attention
+             * @default true
+             */
+            attention: boolean;
+            /**
+             * Mlp1
+             * @default true
+             */
+            mlp1: boolean;
+            /**
+             * Mlp2
+             * @default true
+             */
+            mlp2: boolean;
+            /**
+             * Pca
+             * @default true
+             */
+            pca: boolean;
+            /**
+             * Probabilities
+             * @default true
+             */
+            probabilities: boolean;
+            /**
+             * Qkv
+             * @default true
+             */
+            qkv: boolean;
         };
         /**
          * StepView
@@ -813,6 +1439,24 @@ export interface components {
              * @enum {string}
              */
             state: "ok" | "lossy" | "off";
+        };
+        /**
+         * Values
+         * @description Exact numbers as JSON.
+         */
+        Values: {
+            /** Head */
+            head: number | null;
+            /** Layer */
+            layer: number | null;
+            /** Positions */
+            positions: number[];
+            /** Sample */
+            sample: number;
+            /** Site */
+            site: string;
+            /** Values */
+            values: (number | null)[][];
         };
         /**
          * VerdictView
@@ -1188,6 +1832,796 @@ export interface operations {
             };
             /** @description Unprocessable Entity */
             422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getScope: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Hello"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    addPerturbation: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Implemented */
+            501: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    listRuns: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RunSummary"][];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    startRun: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["RunRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Started"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getRun: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["RunDetail"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    cancelRun: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    changeCapture: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["CaptureChange"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            204: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getTile: {
+        parameters: {
+            query?: never;
+            header?: {
+                "if-none-match"?: string | null;
+            };
+            path: {
+                run: string;
+                sample: number;
+                layer: number;
+                head: number;
+                level: number;
+                q: number;
+                k: number;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": unknown;
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Coming"];
+                };
+            };
+            /** @description as it was */
+            304: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    refitPca: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["PcaRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Fitted"];
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Coming"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Forbidden */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getSession: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                run: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": unknown;
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getValues: {
+        parameters: {
+            query?: {
+                sample?: number;
+                layer?: number | null;
+                head?: number | null;
+                position?: number | null;
+                format?: "json" | "csv" | "npy";
+            };
+            header?: never;
+            path: {
+                run: string;
+                site: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Values"];
+                    "application/octet-stream": unknown;
+                    "text/csv": string;
+                };
+            };
+            /** @description Accepted */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Coming"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Found */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Request Entity Too Large */
+            413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    controlTraining: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": unknown;
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Not Implemented */
+            501: {
                 headers: {
                     [name: string]: unknown;
                 };

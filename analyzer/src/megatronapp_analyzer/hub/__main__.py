@@ -13,12 +13,13 @@ import uvicorn
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
 from megatronapp_analyzer.hub.app import create_app
+from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_job_file
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_analyzer.process import die_with_parent
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.tokens import read_secret
+from megatronapp_common.tokens import Role, derive, read_secret
 
 LOG = logging.getLogger("megatronapp_analyzer.hub")
 MAX_MESSAGE_BYTES = 4 << 20
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=StoreLimits().full_steps,
         help="newest steps kept with all their spans, memory permitting (default: %(default)s)",
     )
+    parser.add_argument("--serve-url", metavar="URL", help="http://host:port of rank 0, where a model is served")
     parser.add_argument("--die-with-parent", action=argparse.BooleanOptionalAction, default=True)
     return parser
 
@@ -74,7 +76,8 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
     secret = load_secret(environment)
     job = load_job_file(arguments.job_file, name=environment.get(Env.JOB), uid=environment.get(Env.JOB_UID))
     store = StoreLimits(full_steps=arguments.hold_steps)
-    hub = Hub(HubSettings(job=job, state_dir=arguments.state_dir, store=store), Detector)
+    model = ServeClient(arguments.serve_url, derive(secret, Role.SERVE)) if arguments.serve_url else None
+    hub = Hub(HubSettings(job=job, state_dir=arguments.state_dir, store=store, serve=model), Detector)
     app = create_app(hub, secret=secret, frontend=arguments.frontend)
     with bind(arguments.host, arguments.port) as sock:
         LOG.info("listening on http://%s:%d", *sock.getsockname()[:2])

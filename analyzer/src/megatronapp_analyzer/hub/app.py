@@ -18,6 +18,7 @@ from megatronapp_analyzer.hub import (
     routes_sockets,
 )
 from megatronapp_analyzer.hub.logins import Logins
+from megatronapp_analyzer.hub.scope import routes as routes_scope
 from megatronapp_common.safe_headers import SafeHeaders
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
-    for module in (routes_probe, routes_login, routes_read, routes_faults, routes_sockets):
+    for module in (routes_probe, routes_login, routes_read, routes_faults, routes_scope, routes_sockets):
         app.include_router(module.router)
     return app
 

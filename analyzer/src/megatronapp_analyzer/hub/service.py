@@ -22,6 +22,8 @@ from megatronapp_analyzer.hub.faults import FaultBook
 from megatronapp_analyzer.hub.ingest import Ingest
 from megatronapp_analyzer.hub.live import Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.metrics import HubCollector, Totals
+from megatronapp_analyzer.hub.scope.desk import ScopeSettings
+from megatronapp_analyzer.hub.scope.service import ScopeService
 from megatronapp_analyzer.hub.session import AgentLink
 from megatronapp_analyzer.hub.settings import HubSettings
 from megatronapp_analyzer.hub.spool import SpoolReader, SpoolWriter
@@ -34,6 +36,7 @@ LOG = logging.getLogger(__name__)
 SNAPSHOT_MIN_S = 1.0
 SNAPSHOT_MAX_S = 5.0
 USUAL_STEPS = 16
+SCOPE_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 
 
 class Hub:
@@ -47,6 +50,7 @@ class Hub:
         self.faults = FaultBook(self._path("faults.json"), settings.job.faults)
         self.faults.on_change = self._send_faults
         self.live = Broadcaster()
+        self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
         self.analysis = Analysis(detector, self.verdicts, liveness=self._liveness)
         self.totals = Totals()
         self.links: dict[tuple[int, int], AgentLink] = {}
@@ -80,7 +84,8 @@ class Hub:
             task.add_done_callback(self._note_end)
         self.ready = True
         try:
-            yield
+            async with self.scope.running():
+                yield
         finally:
             self.ready = False
             for task in tasks:
@@ -133,6 +138,7 @@ class Hub:
         key = (link.attempt, link.worker)
         if self.links.get(key) is link:
             del self.links[key]
+            self.scope.desk.lost(link.attempt, link.worker)
 
     def take(self, link: AgentLink, frame: Frame, raw: bytes) -> None:
         """One frame of an agent. Raises ProtocolError; types of a newer release are skipped."""
@@ -144,6 +150,8 @@ class Hub:
             self._take_ring(link, frame.header, raw)
         elif frame.type == FrameType.BYE:
             self._take_bye(link, str(frame.header.get("reason")))
+        elif frame.type in SCOPE_TYPES:
+            self.scope.desk.take(link.attempt, link.worker, frame)
 
     def _take_bye(self, link: AgentLink, reason: str) -> None:
         """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""

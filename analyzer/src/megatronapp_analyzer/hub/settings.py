@@ -9,6 +9,7 @@ from typing import Any
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub import schemas
+from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_analyzer.hub.spool import SpoolLimits
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_common.errors import JobError
@@ -42,6 +43,8 @@ class HubSettings:
     """Newest record segments of each attempt that are read again at the start."""
     tick_s: float = 0.25
     """How often pages are served and ranks are looked at."""
+    serve: ServeClient | None = None
+    """The model that generates in this job; None: none does."""
 
 
 def is_loopback(host: str) -> bool:

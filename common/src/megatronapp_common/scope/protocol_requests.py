@@ -2,19 +2,35 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
+
+from megatronapp_common.errors import ExpressionError
+from megatronapp_common.scope.expression import MAX_CHARACTERS
+from megatronapp_common.scope.reducers import parse_reducer
 
 MAX_PROMPTS = 8
 MAX_TOKENS = 512
 MAX_PINNED = 64
-MAX_EXPRESSION = 256
+MAX_EXPRESSION = MAX_CHARACTERS
 MAX_PROMPT_CHARACTERS = 64 << 10
 MAX_STOPS = 8
 
 Preset = Literal["default", "lite", "off"]
 Rotary = Literal["after", "before"]
 Index = Annotated[int, Field(ge=0, lt=1 << 20)]
+
+
+def _checked(text: str) -> str:
+    try:
+        parse_reducer(text)
+    except ExpressionError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+Filter = Annotated[str, Field(max_length=MAX_EXPRESSION), AfterValidator(_checked)]
+"""Text of a reducer (docs/expressions.md)."""
 
 
 class RequestModel(BaseModel):
@@ -52,8 +68,8 @@ class Pixels(RequestModel):
 class Expressions(RequestModel):
     """How a vector becomes one pixel."""
 
-    qkv: Annotated[str, Field(max_length=MAX_EXPRESSION)] = "data.mean(dim=-1)"
-    mlp: Annotated[str, Field(max_length=MAX_EXPRESSION)] = "data.mean(dim=-1)"
+    qkv: Filter = "data.mean(dim=-1)"
+    mlp: Filter = "data.mean(dim=-1)"
 
 
 class Head(RequestModel):

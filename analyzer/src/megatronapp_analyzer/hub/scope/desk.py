@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
@@ -17,9 +17,9 @@ from megatronapp_analyzer.hub.scope import encode
 from megatronapp_analyzer.hub.scope.journal import Entry
 from megatronapp_analyzer.hub.scope.merge import pieces_of
 from megatronapp_analyzer.hub.scope.probes import ProbeBook
-from megatronapp_analyzer.hub.scope.publishers import Publishers
+from megatronapp_analyzer.hub.scope.publishers import UNKNOWN, Publishers
 from megatronapp_analyzer.hub.scope.ring import Ring
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.run import ENDED, Run
 from megatronapp_analyzer.hub.scope.steps import ClosedStep, StepBook, number
 from megatronapp_analyzer.hub.scope.viewers import Viewer
 from megatronapp_common import frames
@@ -33,6 +33,7 @@ from megatronapp_common.scope.protocol_requests import (
     MAX_TOKENS,
     Capture,
 )
+from megatronapp_common.scope.reducers import NAMES
 
 LOG = logging.getLogger(__name__)
 RING_BYTES = 512 << 20
@@ -43,7 +44,6 @@ PRESETS = {
     "lite": Capture(preset="lite").model_dump(mode="json", by_alias=True),
     "off": Capture(preset="off").model_dump(mode="json", by_alias=True),
 }
-REDUCERS = ("mean", "absmax", "rms", "std", "min", "max", "histogram")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,22 +66,31 @@ class ScopeDesk:
         self.runs: dict[str, Run] = {}
         self.probes = ProbeBook()
         self.errors = 0
+        self.on_prefill: Callable[[Run], None] = lambda _: None
+        """Called when the first step of a run has been shown."""
         self.state = "gone"
         self._clock = clock
         self._steps = StepBook()
         self._viewers: set[Viewer] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._ends: dict[str, Frame] = {}
+        """States that are told once the last steps of their runs have been."""
 
     # ---- ranks
 
     def take(self, attempt: int, worker: int, frame: Frame) -> None:
         """One frame of a rank, as its agent passed it on."""
-        try:
+        with self._forgiving():
             self._take(attempt, worker, frame)
+        self.close_due()
+
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
         except (ProtocolError, FrameError) as error:
             self.errors += 1
-            LOG.warning("a frame of worker %d is left out: %s", worker, error)
-        self.close_due()
+            LOG.warning("what a rank published is left out: %s", error)
 
     def _take(self, attempt: int, worker: int, frame: Frame) -> None:
         if frame.type == FrameType.SCOPE_PUBLISHER:
@@ -113,6 +122,9 @@ class ScopeDesk:
         if not isinstance(run, str) or not 1 <= len(run) <= 64:
             raise ProtocolError("bad-run", "RUN_STATE frame: run is not a short text")
         known = self.runs.get(run) or Run(run, self.ring)
+        if frame.header.get("state") in ENDED and self._steps.waits(run):
+            self._ends[run] = frame
+            return
         entry = known.set_state(frame.header)
         self.runs[run] = known
         self._forget_runs()
@@ -139,22 +151,26 @@ class ScopeDesk:
         whole = frames.encode(Frame(FrameType.SCOPE_STATE, header))
         self._publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
 
+    def close(self) -> None:
+        """No timer goes on."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     # ---- steps
 
     def close_due(self) -> None:
         """Show steps that are ready, and come back when the next may be."""
         for step in self._steps.close(self.publishers.expected(), self._clock()):
-            try:
+            with self._forgiving():
                 self._show(step)
-            except (ProtocolError, FrameError) as error:
-                self.errors += 1
-                LOG.warning("step %d of run %s is left out: %s", step.step, step.run, error)
+        for run in [run for run in self._ends if not self._steps.waits(run)]:
+            with self._forgiving():
+                self._take_state(self._ends.pop(run))
         self._come_back()
 
     def _come_back(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.close()
         due = self._steps.due_s()
         with contextlib.suppress(RuntimeError):  # without a loop, whoever feeds the desk looks after the time, too
             loop = asyncio.get_running_loop()
@@ -173,7 +189,9 @@ class ScopeDesk:
             for sample, layer, head, position, codes in rows:
                 run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
         self._publish(run.add_step(encode.step_frame(step, tables)))
-        if step.step > 0:
+        if step.step == 0:
+            self.on_prefill(run)
+        else:
             self._publish_all(run.add_rows(one) for one in encode.rows_frames(step.run, step.step, rows))
         captured = (run.header.get("capture") or {}).get("preset") != "off"
         if step.missing and captured:
@@ -231,7 +249,7 @@ class ScopeDesk:
                 "expressionLength": MAX_EXPRESSION,
             },
             "presets": PRESETS,
-            "reducers": list(REDUCERS),
+            "reducers": list(NAMES),
             "runs": [run.summary() for run in reversed(self.runs.values())],
         }
 
@@ -248,6 +266,6 @@ def _step_key(frame: Frame) -> tuple[str, int]:
 
 
 def _late_ranks(step: ClosedStep) -> Frame:
-    ranks = list(step.missing)
+    ranks = [rank for rank in step.missing if rank != UNKNOWN]
     span = {"what": "ranks", "from": step.step, "to": step.step}
     return Frame(FrameType.SCOPE_GAP, {"run": step.run, **span, "ranks": ranks, "reason": "late"})

@@ -26,11 +26,11 @@ AttentionRow = tuple[int, int, int, int, NDArray[np.uint8]]
 """Sample, layer, head, position, and codes of all keys up to there."""
 
 
-def tables_of(pieces: Sequence[Piece], layers: int | None) -> dict[str, Table]:
+def tables_of(pieces: Sequence[Piece], layers: int | None, *, apart: frozenset[str] = APART) -> dict[str, Table]:
     """Every table that the pieces make, by name. Raises ProtocolError."""
     named: dict[str, list[Piece]] = defaultdict(list)
     for piece in pieces:
-        if piece.tensor.name not in APART:
+        if piece.tensor.name not in apart:
             named[piece.tensor.name].append(piece)
     return {name: merge(found, layers=layers) for name, found in sorted(named.items())}
 

@@ -62,7 +62,7 @@ class ProbeBook:
     def settle(self, expected: Iterable[int]) -> None:
         """Hand on what is complete: all of these ranks have reported."""
         ranks = set(expected)
-        if not ranks:
+        if not ranks or min(ranks) < 0:
             return
         for probe in [name for name, one in self._probes.items() if one.reported >= ranks]:
             found = self._probes[probe]

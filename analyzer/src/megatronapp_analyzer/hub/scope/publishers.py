@@ -11,6 +11,9 @@ SIZES = ("layers", "hidden", "heads", "keyHeads", "headWidth", "mlpWidth", "voca
 POSITIONS = frozenset({"learned", "rotary", "none"})
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 4096
+MAX_SITES = 256
+UNKNOWN = -1
+"""In place of the number of a rank that has not begun."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +53,21 @@ def parse_model(model: object) -> dict[str, Any] | None:
     return sizes | {"gated": bool(model.get("gated")), "positions": model["positions"]}
 
 
+def parse_layout(layout: object) -> dict[str, int] | None:
+    """How the model is spread, if a PUBLISHER frame says so. Raises ProtocolError."""
+    if layout is None:
+        return None
+    if not isinstance(layout, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: layout is not a map")
+    return {name: max(1, number(layout, name)) for name in ("tensor", "pipeline")}
+
+
+def _names(sites: object) -> set[str]:
+    if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(one, str) for one in sites):
+        raise ProtocolError("bad-publisher", f"PUBLISHER frame: sites is not a list of at most {MAX_SITES} names")
+    return {site for site in sites if 1 <= len(site) <= 64}
+
+
 class Publishers:
     """The ranks of the newest attempt."""
 
@@ -58,6 +76,7 @@ class Publishers:
         self.ranks: dict[int, Publisher] = {}
         self.model: dict[str, Any] | None = None
         self.layout = {"tensor": 1, "pipeline": 1}
+        self.sites: set[str] = set()
 
     def add(self, header: Mapping[str, Any], worker: int) -> None:
         """A rank begins, or says again that it does. Raises ProtocolError."""
@@ -68,11 +87,8 @@ class Publishers:
             self.attempt, self.ranks = publisher.attempt, {}
         self.ranks[publisher.rank] = publisher
         self.model = model or self.model
-        pipeline = header["coordinates"].get("pp", 0)
-        self.layout = {
-            "tensor": max(one.tp for one in self.ranks.values()) + 1,
-            "pipeline": max(self.layout["pipeline"], pipeline + 1 if isinstance(pipeline, int) else 1),
-        }
+        self.sites |= _names(header.get("sites"))
+        self.layout = parse_layout(header.get("layout")) or self.layout
 
     def remove(self, attempt: int, worker: int) -> bool:
         """The agent of a worker went away; whether ranks went with it."""
@@ -84,5 +100,6 @@ class Publishers:
         return bool(gone)
 
     def expected(self) -> list[int]:
-        """Ranks whose parts make a step."""
-        return [rank for rank, one in self.ranks.items() if one.replica == 0]
+        """Ranks whose parts make a step; UNKNOWN stands for those that have not begun."""
+        known = [rank for rank, one in self.ranks.items() if one.replica == 0]
+        return known if len(known) >= self.layout["tensor"] * self.layout["pipeline"] else [*known, UNKNOWN]

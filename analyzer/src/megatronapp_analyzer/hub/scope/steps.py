@@ -108,6 +108,10 @@ class StepBook:
         missing = tuple(sorted(ranks - step.reported))
         return ClosedStep(run=key[0], step=key[1], tokens=step.tokens, pieces=step.pieces, missing=missing)
 
+    def waits(self, run: str) -> bool:
+        """Whether a step of this run may still be shown."""
+        return any(one == run for one, _ in self._open)
+
     def due_s(self) -> float | None:
         """When the next step may be due; None if none waits."""
         began = [step.began_s for step in self._open.values()]

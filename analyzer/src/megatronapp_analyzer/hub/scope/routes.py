@@ -1,0 +1,268 @@
+"""HTTP and WebSocket of MegaScope (docs/scope-protocol.md, sections 7 and 8)."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, StreamingResponse
+
+from megatronapp_analyzer.hub.access import hub_of, role_of
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.schemas import Problem
+from megatronapp_analyzer.hub.scope import exact, schemas, session_file, viewers
+from megatronapp_analyzer.hub.scope.asking import RETRY_MS
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
+from megatronapp_common.scope.protocol import SUBPROTOCOL
+from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, RunRequest
+from megatronapp_common.tokens import Role
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.scope.service import ScopeService
+else:
+    ScopeService = object
+
+Answers = dict[int | str, dict[str, Any]]
+PROBLEMS: Answers = {401: {"model": Problem}, 422: {"model": Problem}}
+NOT_FOUND: Answers = {404: {"model": Problem}}
+COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.Coming}, 503: {"model": Problem}}
+PROBLEM: dict[str, Any] = {"model": Problem}
+CONTROLS: Answers = {403: PROBLEM, 404: PROBLEM, 409: PROBLEM, 429: PROBLEM, 503: PROBLEM}
+TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "as it was"}}
+VALUES: Answers = {**COMING, 413: {"model": Problem}}
+VALUES[200] = {
+    "model": schemas.Values,
+    "content": {"text/csv": {"schema": {"type": "string"}}, "application/octet-stream": {}},
+}
+SESSION: Answers = NOT_FOUND | {200: {"content": {"application/octet-stream": {}}}}
+IMMUTABLE = "private, max-age=31536000, immutable"
+RETRY_HINT = "Take one that GET /api/v1/scope/runs lists."
+
+router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS)
+
+
+def service_of(connection: HTTPConnection) -> "ScopeService":
+    """MegaScope of the hub that serves this connection."""
+    return hub_of(connection).scope
+
+
+def controller(connection: HTTPConnection) -> None:
+    """Refuses whoever may only look."""
+    if role_of(connection) != Role.CONTROLLER:
+        raise ApiError(
+            403, "needs-controller", "a viewer may only look", "Open the address of `megatronapp ui JOB` as its owner."
+        )
+
+
+ScopeOf = Annotated[ScopeService, Depends(service_of)]
+CONTROLLER = [Depends(controller)]
+RunId = Annotated[str, Path(max_length=64)]
+Index = Annotated[int, Path(ge=0, lt=1 << 20)]
+IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
+
+
+def run_of(scope: "ScopeService", run: str) -> Run:
+    """A run that is known. Raises ApiError 404."""
+    known = scope.desk.runs.get(run)
+    if known is None:
+        raise ApiError(404, "no-such-run", f"there is no run {run!r}", RETRY_HINT)
+    return known
+
+
+def _coming(probe: str) -> JSONResponse:
+    said = schemas.Coming(probe=probe, retry_ms=RETRY_MS).model_dump(by_alias=True)
+    return JSONResponse(said, 202, headers={"Cache-Control": "no-store"})
+
+
+@router.get("", operation_id="getScope")
+async def hello(scope: ScopeOf, role: Annotated[Role, Depends(role_of)]) -> schemas.Hello:
+    """The model, its limits, and the runs that are known."""
+    return schemas.Hello.model_validate(scope.desk.hello(role.value))
+
+
+@router.get("/runs", operation_id="listRuns")
+async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
+    """Runs, newest first."""
+    return [schemas.RunSummary.model_validate(run.summary()) for run in reversed(scope.desk.runs.values())]
+
+
+@router.post(
+    "/runs",
+    operation_id="startRun",
+    status_code=status.HTTP_201_CREATED,
+    responses=CONTROLS,
+    dependencies=CONTROLLER,
+)
+async def start(scope: ScopeOf, request: RunRequest) -> schemas.Started:
+    """Generate from some prompts; the answer tells the place in the queue."""
+    answer = await scope.asker.start(request)
+    return schemas.Started(run=str(answer.get("run")), position=answer.get("position"))
+
+
+@router.get("/runs/{run}", operation_id="getRun", responses=NOT_FOUND)
+async def run_detail(scope: ScopeOf, run: RunId) -> schemas.RunDetail:
+    """State of a run, and all its tokens."""
+    known = run_of(scope, run).detail()
+    return schemas.RunDetail.model_validate({name: known.get(name) for name in schemas.DETAIL_NAMES if name in known})
+
+
+@router.delete(
+    "/runs/{run}",
+    operation_id="cancelRun",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=CONTROLS,
+    dependencies=CONTROLLER,
+)
+async def cancel(scope: ScopeOf, run: RunId) -> None:
+    """End a run."""
+    await scope.asker.cancel(run_of(scope, run).id)
+
+
+@router.patch(
+    "/runs/{run}",
+    operation_id="changeCapture",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses=CONTROLS,
+    dependencies=CONTROLLER,
+)
+async def change(scope: ScopeOf, run: RunId, request: CaptureChange) -> None:
+    """Capture something else from the next step on."""
+    await scope.asker.change(run_of(scope, run).id, request)
+
+
+@router.get(
+    "/runs/{run}/attention/{sample}/{layer}/{head}/{level}/{q}/{k}",
+    operation_id="getTile",
+    response_class=Response,
+    responses=TILE,
+)
+async def attention_tile(
+    *,
+    scope: ScopeOf,
+    run: RunId,
+    sample: Index,
+    layer: Index,
+    head: Index,
+    level: Annotated[int, Path(ge=0, le=MAX_LEVEL)],
+    q: Index,
+    k: Index,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
+    known = run_of(scope, run)
+    place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
+    rows = known.attention.get((sample, layer, head))
+    absent = missing(place, rows)
+    if absent is not None:
+        site = ProbeSite(site="attention", layers=(layer,), heads=(head,), code="u8s")
+        return _coming(await scope.asker.probe(known, sample, site, absent))
+    found = tile(place, rows)
+    data = found.tobytes()
+    finished = place.full or known.ended
+    headers = {
+        "ETag": etag(data + bytes(str(found.shape), "ascii")),
+        "Cache-Control": IMMUTABLE if finished else "private, no-cache",
+        "X-Tile-Shape": f"{found.shape[0]},{found.shape[1]}",
+    }
+    if if_none_match == headers["ETag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(data, headers=headers, media_type="application/octet-stream")
+
+
+def _tile_place(scope: "ScopeService", run: Run, where: tuple[int, int, int], which: tuple[int, int, int]) -> Place:
+    sample, layer, head = where
+    scope.check_head(run, sample, layer, head)
+    level, q, k = which
+    place = Place(level=level, q=q, k=k, length=run.length(sample))
+    if not place.inside:
+        raise ApiError(
+            404, "outside", f"level {level} has no tile {q}, {k}", f"{place.length} tokens were read; stay within them."
+        )
+    return place
+
+
+@router.get("/runs/{run}/values/{site}", operation_id="getValues", response_class=Response, responses=VALUES)
+async def values(
+    *,
+    scope: ScopeOf,
+    run: RunId,
+    site: Annotated[str, Path(max_length=64)],
+    sample: Annotated[int, Query(ge=0, lt=1 << 20)] = 0,
+    layer: IndexQuery = None,
+    head: IndexQuery = None,
+    position: IndexQuery = None,
+    form: Annotated[exact.Format, Query(alias="format")] = "json",
+) -> Response:
+    """Exact numbers of a site at one position, or at all."""
+    known = run_of(scope, run)
+    scope.check_site(known, site, (sample, layer, head))
+    wanted = _positions(known, sample, position)
+    rows = known.values.get((site, sample, layer, head))
+    absent = [place for place in wanted if place not in rows]
+    if absent:
+        heads = None if head is None else (head,)
+        asked = ProbeSite(site=site, layers=() if layer is None else (layer,), heads=heads)
+        return _coming(await scope.asker.probe(known, sample, asked, range(absent[0], absent[-1] + 1)))
+    block = exact.block(site, (sample, layer, head), rows, wanted)
+    if form != "npy" and block.values.size > exact.MAX_TEXT_NUMBERS:
+        raise ApiError(
+            413, "too-large", f"{block.values.size} numbers are too many as text", "Take format=npy, or one position."
+        )
+    data = await asyncio.to_thread(exact.render, block, form)
+    return Response(data, headers={"Cache-Control": "no-store"}, media_type=exact.MEDIA[form])
+
+
+def _positions(run: Run, sample: int, position: int | None) -> list[int]:
+    length = run.length(sample)
+    if position is None:
+        return list(range(length))
+    if position >= length:
+        raise ApiError(404, "outside", f"position {position} was not read", f"{length} tokens were; stay within them.")
+    return [position]
+
+
+@router.post(
+    "/runs/{run}/pca",
+    operation_id="refitPca",
+    response_model=schemas.Fitted,
+    responses={**CONTROLS, 202: {"model": schemas.Coming}},
+    dependencies=CONTROLLER,
+)
+async def refit(scope: ScopeOf, run: RunId, request: schemas.PcaRequest) -> Any:  # noqa: ANN401
+    """New axes, turned onto the old ones. They come as SCOPE_PCA."""
+    known = run_of(scope, run)
+    probe = await scope.bases.refit(known, scope.check_layers(request.layers))
+    return schemas.Fitted(version=scope.bases.version) if probe is None else _coming(probe)
+
+
+@router.get("/runs/{run}/session", operation_id="getSession", response_class=Response, responses=SESSION)
+async def session(scope: ScopeOf, run: RunId) -> Response:
+    """The recorded session: what `megatronapp scope replay` plays."""
+    known = run_of(scope, run)
+    headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
+    pieces = session_file.pieces(scope.desk, known.id)
+    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+
+
+@router.api_route(
+    "/perturbations", methods=["POST"], operation_id="addPerturbation", responses={501: {"model": Problem}}
+)
+@router.api_route("/perturbations", methods=["PATCH"], include_in_schema=False)
+@router.api_route("/perturbations", methods=["DELETE"], include_in_schema=False)
+@router.api_route("/training", methods=["POST"], operation_id="controlTraining", responses={501: {"model": Problem}})
+@router.api_route("/training", methods=["PATCH"], include_in_schema=False)
+@router.api_route("/training", methods=["DELETE"], include_in_schema=False)
+async def reserved() -> None:
+    """Not there yet: the name is kept."""
+    raise ApiError(501, "not-yet", "perturbations and control of training come later", "Generating and looking works.")
+
+
+@router.websocket("")
+async def page(socket: WebSocket, scope: ScopeOf) -> None:
+    """One page, as long as it listens."""
+    if SUBPROTOCOL not in socket.scope["subprotocols"]:
+        await socket.close(viewers.REFUSED, reason=f"subprotocol {SUBPROTOCOL}")
+        return
+    await socket.accept(subprotocol=SUBPROTOCOL)
+    await viewers.serve(socket, scope.desk, role_of(socket).value)

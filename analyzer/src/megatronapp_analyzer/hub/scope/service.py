@@ -1,0 +1,72 @@
+"""MegaScope in the hub, put together: desk, model, PCA."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope import exact
+from megatronapp_analyzer.hub.scope.asking import Asker
+from megatronapp_analyzer.hub.scope.bases import BasisDesk
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+
+
+class ScopeService:
+    """One for each hub. `client` None: nothing generates here."""
+
+    def __init__(self, settings: ScopeSettings, client: ServeClient | None = None) -> None:
+        self.desk = ScopeDesk(settings)
+        self.asker = Asker(self.desk, client)
+        self.bases = BasisDesk(self.asker)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Until left; then connections and timers end."""
+        try:
+            yield
+        finally:
+            self.desk.close()
+            await self.bases.close()
+            if self.asker.client is not None:
+                await self.asker.client.close()
+
+    def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
+        """Raises ApiError 404 for a sample, layer or head that there is not."""
+        self._check(run, sample, layer, head)
+
+    def _check(self, run: Run, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
+        if not run.has_sample(sample):
+            raise ApiError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
+        model = self.desk.publishers.model
+        if model is None:
+            return
+        for name, value, count in (("layer", layer, model["layers"]), ("head", head, model[heads])):
+            if value is not None and value >= count:
+                raise ApiError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
+
+    def check_site(self, run: Run, site: str, where: tuple[int, int | None, int | None]) -> None:
+        """Raises ApiError for a site that there is not, or that needs another place."""
+        sample, layer, head = where
+        if site not in exact.SITES | self.desk.publishers.sites:
+            names = ", ".join(sorted(exact.SITES | self.desk.publishers.sites))
+            raise ApiError(404, "no-such-site", f"there is no site {site!r}", f"Take one of {names}.")
+        self._check(run, sample, layer, head, heads="keyHeads" if site in {"k", "v"} else "heads")
+        if site not in exact.SITES:
+            return
+        for name, value, needed in (
+            ("layer", layer, site not in exact.LAYERLESS),
+            ("head", head, site in exact.HEADED),
+        ):
+            if needed != (value is not None):
+                word = "needs a" if needed else "has no"
+                raise ApiError(
+                    422, "invalid-request", f"{name}: {site} {word} {name}", "See docs/scope-protocol.md, 2."
+                )
+
+    def check_layers(self, layers: Sequence[int]) -> list[int]:
+        """The layers without repetition. Raises ApiError 404 for one that there is not."""
+        model = self.desk.publishers.model
+        if model is not None and max(layers) >= model["layers"]:
+            raise ApiError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")
+        return sorted(set(layers))

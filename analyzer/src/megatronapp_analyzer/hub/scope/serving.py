@@ -1,0 +1,76 @@
+"""The way from the hub to rank 0, which generates: runs and probes are sent on to it (docs/scope-protocol.md, 6)."""
+
+from typing import Any
+
+import httpx
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
+
+TIMEOUT_S = 10.0
+PASSED_ON = frozenset({404, 409, 422, 429, 503})
+"""Answers of rank 0 that its asker gets as they are."""
+
+
+class ServeClient:
+    """Asks rank 0. Every method raises ApiError: with rank 0's own words where it answered, else 503."""
+
+    def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT_S,
+            transport=transport,
+            trust_env=False,  # a proxy of the environment would get our token
+        )
+
+    async def close(self) -> None:
+        """Let connections go."""
+        await self._client.aclose()
+
+    async def start(self, request: RunRequest) -> dict[str, Any]:
+        """Queue a run: `{"run", "position"}`."""
+        return await self._ask("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
+
+    async def cancel(self, run: str) -> None:
+        """End a run."""
+        await self._ask("DELETE", f"/scope/v1/runs/{run}")
+
+    async def change(self, run: str, change: CaptureChange) -> None:
+        """Another capture, from the next step on."""
+        await self._ask("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
+
+    async def probe(self, probe: Probe) -> str:
+        """Ask for exact numbers; they come as PART frames with this id."""
+        answer = await self._ask("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
+        return str(answer.get("probe"))
+
+    async def basis(self, frame: Frame) -> None:
+        """Give the ranks a basis to project on."""
+        await self._ask("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
+
+    async def _ask(
+        self, method: str, path: str, body: bytes | None = None, *, kind: str = "application/json"
+    ) -> dict[str, Any]:
+        headers = {"Content-Type": kind} if body is not None else {}
+        try:
+            answer = await self._client.request(method, path, content=body, headers=headers)
+        except httpx.HTTPError as error:
+            raise ApiError(
+                503, "restarting", f"the model does not answer: {type(error).__name__}", "Try again in a moment."
+            ) from error
+        return _read(answer)
+
+
+def _read(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        said = answer.json() if answer.content else {}
+    except ValueError:
+        said = None
+    if answer.is_success and isinstance(said, dict):
+        return said
+    if answer.status_code in PASSED_ON and isinstance(said, dict) and isinstance(said.get("code"), str):
+        raise ApiError(answer.status_code, said["code"], str(said.get("message")), str(said.get("hint")))
+    raise ApiError(503, "model-failed", f"the model answered with {answer.status_code}", "See the log of rank 0.")

@@ -1,0 +1,106 @@
+"""Rank 0 as the hub sees it: answers what section 6 of the protocol asks with the true numbers of a recorded run."""
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import scope_session
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.responses import JSONResponse
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Probe
+
+LAYERLESS = {"embedding", "final_norm", "logits"}
+
+
+@dataclasses.dataclass
+class RankZero:
+    """`publish` takes what the ranks send to their agent; `asked` holds every request as (method, path, body)."""
+
+    recording: scope_session.Recording
+    token: str
+    publish: Callable[[Frame], None] = lambda _: None
+    asked: list[tuple[str, str, Any]] = dataclasses.field(default_factory=list)
+    refuse: tuple[int, dict[str, str]] | None = None
+    url: str = ""
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.api_route("/scope/v1/{path:path}", methods=["POST", "PUT", "PATCH", "DELETE"])
+        async def answer(request: Request, path: str) -> Response:
+            if request.headers.get("authorization") != f"Bearer {self.token}":
+                return JSONResponse({"code": "unauthorised", "message": "", "hint": ""}, 401)
+            body = await request.body()
+            if self.refuse is not None:
+                return JSONResponse(self.refuse[1], self.refuse[0])
+            return self.answer(request.method, path, body)
+
+        return app
+
+    def answer(self, method: str, path: str, body: bytes) -> Response:
+        if path == "basis":
+            self.asked.append((method, path, frames.decode(body)))
+            return JSONResponse({})
+        said = json.loads(body) if body else None
+        self.asked.append((method, path, said))
+        if path == "probes":
+            probe = f"probe-{len(self.asked)}"
+            self.publish(self.probe(probe, Probe.model_validate(said)))
+            return JSONResponse({"probe": probe})
+        if (method, path) == ("POST", "runs"):
+            return JSONResponse({"run": scope_session.RUN, "position": 0})
+        return JSONResponse({})
+
+    def probe(self, name: str, asked: Probe) -> Frame:
+        """PART with what was asked for."""
+        ids = list(asked.ids[0])
+        texts = [prompt + came for prompt, came in zip(self.recording.prompts, self.recording.generated, strict=True)]
+        sites = next(sites for sites, text in zip(self.recording.sites, texts, strict=True) if text[: len(ids)] == ids)
+        first, end = asked.queries or (0, len(ids))
+        rows = list(range(first, end, asked.stride))
+        tensors = [self._tensor(one, sites, rows) for one in asked.sites]
+        header = {"rank": 0, "probe": name, "step": 0, "rows": [[0, row, 1] for row in rows], "timeUs": 0}
+        return frame_of(FrameType.SCOPE_PART, header, tensors)
+
+    def _tensor(self, asked: Any, sites: dict[str, Any], rows: list[int]) -> Tensor:
+        found = sites[asked.site]
+        said: dict[str, Any] = {"site": asked.site, "replicated": False}
+        if asked.site in LAYERLESS:
+            return Tensor(asked.site, "f32", found[rows], None, said)
+        said["layers"] = list(asked.layers)
+        whole = found.transpose(2, 0, 1, 3) if asked.site == "attention" else found
+        data = whole[rows][:, list(asked.layers)]
+        if asked.heads is not None:
+            (head,) = asked.heads
+            said["heads"] = [head, head + 1]
+            data = data[:, :, head : head + 1]
+        if asked.code == "u8s":
+            return Tensor(asked.site, "u8s", scope_session.codes_of(data), None, said)
+        return Tensor(asked.site, "f32", np.ascontiguousarray(data, "<f4"), None, said)
+
+
+@contextlib.contextmanager
+def serve(rank: RankZero) -> Iterator[RankZero]:
+    """`rank` behind a real server on loopback."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        rank.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server = uvicorn.Server(uvicorn.Config(rank.app(), log_config=None, access_log=False, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        try:
+            yield rank
+        finally:
+            server.should_exit = True
+            thread.join(20)

@@ -1,0 +1,248 @@
+"""Ring, journal, outbox, tiles, exact numbers and PCA: what holds whatever comes."""
+
+import functools
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.scope import exact, pca
+from megatronapp_analyzer.hub.scope.journal import Journal
+from megatronapp_analyzer.hub.scope.outbox import MAX_KEPT_BYTES, Outbox
+from megatronapp_analyzer.hub.scope.ring import Held, Ring
+from megatronapp_analyzer.hub.scope.tables import RowTable
+from megatronapp_analyzer.hub.scope.tiles import TILE, Place, missing, tile
+from megatronapp_analyzer.hub.scope.viewers import Rate
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of
+
+BIG = 1 << 40
+
+
+@given(items=st.lists(st.tuples(st.sampled_from(Held), st.integers(1, 50)), max_size=60), limit=st.integers(0, 300))
+def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(items: list[tuple[Held, int]], limit: int) -> None:
+    ring = Ring(limit)
+    gone: list[int] = []
+    tickets = [ring.hold(kind, size, functools.partial(gone.append, n)) for n, (kind, size) in enumerate(items)]
+    kept = [n for n in range(len(items)) if n not in gone]
+    assert ring.used_bytes == sum(items[n][1] for n in kept) <= limit
+    assert len(gone) == len(set(gone))
+    for kind in Held:
+        of_kind = [n for n in range(len(items)) if items[n][0] == kind]
+        assert [n for n in gone if n in of_kind] == of_kind[: sum(n in of_kind for n in gone)]
+    for ticket in tickets:
+        ring.release(ticket)
+    assert (ring.used_bytes, len(ring)) == (0, 0)
+
+
+def test_attention_rows_go_before_vectors() -> None:
+    ring, gone = Ring(100), []
+    ring.hold(Held.VECTORS, 50, lambda: gone.append("vectors"))
+    ring.hold(Held.VALUES, 40, lambda: gone.append("values"))
+    ring.hold(Held.ROWS, 10, lambda: gone.append("rows"))
+    ring.hold(Held.VECTORS, 30, lambda: gone.append("newer vectors"))
+    assert gone == ["rows", "values"]
+
+
+def test_rows_that_newer_ones_replaced_are_not_forgotten_with_the_older() -> None:
+    ring = Ring(16)
+    table: RowTable[str] = RowTable(ring, Held.ROWS)
+    table.put("head", [0, 1], np.zeros((2, 4), np.uint8))
+    table.put("head", [1, 2], np.ones((2, 4), np.uint8))
+    table.put("other", [0], np.zeros((1, 4), np.uint8))
+    assert sorted(table.get("head")) == [1, 2] and table.get("head")[1][0] == 1
+    assert sorted(table.keys()) == ["head", "other"]
+    table.close()
+    assert ring.used_bytes == 0
+
+
+def step(number: int, size: int = 1000) -> Frame:
+    tensor = Tensor("head.max", "u8", np.zeros((1, size), np.uint8))
+    return frame_of(
+        FrameType.SCOPE_STEP, {"run": "r", "step": number, "rows": [[0, number]], "ids": [number]}, [tensor]
+    )
+
+
+def rows(number: int, size: int = 1000) -> Frame:
+    tensor = Tensor("attention", "u8s", np.zeros(size, np.uint8))
+    return frame_of(FrameType.SCOPE_ROWS, {"run": "r", "step": number}, [tensor])
+
+
+def state(name: str) -> Frame:
+    return Frame(FrameType.SCOPE_RUN, {"run": "r", "state": name})
+
+
+def drained(outbox: Outbox) -> list[Frame]:
+    out: list[Frame] = []
+    while found := outbox.pop():
+        out += [frames.decode(one) for one in found]
+    return out
+
+
+def test_a_journal_numbers_frames_and_keeps_one_of_each_state() -> None:
+    journal = Journal("r", Ring(BIG))
+    for name in ("queued", "queued", "queued", "prefill", "decoding", "decoding"):
+        journal.append(state(name))
+    journal.append(step(0))
+    assert [entry.seq for entry in journal.after(0)] == [3, 4, 6, 7]
+    assert [entry.seq for entry in journal.after(4)] == [6, 7]
+    assert journal.newest == 7
+
+
+def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
+    ring = Ring(4000)
+    journal = Journal("r", ring)
+    for number in range(6):
+        journal.append(step(number))
+        journal.append(rows(number))
+    outbox = Outbox()
+    outbox.resume("r", journal.after(0))
+    got = drained(outbox)
+    steps = [frame for frame in got if frame.type == FrameType.SCOPE_STEP]
+    assert [frame.header["ids"] for frame in steps] == [[number] for number in range(6)]
+    assert [bool(frame.body) for frame in steps] == [False, False, False, True, True, True]
+    gaps = {frame.header["what"]: frame.header for frame in got if frame.type == FrameType.SCOPE_GAP}
+    assert gaps["rows"]["reason"] == gaps["step"]["reason"] == "old"
+
+
+@settings(max_examples=60)
+@given(
+    works=st.lists(
+        st.one_of(
+            st.tuples(st.just("step"), st.integers(1, 4000)),
+            st.tuples(st.just("rows"), st.integers(1, 4000)),
+            st.tuples(st.just("state"), st.just(0)),
+            st.tuples(st.just("credit"), st.integers(0, 5000)),
+            st.tuples(st.just("send"), st.just(0)),
+        ),
+        max_size=80,
+    )
+)
+def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -> None:
+    journal, outbox = Journal("r", Ring(BIG)), Outbox(credit=3000, limit_bytes=20_000)
+    pushed: list[Any] = []
+    got: list[Frame] = []
+    made = {"step": lambda size: step(len(pushed), size), "rows": lambda size: rows(len(pushed), size)}
+    for what, size in works:
+        if what == "credit":
+            outbox.grant(size)
+        elif what == "send":
+            got += [frames.decode(one) for one in outbox.pop()]
+        else:
+            entry = journal.append(state(f"s{len(pushed)}") if what == "state" else made[what](size))
+            pushed.append(entry)
+            outbox.push(entry)
+            droppable = sum(len(one.short or b"") + 400 for one in pushed)
+            assert outbox.waiting_bytes <= 20_000 + droppable
+    got += drained(outbox)
+    assert outbox.waiting_bytes == 0 and len(outbox) == 0
+    tokens = [frame.header["step"] for frame in got if frame.type == FrameType.SCOPE_STEP]
+    assert tokens == [entry.step for entry in pushed if entry.type == FrameType.SCOPE_STEP]
+    states = [frame.header["state"] for frame in got if frame.type == FrameType.SCOPE_RUN]
+    assert len(states) == sum(entry.type == FrameType.SCOPE_RUN for entry in pushed)
+    whole = {frame.header["step"] for frame in got if frame.body}
+    told: set[tuple[str, int]] = set()
+    for frame in got:
+        if frame.type == FrameType.SCOPE_GAP:
+            told |= {(frame.header["what"], n) for n in range(frame.header["from"], frame.header["to"] + 1)}
+    for entry in pushed:
+        if entry.type in {FrameType.SCOPE_STEP, FrameType.SCOPE_ROWS}:
+            assert entry.step in whole or (entry.what, entry.step) in told
+
+
+def test_a_page_that_lets_everything_wait_is_let_go() -> None:
+    outbox, journal = Outbox(), Journal("r", Ring(BIG))
+    big = Frame(FrameType.SCOPE_RUN, {"run": "r", "state": "queued", "text": "x" * (1 << 20)})
+    for _ in range(MAX_KEPT_BYTES >> 20):
+        assert not outbox.overrun
+        outbox.push(journal.append(big))
+    assert outbox.overrun
+
+
+def test_a_rate_is_by_the_second() -> None:
+    now = [0.0]
+    rate = Rate(2, clock=lambda: now[0])
+    assert [rate.allows() for _ in range(3)] == [True, True, False]
+    now[0] = 1.0
+    assert rate.allows()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), length=st.integers(1, 700), level=st.integers(0, 3))
+def test_tiles_are_the_largest_of_what_they_cover(data: st.DataObject, length: int, level: int) -> None:
+    whole = np.tril(np.random.default_rng(length).integers(0, 256, (length, length), np.uint8))
+    known = {query: whole[query, : query + 1] for query in range(length)}
+    span = TILE << level
+    q, k = (data.draw(st.integers(0, (length - 1) // span)) for _ in range(2))
+    place = Place(level=level, q=q, k=k, length=length)
+    assert place.inside and missing(place, known) is None
+    found = tile(place, known)
+    piece = whole[q * span : (q + 1) * span, k * span : (k + 1) * span]
+    side = 1 << level
+    padded = np.zeros([-(-size // side) * side for size in piece.shape], np.uint8)
+    padded[: piece.shape[0], : piece.shape[1]] = piece
+    shape = (padded.shape[0] // side, side, padded.shape[1] // side, side)
+    np.testing.assert_array_equal(found, padded.reshape(shape).max(axis=(1, 3)))
+
+
+def test_a_tile_names_the_queries_that_it_lacks() -> None:
+    known = {query: np.zeros(query + 1, np.uint8) for query in range(300) if query not in {260, 270}}
+    assert missing(Place(level=0, q=1, k=0, length=300), known) == range(260, 271)
+    assert missing(Place(level=0, q=0, k=1, length=300), known) is None
+    assert not Place(level=0, q=2, k=0, length=300).inside
+    assert Place(level=0, q=0, k=0, length=300).full and not Place(level=0, q=1, k=0, length=300).full
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=8))
+def test_every_form_says_the_same_numbers(numbers: list[float]) -> None:
+    row = np.array(numbers, "<f4")
+    block = exact.block("residual", (0, 1, None), {7: row}, [7])
+    np.testing.assert_array_equal(np.load(io.BytesIO(exact.render(block, "npy")))[0], row)
+    line = exact.render(block, "csv").decode().splitlines()[1].split(",")
+    assert line[0] == "7"
+    np.testing.assert_array_equal(np.array([float(one) for one in line[1:]], "<f4"), row)
+    said = json.loads(exact.render(block, "json"))["values"][0]
+    finite = [one if np.isfinite(one) else None for one in row.tolist()]
+    assert said == finite
+
+
+def cloud(seed: int, count: int = 60, width: int = 24) -> Any:
+    random = np.random.default_rng(seed)
+    return random.normal(size=(count, width)) * np.linspace(5, 0.1, width) + random.normal(size=width)
+
+
+def test_axes_are_those_of_the_covariance() -> None:
+    rows = cloud(1)
+    basis = pca.fit(rows)
+    centred = rows - rows.mean(axis=0)
+    sizes = np.linalg.eigvalsh(centred.T @ centred)[::-1]
+    np.testing.assert_allclose(basis.explained, sizes[:8] / sizes.sum(), rtol=1e-9)
+    np.testing.assert_allclose((basis.project(rows) ** 2).sum(axis=0), sizes[:8], rtol=1e-9)
+    np.testing.assert_allclose(basis.axes @ basis.axes.T, np.eye(8), atol=1e-12)
+    assert all(axis[np.abs(axis).argmax()] > 0 for axis in basis.axes)
+
+
+@given(seed=st.integers(0, 100))
+@settings(max_examples=20, deadline=None)
+def test_a_refit_stays_near_the_old_axes(seed: int) -> None:
+    old = pca.fit(cloud(1))
+    rows = cloud(1) + 0.05 * np.random.default_rng(seed).normal(size=(60, 24))
+    new = pca.fit(rows, onto=old)
+    plain = pca.fit(rows)
+    np.testing.assert_allclose(new.axes @ new.axes.T, np.eye(8), atol=1e-9)
+    assert np.linalg.norm(new.axes - old.axes) <= np.linalg.norm(plain.axes - old.axes) + 1e-9
+    assert new.explained.sum() == pytest.approx(plain.explained.sum())
+    centred = rows - rows.mean(axis=0)
+    shares = (new.project(rows) ** 2).sum(axis=0) / (centred**2).sum()
+    np.testing.assert_allclose(shares, new.explained, rtol=1e-6)
+
+
+def test_few_or_equal_rows_have_few_axes() -> None:
+    basis = pca.fit(cloud(1, count=3))
+    assert np.count_nonzero(np.abs(basis.axes).sum(axis=1)) == 2
+    assert pca.fit(np.ones((4, 5))).explained.tolist() == [0] * 8
