@@ -122,14 +122,14 @@ def test_files_that_cannot_be_read(hf: pathlib.Path, tmp_path: pathlib.Path) -> 
     (hf / "model.safetensors").write_bytes(weights[:-1])
     with pytest.raises(CheckpointError, match="is the download complete"):
         convert(hf, tmp_path / "ours")
+    (hf / "model.safetensors").unlink()
     (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"gone\.safetensors cannot be read"):
         convert(hf, tmp_path / "ours")
     (hf / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="index of shards"):
         convert(hf, tmp_path / "ours")
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        (hf / name).unlink()
+    (hf / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         convert(hf, tmp_path / "ours")
     (hf / "pytorch_model.bin").write_bytes(b"pickle")
@@ -156,6 +156,8 @@ def test_old_names_and_buffers_of_gpt2(tmp_path: pathlib.Path) -> None:
     convert(tmp_path / "hf", tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "back")
     assert equal(tiny_folder.read(tmp_path / "back"), tensors)
+    modes = {name: (tmp_path / "back" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(set(modes.values())) == 1  # who may read one may read the other
 
 
 def test_a_head_that_repeats_the_embedding_comes_back(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -127,3 +127,31 @@ def test_the_way_back_gives_the_same_bits_names_and_types(run_ranks: RunRanks, r
     assert flaws == {name: [] for name in MODELS}
     assert len(list((root / "qwen2" / "hf").glob("*.safetensors"))) > 1
     assert len(list((root / "qwen2" / "back").glob("*.safetensors"))) > 1
+
+
+def resume(root: str) -> str:
+    """What is said to somebody who goes on with converted weights as with a training."""
+    import dataclasses
+
+    from megatronapp_trainer.checkpoint.arguments import model_flags
+    from megatronapp_trainer.checkpoint.directory import read_manifest
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.errors import CheckpointError
+    from megatronapp_trainer.groups import initialize_groups
+
+    ours = pathlib.Path(root) / "gpt2" / "ours"
+    flags = model_flags(read_manifest(ours / "iter_0000000").arguments)
+    config, layout = ranks.configure([*flags, "--load", str(ours)])
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, finetune=False))
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    try:
+        ranks.loaded_logits(config, layout, device, models.tokens())
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_converted_weights_are_no_training_to_go_on_with(run_ranks: RunRanks, root: pathlib.Path) -> None:
+    (message,) = run_ranks(1, resume, str(root))
+    assert message.endswith("was converted and holds weights alone; give --finetune to start from them")

@@ -63,6 +63,15 @@ def test_no_spelling_is_one_of_ours_and_each_stands_once() -> None:
         assert len(given) == 1, spelling.flag
 
 
+def test_every_spelling_stands_in_the_documentation() -> None:
+    text = (pathlib.Path(__file__).parents[4] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert [spelling.flag for spelling in SPELLINGS if f"{spelling.flag}" not in text] == []
+    assert [flag for action in build_convert()._actions for flag in action.option_strings if flag not in text] == [
+        "-h",
+        "--help",
+    ]
+
+
 def test_the_command_of_the_pages_for_llama_runs() -> None:
     found = options(
         *shlex.split(

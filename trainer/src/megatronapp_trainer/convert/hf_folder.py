@@ -63,11 +63,10 @@ class TensorFolder:
         return tensor
 
     def _file_names(self) -> list[str]:
-        index = self.path / INDEX
-        if index.is_file():
-            return sorted(_indexed(index))
         if (self.path / _WHOLE).is_file():
             return [_WHOLE]
+        if (self.path / INDEX).is_file():
+            return sorted(_indexed(self.path / INDEX))
         names = sorted(entry.name for entry in self.path.iterdir())
         if any(_PICKLES.fullmatch(name) for name in names):
             raise CheckpointError(
@@ -120,6 +119,7 @@ class TensorWriter:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{path} could not be written to its end ({error})") from error
+        path.chmod(self._path.stat().st_mode & 0o666)  # safetensors lets nobody else read, the folder may
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         self._shards.append(list(self._pending))
