@@ -44,6 +44,9 @@ class GenerationRequest:
     """Tell entropy and partition sums of the distribution that each token was chosen from."""
 
     def __post_init__(self) -> None:
+        _check_tokens("prompt", self.prompt)
+        for stop in self.stop_tokens:
+            _check_tokens("stop_tokens", stop)
         _check_prompt(self)
         _check_sampling(self)
         _check_stops(self)
@@ -65,6 +68,12 @@ def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, ha
         raise RequestError("candidates", f"{request.candidates} are more than the vocabulary's {vocab_size} tokens")
     if request.stop_texts and not has_text:
         raise RequestError("stop_texts", "this engine has no tokenizer; give stop_tokens instead")
+
+
+def _check_tokens(field: str, tokens: object) -> None:
+    """What came as JSON may be anything; a list would never equal the tuple that it is compared with."""
+    if not isinstance(tokens, tuple) or not all(type(token) is int for token in tokens):
+        raise RequestError(field, "tokens must come as tuples of whole numbers")
 
 
 def _check_prompt(request: GenerationRequest) -> None:
