@@ -34,7 +34,10 @@ VARIANTS = {
     "rotary-grouped": f"{ROTARY} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
     "rotary-tied-window": f"{ROTARY} --group-query-attention --num-query-groups 2 --window-size 9,0 --add-qkv-bias",
 }
-MULTI_QUERY = {"rotary-one-key-head": f"{ROTARY} --group-query-attention --num-query-groups 1 --kv-channels 32"}
+MORE_VARIANTS = {
+    "rotary-one-key-head": f"{ROTARY} --group-query-attention --num-query-groups 1 --kv-channels 32",
+    "half-rotary-local": "--position-embedding-type rope --rotary-percent 0.5 --transformer-impl local",
+}
 LAYOUTS = {
     "alone": (1, ""),
     "TP2": (2, "--tensor-model-parallel-size 2"),
@@ -117,6 +120,7 @@ def plain_of(model: Any, config: TrainerConfig) -> PlainGpt:
             vocab_size=VOCABULARY,
             eps=shape.norm_epsilon,
             rotary_base=shape.rotary_base if shape.position_embedding_type == "rope" else None,
+            rotary_channels=int(shape.head_width * shape.rotary_percent),
             window=shape.look_back,
             swiglu=shape.swiglu,
             rms=shape.normalization == "RMSNorm",

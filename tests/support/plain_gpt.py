@@ -21,6 +21,7 @@ class Shape:
     eps: float
     rotary_base: float | None
     """None: learned positions."""
+    rotary_channels: int
     window: int | None
     swiglu: bool
     rms: bool
@@ -76,11 +77,12 @@ class PlainGpt:
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Each channel of the first half turns with its fellow of the second half, as one complex number."""
         assert self._shape.rotary_base is not None
-        half = self._shape.channels // 2
+        half = self._shape.rotary_channels // 2
         speed = self._shape.rotary_base ** (-torch.arange(half) / half)
         angle = torch.arange(len(x))[:, None, None] * speed
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+        turned = pairs * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
 
     def _mlp(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
         inner = self._linear(x, prefix + "linear_fc1")

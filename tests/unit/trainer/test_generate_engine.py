@@ -25,11 +25,14 @@ from generating_ranks import (
     prompts,
 )
 
+from megatronapp_trainer.errors import CheckpointError, UsageError
+from megatronapp_trainer.generate.build import checkpoint_config, generation_layout
 from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.errors import CacheTooLargeError, EngineLostError, QueueFullError, RequestError
 from megatronapp_trainer.generate.events import Event, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.stage import Options
 
 pytestmark = pytest.mark.torch
 
@@ -373,8 +376,18 @@ def test_commands_reach_all_ranks_at_step_borders(run_ranks: RunRanks) -> None:
 
 
 def test_a_missing_checkpoint_is_named(tmp_path: pathlib.Path) -> None:
-    from megatronapp_trainer.errors import CheckpointError
-    from megatronapp_trainer.generate.build import checkpoint_config
-
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+    (tmp_path / "iter_0000001").mkdir()
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint .iter_0000001: it has no megatronapp.json"):
         checkpoint_config(tmp_path)
+
+
+def test_a_gang_is_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="4 ranks are 2 replicas .*: start 2$"):
+        generation_layout(config_of(LAYOUTS["TP2"][1]))
+
+
+def test_options_that_cannot_work() -> None:
+    with pytest.raises(UsageError, match="slots is 0"):
+        Options(slots=0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from generating_ranks import (
     LAYOUTS,
-    MULTI_QUERY,
+    MORE_VARIANTS,
     VARIANTS,
     config_of,
     drain,
@@ -106,12 +106,12 @@ def differences(plain: PlainGpt, said: dict[str, list[int]]) -> list[str]:
 @pytest.fixture(scope="module")
 def alone(run_ranks: RunRanks) -> list[Answers]:
     """One process, with prompts read at once, in chunks, and token by token."""
-    (answers,) = run_ranks(1, generate, "", VARIANTS | MULTI_QUERY, (64, 5, 1))
+    (answers,) = run_ranks(1, generate, "", VARIANTS | MORE_VARIANTS, (64, 5, 1))
     return list(answers)
 
 
 def test_one_process_says_what_plain_torch_does(run_ranks: RunRanks, alone: list[Answers]) -> None:
-    (wrong,) = run_ranks(1, expectations, VARIANTS | MULTI_QUERY, alone[0])
+    (wrong,) = run_ranks(1, expectations, VARIANTS | MORE_VARIANTS, alone[0])
     assert wrong == []
 
 

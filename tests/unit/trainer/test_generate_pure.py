@@ -24,6 +24,10 @@ from megatronapp_trainer.generate.text import TextStream
     [
         ({"id": ""}, "id"),
         ({"prompt": ()}, "prompt"),
+        ({"prompt": [1]}, "prompt"),
+        ({"prompt": (1, True)}, "prompt"),
+        ({"prompt": (1.0,)}, "prompt"),
+        ({"stop_tokens": ([1],)}, "stop_tokens"),
         ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
