@@ -55,3 +55,15 @@ def test_another_order_of_samples_is_worth_a_word() -> None:
 def test_the_layout_does_not_matter() -> None:
     other = replace(CONFIG, parallel=replace(CONFIG.parallel, tensor_model_parallel_size=2))
     assert arguments.conflict(STORED, other, optimizer=True) is None
+
+
+def test_only_learned_positions_are_part_of_the_model() -> None:
+    longer = replace(CONFIG, model=replace(CONFIG.model, max_position_embeddings=64))
+    reason = arguments.conflict(STORED, longer, optimizer=False)
+    assert reason is not None
+    assert "--max-position-embeddings (32 there, 64 here)" in reason
+    rope = replace(CONFIG, model=replace(CONFIG.model, position_embedding_type="rope"))
+    stored = arguments.record(rope)
+    assert stored["--max-position-embeddings"] == 32
+    longer = replace(rope, model=replace(rope.model, max_position_embeddings=64))
+    assert arguments.conflict(stored, longer, optimizer=False) is None

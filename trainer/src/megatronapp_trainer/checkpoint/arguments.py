@@ -25,9 +25,7 @@ _MODEL: dict[str, Getter] = {
     "--kv-channels": lambda c: c.model.head_width,
     "--ffn-hidden-size": lambda c: c.model.mlp_width,
     "--position-embedding-type": lambda c: c.model.position_embedding_type,
-    "--max-position-embeddings": lambda c: (
-        c.model.positions if c.model.position_embedding_type == "learned_absolute" else None
-    ),
+    "--max-position-embeddings": lambda c: c.model.positions,
     "--rotary-base": lambda c: _plain(c.model.rotary_base) if c.model.position_embedding_type == "rope" else None,
     "--rotary-percent": lambda c: c.model.rotary_percent if c.model.position_embedding_type == "rope" else None,
     "--use-rope-scaling": lambda c: c.model.use_rope_scaling,
@@ -114,7 +112,7 @@ def model_of(stored: Mapping[str, Any]) -> ModelConfig:
 
 def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) -> str | None:
     """Why a checkpoint cannot be read into this run, or None. `optimizer`: its state is wanted too."""
-    needed = _MODEL | (_OPTIMIZER if optimizer else {})
+    needed = _compared(config) | (_OPTIMIZER if optimizer else {})
     differences = _differences(stored, config, needed)
     if not differences:
         return None
@@ -126,7 +124,8 @@ def conflict(stored: dict[str, Any], config: TrainerConfig, *, optimizer: bool) 
 
 def model_difference(there: TrainerConfig, here: TrainerConfig) -> str | None:
     """In what two models differ, or None."""
-    differences = _differences({flag: get(there) for flag, get in _MODEL.items()}, here, _MODEL)
+    compared = _compared(here)
+    differences = _differences({flag: get(there) for flag, get in compared.items()}, here, compared)
     return f"it differs in {_words(differences)}" if differences else None
 
 
@@ -136,6 +135,12 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     if not differences:
         return None
     return f"samples come in another order than before, because this run differs in {_words(differences)}"
+
+
+def _compared(config: TrainerConfig) -> dict[str, Getter]:
+    """What makes another model. Only learned positions have rows; of others the number is a habit of the model."""
+    learned = config.model.position_embedding_type == "learned_absolute"
+    return {flag: get for flag, get in _MODEL.items() if learned or flag != "--max-position-embeddings"}
 
 
 def _plain(number: float) -> float:

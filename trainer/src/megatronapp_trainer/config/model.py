@@ -16,7 +16,9 @@ class ModelConfig:
     hidden_size: int = option(0, "width of the residual stream (required)")
     num_attention_heads: int = option(0, "query heads (required)")
     seq_length: int = option(0, "tokens of a sample (required)")
-    max_position_embeddings: int | None = option(None, "rows of learned positions; default: --seq-length")
+    max_position_embeddings: int | None = option(
+        None, "rows of learned positions, or longest context of others; default: --seq-length"
+    )
     ffn_hidden_size: int | None = option(
         None, "width inside the MLP; default: 4 x hidden, with --swiglu 8/3 x hidden rounded down to a multiple of 64"
     )
@@ -73,7 +75,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """Rows of the learned position embedding."""
+        """Rows of learned positions; of others the longest context that the model is meant for."""
         return self.max_position_embeddings or self.seq_length
 
     @property

@@ -32,6 +32,7 @@ def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - f
         raise keys.refusal("num_attention_heads", heads, f"a multiple of num_key_value_heads ({groups}) is needed")
     if hidden % heads and keys.get("head_dim") is None:
         raise keys.refusal("hidden_size", hidden, f"a multiple of num_attention_heads ({heads}) is needed, or head_dim")
+    positions = keys.whole("max_position_embeddings", defaults["positions"])
     model = ModelConfig(
         num_layers=keys.whole("num_hidden_layers", 32),
         hidden_size=hidden,
@@ -40,7 +41,8 @@ def _read(model_type: str, keys: Keys, **own: Any) -> Shape:  # noqa: ANN401 - f
         num_query_groups=groups if groups != heads else 1,
         kv_channels=keys.whole("head_dim", hidden // heads),
         ffn_hidden_size=keys.whole("intermediate_size", defaults["mlp"]),
-        seq_length=keys.whole("max_position_embeddings", defaults["positions"]),
+        seq_length=positions,
+        max_position_embeddings=positions,
         position_embedding_type="rope",
         normalization="RMSNorm",
         norm_epsilon=keys.number("rms_norm_eps", 1e-6),
