@@ -125,18 +125,18 @@ class Engine:
         """
         if self.failure is not None:
             raise self.failure
+        events = self._end_cancelled()
+        self._admit()
+        planned = self._board.plan()
         try:
             self._command()
-            events = self._end_cancelled()
-            self._admit()
-            planned = self._board.plan()
             if planned is None:
                 self._gang.beat()
-                return events
-            readings = self._gang.execute(planned.plan)
+            else:
+                events += self._told(planned, self._gang.execute(planned.plan))
         except Exception as error:  # whatever it is, those who wait for their tokens must hear of it
-            return self._fail(error)
-        return events + self._told(planned, readings)
+            events += self._fail(error)
+        return events
 
     def close(self) -> None:
         """Let the other ranks return. What is open gets no more events."""
