@@ -40,7 +40,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
             raise ValueError("TorchAttention does not split the sequence; context_parallel_size must be 1")
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self._grouped = config.num_query_groups != config.num_attention_heads
+        self._heads_per_key = config.num_attention_heads // config.num_query_groups
 
     def forward(
         self,
@@ -60,6 +60,9 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
         if packed_seq_params is not None or attention_bias is not None:
             raise ValueError("TorchAttention knows neither packed sequences nor an attention bias")
         hidden = self._hidden(attention_mask, query.size(0), query.device)
+        if hidden is not None and self._heads_per_key > 1:
+            # On GPUs no kernel takes both a mask and groups but the one that keeps all scores, [B, H, S, S].
+            key, value = (part.repeat_interleave(self._heads_per_key, dim=2) for part in (key, value))
         dropout = self._dropout if self.training else 0.0
         with self._rng(dropout):
             context_BHSD = torch.nn.functional.scaled_dot_product_attention(
@@ -70,7 +73,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc] # megatron-core carr
                 dropout_p=dropout,
                 is_causal=hidden is None,
                 scale=self._scale,
-                enable_gqa=self._grouped,
+                enable_gqa=hidden is None and self._heads_per_key > 1,
             )
         return context_BHSD.permute(2, 0, 1, 3).flatten(2)
 
