@@ -72,6 +72,16 @@ VARIETY: dict[str, Object] = {
         },
         "scheduling": {"topology": {"level": "example.com/rack", "required": True}},
     },
+    "served": {
+        **GPUS,
+        "mode": "serve",
+        "model": None,
+        "training": None,
+        "data": {"mock": False},
+        "parallelism": {"tensor": 8, "pipeline": 2},
+        "checkpoint": {"load": "/ckpt", "volume": {"claim": "corpus", "mountPath": "/ckpt", "readOnly": True}},
+        "analyzer": {"enabled": True},
+    },
     "near": {"scheduling": {"topology": {"level": "example.com/rack"}}},
     "claims": CLAIMS,
     "initializers": {

@@ -59,7 +59,7 @@ PARTS = {
     "jobs": Part(
         "jobs",
         "megatronapp-operator",
-        ("run", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
+        ("run", "serve", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
     ),
     "data": Part("data", "megatronapp-trainer", ("data",)),
     "trace": Part("traces", "megatronapp-analyzer", ("trace",)),

@@ -7,7 +7,7 @@ from megatronapp_operator.plan.lifecycle import complete
 from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
 from megatronapp_operator.plan.placement import release, waits_for_machines
 from megatronapp_operator.plan.restart import attempt_failed, backoff_s, reset_budget, restart_at
-from megatronapp_operator.plan.spec import Backoff, SuccessPolicy
+from megatronapp_operator.plan.spec import Backoff, JobSpec, SuccessPolicy
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
 HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
@@ -171,16 +171,22 @@ def running(draft: Draft) -> bool:
     if draft.status.running_time is None:
         draft.update(running_time=draft.now, released=0)
     if draft.status.phase is not Phase.RUNNING:
-        gang = f"{draft.job.spec.all_workers_words} of attempt {draft.status.attempt}"
+        spec = draft.job.spec
+        gang = f"{spec.all_workers_words} of attempt {draft.status.attempt}"
         if draft.status.trains:
-            _enter_running(
-                draft, reasons.TRAINING_BEGAN, f"{gang} {'trains' if draft.job.spec.workers == 1 else 'train'}"
-            )
+            _enter_running(draft, reasons.SERVING if spec.serves else reasons.TRAINING_BEGAN, f"{gang} {_does(spec)}")
         elif _silent_for_long(draft):
             silence = f"no progress was told for {draft.job.spec.policy.silent_start_s:g} s"
-            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; training is taken to have begun")
+            work = "serving" if spec.serves else "training"
+            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; {work} is taken to have begun")
     reset_budget(draft, until=draft.now)
     return False
+
+
+def _does(spec: JobSpec) -> str:
+    """What the workers do, as a verb behind their number."""
+    verb = "serve" if spec.serves else "train"
+    return f"{verb}s" if spec.workers == 1 else verb
 
 
 def _enter_running(draft: Draft, reason: str, message: str) -> None:

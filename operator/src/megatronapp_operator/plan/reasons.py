@@ -21,6 +21,7 @@ UNSCHEDULABLE = "Unschedulable"
 QUOTA_EXCEEDED = "QuotaExceeded"
 
 TRAINING_BEGAN = "TrainingBegan"
+SERVING = "Serving"
 NO_PROGRESS_PAGE = "NoProgressPage"
 
 START_DEADLINE_EXCEEDED = "StartDeadlineExceeded"

@@ -134,6 +134,8 @@ class JobSpec:
     hub_retain_s: float = 0.0
     """How long the hub stays after the end of the job."""
     suspend: bool = False
+    serves: bool = False
+    """Whether it serves a model, and so never completes by itself."""
     initializers: bool = False
     """Whether an initializer pod must succeed before the first gang."""
     gang: bool = False

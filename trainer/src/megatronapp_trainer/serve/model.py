@@ -4,10 +4,11 @@ import dataclasses
 import secrets
 from collections.abc import Sequence
 
+from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.schemas import CompletionRequest, RunRequest
+from megatronapp_trainer.serve.schemas import CompletionRequest
 
 Prompt = str | Sequence[int]
 SEEDS = 2**63
@@ -84,10 +85,10 @@ class ServedModel:
                 prompt=self.ids_of(prompt),
                 max_new_tokens=body.tokens,
                 temperature=sampling.temperature,
-                top_k=sampling.topK,
-                top_p=sampling.topP,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
                 seed=seed,
-                stop_texts=tuple(sampling.stop),
+                stop_texts=sampling.stop,
             )
             for sample, prompt in enumerate(body.prompts)
         ]

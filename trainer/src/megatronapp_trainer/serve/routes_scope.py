@@ -5,10 +5,11 @@ from typing import Annotated, Any
 import anyio.to_thread
 from fastapi import APIRouter, Path
 
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
 from megatronapp_trainer.serve.model import new_seed
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.routes_openai import ANSWERS
-from megatronapp_trainer.serve.schemas import Problem, Run, RunRequest, RunStarted
+from megatronapp_trainer.serve.schemas import Problem, Run, RunStarted
 from megatronapp_trainer.serve.state import DeskOf, ModelOf, RunsOf
 
 router = APIRouter(prefix="/scope/v1")
@@ -19,8 +20,6 @@ LATER: dict[int | str, dict[str, Any]] = {**ANSWERS, 501: {"model": Problem}}
 @router.post("/runs", status_code=201, responses=LATER)
 async def start(body: RunRequest, model: ModelOf, desk: DeskOf, runs: RunsOf) -> RunStarted:
     """Generate from some prompts."""
-    if body.capture is not None and body.capture != {"preset": "off"}:
-        raise _later("capture")
     run, seed = runs.new_id(), new_seed(body.sampling.seed)
     requests = await anyio.to_thread.run_sync(model.run_requests, body, run, seed)
     record = runs.start(run, body, seed, desk, requests)
@@ -45,15 +44,16 @@ async def cancel(run: RunId, runs: RunsOf, desk: DeskOf) -> None:
     desk.cancel(runs.get(run).ticket)
 
 
-@router.patch("/runs/{run}", status_code=501, response_model=Problem, responses=LATER)
-async def change(run: RunId, runs: RunsOf) -> None:
-    """Change what is captured: not yet."""
-    runs.get(run)
-    raise _later("capture")
+@router.patch("/runs/{run}", responses=ANSWERS)
+async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> Run:
+    """Change what is captured of a run."""
+    record = runs.get(run)
+    record.capture = body.capture
+    return record.shown()
 
 
 @router.post("/probes", status_code=501, response_model=Problem, responses=LATER)
-async def probe() -> None:
+async def probe(body: Probe) -> None:
     """Read known tokens once more: not yet."""
     raise _later("probes")
 

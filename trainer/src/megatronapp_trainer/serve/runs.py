@@ -6,11 +6,12 @@ import datetime
 import secrets
 from typing import Literal
 
+from megatronapp_common.scope.protocol_requests import Capture, RunRequest
 from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.desk import Desk, QueueEvent, Ticket
 from megatronapp_trainer.serve.problems import ApiError, api_error
-from megatronapp_trainer.serve.schemas import Run, RunRequest
+from megatronapp_trainer.serve.schemas import Run
 
 KEPT = 64
 """Newest runs that are told about."""
@@ -31,6 +32,7 @@ class Record:
     error: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
+        self.capture: Capture = self.body.capture
         self.texts = [""] * len(self.body.prompts)
         self.ids: list[list[int]] = [[] for _ in self.body.prompts]
         self._open = len(self.body.prompts)
@@ -52,7 +54,8 @@ class Record:
             run=self.run,
             state=self.state,
             position=self.ticket.position if self.state == "queued" else None,
-            prompts=self.body.prompts,
+            prompts=list(self.body.prompts),
+            capture=self.capture.model_dump(mode="json", by_alias=True),
             texts=self.texts,
             ids=self.ids,
             tokens=self.body.tokens,

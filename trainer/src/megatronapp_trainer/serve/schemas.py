@@ -169,25 +169,6 @@ class Health(BaseModel):
     status: Literal["ok", "starting", "stopping"]
 
 
-class RunSampling(Body):
-    """How a run chooses tokens."""
-
-    temperature: Temperature = 1.0
-    topK: TopK = 0
-    topP: TopP = 1.0
-    seed: Seed | None = None
-    stop: Annotated[list[StopText], Field(max_length=MOST_STOPS)] = []
-
-
-class RunRequest(Body):
-    """A run of MegaScope (docs/scope-protocol.md, section 8)."""
-
-    prompts: Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-    tokens: Count = 32
-    sampling: RunSampling = RunSampling()
-    capture: dict[str, Any] | None = None
-
-
 class RunStarted(BaseModel):
     """A run that was taken."""
 
@@ -203,6 +184,7 @@ class Run(BaseModel):
     state: Literal["queued", "decoding", "done", "cancelled", "failed"]
     position: int | None
     prompts: list[str]
+    capture: dict[str, Any]
     texts: list[str]
     ids: list[list[int]]
     tokens: int

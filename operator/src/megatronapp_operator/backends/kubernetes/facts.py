@@ -37,9 +37,9 @@ def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
 
 
 def facts(
-    job: MegatronJob, status: Status, *, table: Mapping[str, Any] | None, pinned: Pinned | None, hub_url: str | None
+    job: MegatronJob, status: Status, *, table: Mapping[str, Any] | None, pinned: Pinned | None, urls: Mapping[str, str]
 ) -> Object:
-    """Fields beside those of `status_document`."""
+    """Fields beside those of `status_document`; `urls` are `hubUrl` and `serveUrl`, where somebody listens."""
     document: Object = {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}
     if pinned is not None:
         document["pinned"] = {
@@ -50,7 +50,7 @@ def facts(
         }
     if table is not None and table.get("attempt") == status.attempt:
         document["rankTable"] = shortened(table, f"{job.metadata.name}-ranks")
-    return document | ({"hubUrl": hub_url} if hub_url else {})
+    return document | dict(urls)
 
 
 def is_long(table: Mapping[str, Any]) -> bool:

@@ -211,10 +211,16 @@ class Reconciler:
             )
 
     def _facts(self, memory: Memory, status: Status) -> Object:
-        job, hub = memory.job, memory.job.spec.analyzer.enabled and status.phase not in TERMINAL_PHASES
-        place = f"{job.metadata.name}-hub.{job.metadata.namespace}.svc.{self._settings.cluster_domain}:{HUB_PORT}"
-        table, url = memory.told.rank_table or memory.written.get("rankTable"), f"http://{place}" if hub else None
-        return facts(job, status, table=table, pinned=memory.pinned, hub_url=url)
+        job, table = memory.job, memory.told.rank_table or memory.written.get("rankTable")
+        urls = {} if status.phase in TERMINAL_PHASES else self._urls(job)
+        return facts(job, status, table=table, pinned=memory.pinned, urls=urls)
+
+    def _urls(self, job: MegatronJob) -> dict[str, str]:
+        """Where hub and API answer."""
+        name, namespace, domain = job.metadata.name, job.metadata.namespace, self._settings.cluster_domain
+        hub = {"hubUrl": f"http://{name}-hub.{namespace}.svc.{domain}:{HUB_PORT}"}
+        serve = {"serveUrl": render.serve_url(namespace, name, domain)}
+        return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
 
     async def _tell_places(self, memory: Memory, document: Object) -> None:
         """What workers wait for, and what is too long for the status."""

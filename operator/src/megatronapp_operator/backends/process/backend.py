@@ -243,7 +243,9 @@ class Backend:
 
     def _start_hub(self, now: float) -> None:
         if self._hub is None:
-            self._hub = HubProcess(self._settings, secret=tokens.read_secret(self._settings.paths.secret))
+            url = None if self._api is None else self._api_url(self._api)
+            secret = tokens.read_secret(self._settings.paths.secret)
+            self._hub = HubProcess(self._settings, secret=secret, serve_url=url)
         try:
             self._hub.start()
         except OSError as error:

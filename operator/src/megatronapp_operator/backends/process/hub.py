@@ -20,7 +20,8 @@ STOP_S = 5.0
 class HubProcess:
     """Starts the hub on one port for the whole life of the job, and polls its summary. `tick` does not block long."""
 
-    def __init__(self, settings: Settings, *, secret: str) -> None:
+    def __init__(self, settings: Settings, *, secret: str, serve_url: str | None = None) -> None:
+        """`serve_url` is where a served model answers."""
         self._settings = settings
         self._port = HeldPort(settings.hub_host, settings.hub_port)
         self._client = httpx.Client(
@@ -29,6 +30,7 @@ class HubProcess:
             timeout=TIMEOUT_S,
             trust_env=False,  # a proxy of the environment does not know this machine's loopback
         )
+        self._model = () if serve_url is None else ("--serve-url", serve_url)
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
         self.ended_at: float | None = None
@@ -57,6 +59,7 @@ class HubProcess:
         words = (
             *("--host", self._settings.hub_host, "--port", str(self._port.number)),
             *("--job-file", str(paths.manifest), "--state-dir", str(paths.hub_state)),
+            *self._model,
         )
         environment = base_environment(self._settings)
         write_json(paths.hub, {"url": self.url})

@@ -4,7 +4,7 @@ from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATI
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_hash, hub_objects, hub_pod
 from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
-from megatronapp_operator.backends.kubernetes.render.objects import Names
+from megatronapp_operator.backends.kubernetes.render.objects import Names, serve_url
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker import template_hash, worker_pod
 
@@ -23,6 +23,7 @@ __all__ = [
     "init_pod",
     "ranks",
     "secret",
+    "serve_url",
     "template_hash",
     "worker_pod",
 ]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, STATUS_PORT, Env, RankOrder
+from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, SERVE_PORT, STATUS_PORT, Env, RankOrder
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import network, storage
 from megatronapp_operator.backends.kubernetes.render.objects import host_of
@@ -88,6 +88,7 @@ def _gathering(draft: Draft) -> dict[str, str]:
     }
     if draft.index == 0:
         values[Env.STATUS_PORT] = str(STATUS_PORT)
+        values |= {Env.SERVE_ADDRESS: f"0.0.0.0:{SERVE_PORT}"} if draft.serves else {}
     if draft.spec.network.preflight.enabled:
         values[Env.PREFLIGHT] = json.dumps(preflight(draft), separators=(",", ":"))
     return values

@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import COORDINATOR_PORT, STATUS_PORT, ReplicaType
+from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERVE_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, SECRETS, SERVICES, Object
-from megatronapp_operator.backends.kubernetes.render import storage
+from megatronapp_operator.backends.kubernetes.render import network, storage
 from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, min_available, pod_group
@@ -35,6 +35,7 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
         workers_policy(job, owner, settings),
         init_policy(job, owner),
         _service(owner),
+        _serve_service(job, owner),
         _document(job, owner),
         _group(Draft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
     )
@@ -63,6 +64,20 @@ def _service(owner: Owner) -> Rendered:
         "publishNotReadyAddresses": True,
         "selector": selector(owner, ReplicaType.WORKER)["matchLabels"],
         "ports": [{"name": name, "port": port, "protocol": "TCP"} for name, port in ports],
+    }
+    return SERVICES, make(SERVICES.api_version, "Service", meta, spec=spec)
+
+
+def _serve_service(job: MegatronJob, owner: Owner) -> Rendered | None:
+    """The way to rank 0 of a served model, only while it takes requests."""
+    if job.spec.mode != "serve":
+        return None
+    meta = metadata(owner, Names(owner.name).serve, labels(owner, "serve"))
+    first = {LABEL_REPLICA_INDEX: "0"}
+    spec = {
+        "type": "ClusterIP",
+        "selector": selector(owner, ReplicaType.WORKER)["matchLabels"] | first,
+        "ports": [{"name": network.SERVE, "port": SERVE_PORT, "targetPort": network.SERVE, "protocol": "TCP"}],
     }
     return SERVICES, make(SERVICES.api_version, "Service", meta, spec=spec)
 

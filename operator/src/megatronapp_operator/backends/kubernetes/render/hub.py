@@ -17,6 +17,7 @@ from megatronapp_operator.backends.kubernetes.render.objects import (
     metadata,
     pod_labels,
     selector,
+    serve_url,
 )
 from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
 from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
@@ -101,7 +102,7 @@ def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Obje
     return {
         "name": HUB,
         **analyzer_image(job, settings),
-        "command": _command(),
+        "command": _command(job, owner, settings),
         "env": variables(told),
         "ports": [{"name": "http", "containerPort": HUB_PORT, "protocol": "TCP"}],
         "resources": given.to_dict() if given.requests or given.limits else {"requests": REQUESTS, "limits": LIMITS},
@@ -114,11 +115,13 @@ def _container(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Obje
     }
 
 
-def _command() -> list[str]:
+def _command(job: MegatronJob, owner: Owner, settings: RenderSettings) -> list[str]:
     """All that reach it have a token; the pages are the door's, which serves them itself."""
+    url = serve_url(owner.namespace, owner.name, settings.cluster_domain)
+    model = ["--serve-url", url] if job.spec.mode == "serve" else []
     place = ["--host", "0.0.0.0", "--allow-remote", "--port", str(HUB_PORT)]
     files = ["--job-file", f"{storage.JOB}/{storage.JOB_KEY}", "--state-dir", STATE]
-    return ["python3", "-m", "megatronapp_analyzer.hub", *place, *files, "--no-die-with-parent"]
+    return ["python3", "-m", "megatronapp_analyzer.hub", *place, *files, *model, "--no-die-with-parent"]
 
 
 def _probe(path: str, *, period_s: int, failures: int) -> Object:

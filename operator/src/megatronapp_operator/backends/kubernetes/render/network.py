@@ -1,11 +1,13 @@
 """InfiniBand, attached networks and the node's own network."""
 
-from megatronapp_common.names import COORDINATOR_PORT, STATUS_PORT
+from megatronapp_common.names import COORDINATOR_PORT, SERVE_PORT, STATUS_PORT
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
+SERVE = "serve"
+"""Name of the port of a served model's API."""
 LABEL_HOST_NETWORK = "megatronapp.io/host-network"
 """On workers in their node's own network; two of them on one node would take each other's ports."""
 
@@ -59,11 +61,12 @@ def network_spec(draft: Draft) -> Object:
 
 
 def ports(draft: Draft) -> list[Object]:
-    """Ports of the launcher, the same for all workers, so that their pods have one shape for a queue.
+    """Ports of launcher and API, the same for all workers, so that their pods have one shape for a queue.
 
     In the node's network they are the node's, and the scheduler keeps apart who declares the same ones.
     """
-    named = (("gather", COORDINATOR_PORT), ("status", STATUS_PORT))
+    named = [("gather", COORDINATOR_PORT), ("status", STATUS_PORT)]
+    named += [(SERVE, SERVE_PORT)] if draft.serves else []
     made: list[Object] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in named]
     return [one | {"hostPort": one["containerPort"]} for one in made] if draft.host_network else made
 

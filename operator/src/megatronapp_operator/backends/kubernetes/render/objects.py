@@ -14,6 +14,7 @@ from megatronapp_common.names import (
     LABEL_JOB_UID,
     LABEL_REPLICA_INDEX,
     LABEL_REPLICA_TYPE,
+    SERVE_PORT,
     ReplicaType,
 )
 from megatronapp_operator.backends.kubernetes.api import FIELD_MANAGER, Object
@@ -37,6 +38,11 @@ class Names:
     def hub(self) -> str:
         """Pod, Service and NetworkPolicy of the hub."""
         return f"{self.job}-hub"
+
+    @property
+    def serve(self) -> str:
+        """Service of the API of a served model."""
+        return f"{self.job}-serve"
 
     def secret(self, uid: str) -> str:
         """Secret with the job's secret. An earlier job of the same name may not be gone yet: its Secret has another."""
@@ -69,6 +75,11 @@ class Names:
 def host_of(service: str, namespace: str, domain: str) -> str:
     """Full name of a Service, or of a pod behind it, in the cluster's DNS."""
     return f"{service}.{namespace}.svc.{domain}"
+
+
+def serve_url(namespace: str, job: str, domain: str) -> str:
+    """Where the API of a served model answers, within the cluster."""
+    return f"http://{host_of(Names(job).serve, namespace, domain)}:{SERVE_PORT}"
 
 
 def selector(owner: Owner, kind: ReplicaType) -> Object:

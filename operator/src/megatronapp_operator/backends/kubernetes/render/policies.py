@@ -7,7 +7,7 @@ RDMA, which go past it.
 from collections.abc import Mapping, Sequence
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
+from megatronapp_common.names import HUB_PORT, SERVE_PORT, STATUS_PORT, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
@@ -15,13 +15,18 @@ from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rend
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 """The API server sets it on every namespace."""
 
+_NAMESPACE_OF_THE_JOB: Object = {"podSelector": {}}
+"""All its pods, the hub among them."""
+
 
 def workers_policy(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Rendered | None:
-    """Workers let each other in, and the operator to the launcher's status."""
+    """Workers let each other in, and the operator to the launcher's status; a served model, whoever may ask it."""
     if job.spec.network.policy == "None":
         return None
     rules = [_rule([{"podSelector": selector(owner, ReplicaType.WORKER)}])]
     rules += _rules(_operator(settings), STATUS_PORT)
+    if job.spec.mode == "serve":
+        rules += _rules([_NAMESPACE_OF_THE_JOB, *_door(settings)], SERVE_PORT)
     return _policy(owner, Names(owner.name).workers, ReplicaType.WORKER, rules)
 
 

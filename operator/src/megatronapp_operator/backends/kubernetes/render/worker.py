@@ -131,10 +131,20 @@ def _reserved_trainer(draft: Draft) -> Object:
         "env": reserved_environment(draft),
         "volumeMounts": storage.trainer_mounts(),
         "ports": network.ports(draft),
+        **_readiness(draft),
         "terminationMessagePath": TERMINATION_LOG,
         "restartPolicy": None,
         "restartPolicyRules": None,
     }
+
+
+def _readiness(draft: Draft) -> Object:
+    """A served model is found by its Service while rank 0 takes requests; of other workers nobody asks."""
+    if not draft.serves or draft.index != 0:
+        return {}
+    request = {"path": "/readyz", "port": network.SERVE}
+    probe = {"httpGet": request, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 3}
+    return {"readinessProbe": probe}
 
 
 def _trainer_image(draft: Draft) -> Object:
@@ -154,8 +164,9 @@ def _resources(draft: Draft) -> Object:
 
 def command(draft: Draft) -> list[str]:
     """The launcher with the flags of its ranks."""
-    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft)), "--"]
-    return [*launcher, *map(literal, draft.facts.arguments)]
+    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft))]
+    program = ["--program=-m megatronapp_trainer.serve"] if draft.serves else []
+    return [*launcher, *program, "--", *map(literal, draft.facts.arguments)]
 
 
 def _gather_s(draft: Draft) -> int:

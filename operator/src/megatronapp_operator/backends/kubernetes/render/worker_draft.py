@@ -60,6 +60,11 @@ class Draft:
         return rdma.enabled and rdma.ipc_lock
 
     @property
+    def serves(self) -> bool:
+        """Whether its job serves a model."""
+        return self.spec.mode == "serve"
+
+    @property
     def host_network(self) -> bool:
         """Whether it lives in its node's own network."""
         return self.spec.network.mode == "HostNetwork"
