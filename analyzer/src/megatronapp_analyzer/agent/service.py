@@ -12,6 +12,7 @@ from typing import Any
 
 from megatronapp_analyzer.agent.buffer import SendBuffer
 from megatronapp_analyzer.agent.rings import RingDirectory, RingLibrary
+from megatronapp_analyzer.agent.scope import ScopeSocket
 from megatronapp_analyzer.agent.settings import AgentSettings
 from megatronapp_analyzer.agent.uplink import Uplink
 from megatronapp_common import frames
@@ -36,8 +37,14 @@ class Agent:
         self._stopping = asyncio.Event()
         self._asked_to_stop = False
         self._reason = "rings ended"
+        self._scope = ScopeSocket(settings.run_dir, self._wake) if settings.run_dir and settings.hub_url else None
         self._uplink = Uplink(
-            settings, self._buffer, ring_frames=self._ring_frames, status=self._status, on_command=self._command
+            settings,
+            self._buffer,
+            ring_frames=self._ring_frames,
+            status=self._status,
+            on_command=self._command,
+            last=self._scope.pop if self._scope else lambda: None,
         )
 
     def stop(self) -> None:
@@ -58,7 +65,8 @@ class Agent:
         if uplink is not None:
             uplink.add_done_callback(lambda _: self._stopping.set())
         try:
-            await self._read_until_end()
+            async with self._scope.running() if self._scope else contextlib.nullcontext():
+                await self._read_until_end()
             if uplink is not None and uplink.done():
                 LOG.critical("the connection to the hub ended for good; the agent ends, too")
                 uplink.result()
@@ -114,8 +122,14 @@ class Agent:
         except TimeoutError:
             LOG.warning("the hub is away: %d bytes of records were not delivered", self._buffer.buffered_bytes)
 
+    def _wake(self) -> None:
+        self._uplink.notify()
+
     def _ring_frames(self) -> Iterator[bytes]:
-        return (source.ring_frame() for source in self._rings.sources)
+        """What a hub must know before anything else."""
+        yield from (source.ring_frame() for source in self._rings.sources)
+        if self._scope is not None:
+            yield from self._scope.standing.frames()
 
     def _status(self) -> dict[str, Any]:
         now_ns = self._monotonic_ns()

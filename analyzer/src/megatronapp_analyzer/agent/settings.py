@@ -27,6 +27,8 @@ class AgentSettings:
     """http://host:port; empty: there is no hub, and records are only drained and dropped."""
     token: str
     """Proof of the `agent` role."""
+    run_dir: pathlib.Path | None = None
+    """Where ranks find the socket of MegaScope; None: there is none."""
     poll_s: float = 0.05
     """How often rings are read: the age of the newest span at the hub."""
     discover_s: float = 0.25
@@ -87,4 +89,5 @@ def load_settings(environment: Mapping[str, str]) -> AgentSettings:
         shm_prefix=_required(environment, Env.SHM_PREFIX),
         hub_url=environment.get(Env.HUB_URL, ""),
         token=token,
+        run_dir=pathlib.Path(environment[Env.RUN_DIR]) if environment.get(Env.RUN_DIR) else None,
     )

@@ -48,7 +48,10 @@ def parse_welcome(frame: Frame) -> dict[RingId, int]:
 
 
 class Uplink:
-    """Runs until cancelled. `ring_frames` and `status` are asked for when they are needed."""
+    """Runs until cancelled. `ring_frames` and `status` are asked for when they are needed.
+
+    `last` gives the next frame of those that go behind all records; such a frame is lost with its connection.
+    """
 
     def __init__(
         self,
@@ -58,12 +61,14 @@ class Uplink:
         ring_frames: Callable[[], Iterable[bytes]],
         status: Callable[[], Mapping[str, Any]],
         on_command: Callable[[Mapping[str, Any]], None],
+        last: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._buffer = buffer
         self._ring_frames = ring_frames
         self._status = status
         self._on_command = on_command
+        self._last = last
         self._wake = asyncio.Event()
         self._urgent: dict[str, bytes] = {}
         self._idle = asyncio.Event()
@@ -160,6 +165,9 @@ class Uplink:
             if packet is not None:
                 await connection.send(packet.data)
                 self._buffer.mark_sent(packet)
+                continue
+            if (last := self._last()) is not None:
+                await connection.send(last)
                 continue
             self._idle.set()
             await self._wake.wait()

@@ -16,6 +16,8 @@ SUBPROTOCOL = "megatronapp.scope.1"
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 256 << 10
 """Of a message to a page."""
+MAX_PART_BYTES = 4 << 20
+"""Of a frame of a rank; more goes in several, with `more` in all but the last."""
 MAX_COMMAND_BYTES = 4 << 10
 """Of a message from a page."""
 GRANTED_BYTES = 4 << 20

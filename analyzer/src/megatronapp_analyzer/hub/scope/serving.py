@@ -10,7 +10,7 @@ from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
 
 TIMEOUT_S = 10.0
-PASSED_ON = frozenset({404, 409, 422, 429, 503})
+PASSED_ON = frozenset({404, 409, 422, 429, 501, 503})
 """Answers of rank 0 that its asker gets as they are."""
 
 

@@ -1,0 +1,189 @@
+"""MegaScope's frames on their way through the agent: from the ranks' Unix socket to the hub, as they are.
+
+Ranks never wait: what the hub does not take in time is dropped here, the oldest parts first.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import pathlib
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import PREFIX, Frame, FrameType
+from megatronapp_common.scope.protocol import MAX_PART_BYTES
+
+LOG = logging.getLogger(__name__)
+SOCKET = "scope.sock"
+"""Name in RUN_DIR."""
+LIMIT_BYTES = 8 << 20
+MAX_RUNS = 32
+RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
+"""What ranks may send; numbers without a name yet, too."""
+TYPE_BYTE = 5
+"""Of a frame: its type."""
+ENDED = frozenset({"done", "cancelled", "failed"})
+
+
+class ScopeBuffer:
+    """Frames that wait for the hub, in bounded memory. Pure."""
+
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._limit = limit_bytes
+        self._parts: OrderedDict[int, bytes] = OrderedDict()
+        self._others: OrderedDict[int, bytes] = OrderedDict()
+        self._next = 0
+        self._bytes = 0
+        self.dropped = 0
+
+    def push(self, kind: int, data: bytes) -> None:
+        """Queue a frame; drops the oldest parts beyond the limit, and then whatever is oldest."""
+        self._next += 1
+        (self._parts if kind == FrameType.SCOPE_PART else self._others)[self._next] = data
+        self._bytes += len(data)
+        while self._bytes > self._limit and len(self._parts) + len(self._others) > 1:
+            _, gone = (self._parts or self._others).popitem(last=False)
+            self._bytes -= len(gone)
+            self.dropped += 1
+
+    def pop(self) -> bytes | None:
+        """The oldest frame."""
+        queues = [queue for queue in (self._parts, self._others) if queue]
+        if not queues:
+            return None
+        _, data = min(queues, key=lambda queue: next(iter(queue))).popitem(last=False)
+        self._bytes -= len(data)
+        return data
+
+
+class Standing:
+    """What a hub that begins anew has to be told again: who publishes, and which runs go on. Pure."""
+
+    def __init__(self) -> None:
+        self._publishers: dict[int, bytes] = {}
+        self._runs: OrderedDict[str, bytes] = OrderedDict()
+
+    def note(self, frame: Frame, data: bytes) -> None:
+        """Look at a frame that goes to the hub."""
+        if frame.type == FrameType.SCOPE_PUBLISHER:
+            self._publishers[frame.header["rank"]] = data
+        elif frame.type == FrameType.SCOPE_RUN_STATE:
+            run = str(frame.header.get("run"))
+            self._runs.pop(run, None)
+            if frame.header.get("state") not in ENDED:
+                self._runs[run] = data
+            while len(self._runs) > MAX_RUNS:
+                self._runs.popitem(last=False)
+
+    def forget(self, rank: int) -> None:
+        """A rank has ended."""
+        self._publishers.pop(rank, None)
+
+    def frames(self) -> Iterator[bytes]:
+        """What to tell."""
+        yield from self._publishers.values()
+        yield from self._runs.values()
+
+
+class ScopeSocket:
+    """Listens for ranks. `wake` is called when something waits in `buffer`."""
+
+    def __init__(self, directory: pathlib.Path, wake: Callable[[], None]) -> None:
+        self._directory = directory
+        self._wake = wake
+        self.buffer = ScopeBuffer()
+        self.standing = Standing()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def pop(self) -> bytes | None:
+        """The next frame for the hub."""
+        data = self.buffer.pop()
+        if data is not None and data[TYPE_BYTE] in {FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE}:
+            self.standing.note(frames.decode(data), data)
+        return data
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Listen until left. Where no socket can be made the agent goes on without: training is worth more."""
+        try:
+            listener = bound(self._directory)
+        except OSError as error:
+            LOG.warning("%s: no MegaScope of this worker: %s", self._directory / SOCKET, error)
+            yield
+            return
+        server = await asyncio.start_unix_server(self._accept, sock=listener)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            with contextlib.suppress(OSError):
+                (self._directory / SOCKET).unlink()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        ranks: set[int] = set()
+        try:
+            await self._read(reader, ranks)
+        except FrameError as error:
+            LOG.warning("a rank is not listened to any more: %s", error)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            LOG.debug("a rank went away")
+        finally:
+            self._tasks.discard(task)
+            for rank in ranks:
+                self.standing.forget(rank)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, ranks: set[int]) -> None:
+        """Frames until the stream ends; notes who publishes. Raises FrameError for bytes that are none."""
+        while True:
+            prefix = await reader.readexactly(PREFIX.size)
+            length = frames.frame_length(prefix)
+            data = prefix + await reader.readexactly(length - PREFIX.size)
+            frame = frames.decode(data)
+            if frame.type not in RANK_TYPES:
+                raise FrameError(f"frame type {frame.type} is none that ranks send")
+            if length > MAX_PART_BYTES:
+                self.buffer.dropped += 1
+                LOG.warning("a frame of %d bytes is dropped; ranks send at most %d", length, MAX_PART_BYTES)
+                continue
+            if frame.type == FrameType.SCOPE_PUBLISHER:
+                ranks.add(_rank(frame))
+            self.buffer.push(frame.type, data)
+            self._wake()
+
+
+def _rank(frame: Frame) -> int:
+    rank = frame.header.get("rank")
+    if not isinstance(rank, int):
+        raise FrameError("PUBLISHER frame: rank is not a number")
+    return rank
+
+
+def bound(directory: pathlib.Path) -> socket.socket:
+    """A socket at `directory`/scope.sock, for this user and group. A path may be longer than a socket's address can be.
+
+    Raises OSError.
+    """
+    path = directory / SOCKET
+    path.unlink(missing_ok=True)
+    folder = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(f"/proc/self/fd/{folder}/{SOCKET}")
+        path.chmod(0o660)
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.close(folder)
+    return sock

@@ -1,0 +1,90 @@
+"""MegaScope from a rank's socket to a page: real agent, real hub, and a hub that is started again."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import pathlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import scope_session
+import websockets.asyncio.client
+
+from megatronapp_analyzer.agent.scope import SOCKET
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import Env
+from megatronapp_common.scope.protocol import SUBPROTOCOL
+
+pytestmark = pytest.mark.asyncio
+RUN = scope_session.RUN
+
+
+@functools.cache
+def recording() -> scope_session.Recording:
+    return scope_session.record(tokens=3)
+
+
+@contextlib.asynccontextmanager
+async def page(hub: Any) -> AsyncIterator[Any]:
+    url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
+    async with websockets.asyncio.client.connect(
+        url, additional_headers=hub.bearer, proxy=None, subprotocols=[SUBPROTOCOL]
+    ) as connection:
+        yield connection
+
+
+async def seen(connection: Any, state: str) -> list[Frame]:
+    got: list[Frame] = []
+    while not (got and got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == state):
+        got.append(frames.decode(await asyncio.wait_for(connection.recv(), 20)))
+    return got
+
+
+async def test_what_a_rank_says_reaches_the_page_also_through_a_hub_that_came_back(
+    hub: Any, serve: Any, worker: Any, until: Any, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    one = worker(hub.url)
+    one.environment[str(Env.RUN_DIR.value)] = str(tmp_path / "run")
+    one.open_rings()
+    path = tmp_path / "run" / SOCKET
+    sent = [frame for _, frame in scope_session.rank_frames(recording())]
+    middle = next(place for place, frame in enumerate(sent) if frame.header.get("state") == "decoding") + 1
+    async with one.agent() as process:
+
+        async def listening() -> bool:
+            return path.exists()
+
+        await until(listening)
+        _, writer = await asyncio.open_unix_connection(str(path))
+        async with page(hub) as connection:
+            for frame in sent[:middle]:
+                writer.write(frames.encode(frame))
+            got = await seen(connection, "decoding")
+            assert [frame.header["ids"] for frame in got if frame.type == FrameType.SCOPE_STEP] == [
+                [ids[0] for ids in recording().generated]
+            ]
+        hub.hub.scope.desk.__init__(hub.hub.scope.desk.settings)
+        for link in list(hub.hub.links.values()):
+            link.replaced.set()
+            link.command({})
+
+        async def told_again() -> bool:
+            return bool(hub.hub.scope.desk.runs and hub.hub.scope.desk.publishers.ranks)
+
+        await until(told_again)
+        async with page(hub) as connection:
+            await connection.send(json.dumps({"type": "resume", "run": RUN, "seq": 0}))
+            for frame in sent[middle:]:
+                writer.write(frames.encode(frame))
+            got = await seen(connection, "done")
+            steps = [frame.header["step"] for frame in got if frame.type == FrameType.SCOPE_STEP]
+            assert steps == list(range(1, recording().steps))
+        writer.close()
+        await writer.wait_closed()
+        one.close_rings(unlink=True)
+        assert await asyncio.wait_for(process.wait(), 20) == 0
+    assert not path.exists()
