@@ -91,7 +91,8 @@ class RunPolicy(ManifestModel):
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
     The same again until all run; then the job fails, because an image or a volume is wrong, or, if it has run before,
-    the gang is restarted. Time in which initializers run does not count."""
+    the gang is restarted. And once more until they have gathered (reason NotGathered; that restart counts). Time in
+    which initializers run does not count."""
     progress_deadline_seconds: Seconds | None = None
     """Longest time without a finished step; left out: no limit. While neither hub nor launcher answers the operator it
     waits for them, up to an hour more."""
