@@ -289,16 +289,17 @@ def test_two_conversions_to_one_folder(hf: pathlib.Path, tmp_path: pathlib.Path)
     (tmp_path / "ours.converting").mkdir()
     descriptor = os.open(tmp_path / "ours.converting", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    (tmp_path / "ours.converting" / "of the other").touch()
     with pytest.raises(UsageError, match="another conversion writes"):
         convert(hf, tmp_path / "ours")
-    assert (tmp_path / "ours.converting" / "of the other").exists()
+    assert (tmp_path / "ours.converting").exists()  # the other's, empty as it still is
     os.close(descriptor)
     convert(hf, tmp_path / "ours")
     assert (tmp_path / "ours" / "iter_0000000").is_dir()
 
 
 def test_a_place_that_cannot_be_written(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match="is a mount point"):
+        convert(hf, pathlib.Path("/proc"))
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written: "):
         convert(hf, tmp_path / "file" / "ours")

@@ -21,9 +21,12 @@ def whole_folder(
     between two renames nothing has the name; whoever is killed there has the next conversion put the old folder back.
 
     Raises:
-        UsageError: the target exists and may not be replaced, or another conversion writes it now.
+        UsageError: the target exists and may not be replaced, is a mount point, or another conversion writes it now.
         StorageError: it cannot be written.
     """
+    target = target.resolve()
+    if target.is_mount():
+        raise UsageError(f"--save-dir {target} is a mount point, which nothing can replace; name a folder in it")
     beside = target.with_name(f"{target.name}.converting")
     doomed = target.with_name(f"{target.name}.replaced")
     try:
@@ -48,14 +51,21 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        _lock(descriptor, folder)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it has got its name, or holds what a killed conversion left
+                folder.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: pathlib.Path) -> None:
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
         raise UsageError(f"another conversion writes {folder} now; wait for it, or take another --save-dir") from None
-    finally:
-        with contextlib.suppress(OSError):  # it has got its name, or holds what the other conversion writes
-            folder.rmdir()
-        os.close(descriptor)
 
 
 def _refuse_taken(target: pathlib.Path, *, overwrite: bool, replaceable: Callable[[pathlib.Path], bool]) -> None:
