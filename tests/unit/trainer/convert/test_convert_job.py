@@ -1,5 +1,6 @@
 """Conversions of whole folders: what is refused and with which words, and that a target is whole or as it was."""
 
+import argparse
 import fcntl
 import json
 import os
@@ -9,8 +10,10 @@ from typing import Any
 import convert_folder as tiny_folder
 import pytest
 
+from megatronapp_common.names import ExitCode
 from megatronapp_trainer.checkpoint.arguments import model_of
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim, read_manifest
+from megatronapp_trainer.config import parse
 from megatronapp_trainer.errors import CheckpointError, StorageError, UsageError
 
 LLAMA, GPT2 = tiny_folder.LLAMA, tiny_folder.GPT2
@@ -303,3 +306,39 @@ def test_a_place_that_cannot_be_written(hf: pathlib.Path, tmp_path: pathlib.Path
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written: "):
         convert(hf, tmp_path / "file" / "ours")
+
+
+def command(*words: str) -> int:
+    from megatronapp_trainer.convert.cli import register
+
+    parser = argparse.ArgumentParser(prog="megatronapp")
+    register(parser.add_subparsers())
+    args = parser.parse_args(["checkpoint", "convert", *words])
+    code: int = args.func(args)
+    return code
+
+
+def test_the_command_tells_what_it_made_and_how_to_use_it(
+    hf: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (hf / "tokenizer.json").write_text("{}")
+    ours, back = str(tmp_path / "ours"), str(tmp_path / "back")
+    assert command("--load-dir", str(hf), "--save-dir", ours, "--target-tensor-parallel-size", "2") == 0
+    made, serve, train, model = capsys.readouterr().out.splitlines()
+    assert made.startswith(f"{ours} written: llama, ")
+    assert made.endswith(" parameters in fp32")
+    assert serve == f"serve with: megatronapp serve --load {ours} --tensor-model-parallel-size 2"
+    assert train == f"train on with: --load {ours} --finetune --tensor-model-parallel-size 2"
+    flags = model.removeprefix("and its model: ").split()
+    training = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--mock-data"]
+    assert parse([*flags, *training]).model.num_layers == LLAMA["num_hidden_layers"]
+    assert flags[-2:] == ["--tokenizer-file", f"{ours}/iter_0000000/tokenizer.json"]
+    assert command("--load-dir", ours, "--save-dir", back) == 0
+    assert capsys.readouterr().out.startswith(f"{back} written: llama, ")
+
+
+def test_the_command_ends_with_the_code_of_what_went_wrong(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    assert command("--load-dir", str(hf), "--save-dir", str(tmp_path / "file")) == 2
+    assert command("--load-dir", str(tmp_path / "absent"), "--save-dir", str(tmp_path / "out")) == ExitCode.DATA
+    assert command("--load-dir", str(hf), "--save-dir", str(tmp_path / "file" / "out")) == ExitCode.STORAGE
