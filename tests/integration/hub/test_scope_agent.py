@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import scope_session
 import websockets.asyncio.client
+from websockets.typing import Subprotocol
 
 from megatronapp_analyzer.agent.scope import SOCKET
 from megatronapp_common import frames
@@ -31,7 +32,7 @@ def recording() -> scope_session.Recording:
 async def page(hub: Any) -> AsyncIterator[Any]:
     url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
     async with websockets.asyncio.client.connect(
-        url, additional_headers=hub.bearer, proxy=None, subprotocols=[SUBPROTOCOL]
+        url, additional_headers=hub.bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)]
     ) as connection:
         yield connection
 

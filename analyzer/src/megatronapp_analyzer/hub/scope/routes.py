@@ -29,6 +29,7 @@ NOT_FOUND: Answers = {404: {"model": Problem}}
 COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.Coming}, 503: {"model": Problem}}
 PROBLEM: dict[str, Any] = {"model": Problem}
 CONTROLS: Answers = {403: PROBLEM, 404: PROBLEM, 409: PROBLEM, 429: PROBLEM, 503: PROBLEM}
+BODY: Answers = {**CONTROLS, 400: PROBLEM}
 TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "as it was"}}
 VALUES: Answers = {**COMING, 413: {"model": Problem}}
 VALUES[200] = {
@@ -91,7 +92,7 @@ async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
     "/runs",
     operation_id="startRun",
     status_code=status.HTTP_201_CREATED,
-    responses=CONTROLS,
+    responses=BODY,
     dependencies=CONTROLLER,
 )
 async def start(scope: ScopeOf, request: RunRequest) -> schemas.Started:
@@ -123,7 +124,7 @@ async def cancel(scope: ScopeOf, run: RunId) -> None:
     "/runs/{run}",
     operation_id="changeCapture",
     status_code=status.HTTP_204_NO_CONTENT,
-    responses=CONTROLS,
+    responses=BODY,
     dependencies=CONTROLLER,
 )
 async def change(scope: ScopeOf, run: RunId, request: CaptureChange) -> None:
@@ -226,7 +227,7 @@ def _positions(run: Run, sample: int, position: int | None) -> list[int]:
     "/runs/{run}/pca",
     operation_id="refitPca",
     response_model=schemas.Fitted,
-    responses={**CONTROLS, 202: {"model": schemas.Coming}},
+    responses={**BODY, 202: {"model": schemas.Coming}},
     dependencies=CONTROLLER,
 )
 async def refit(scope: ScopeOf, run: RunId, request: schemas.PcaRequest) -> Any:  # noqa: ANN401
