@@ -12,7 +12,11 @@ watch(state, (now, before) => {
   if (query === window.location.search) return;
   const url = window.location.pathname + query;
   const moved =
-    now.job !== before.job || now.page !== before.page || (now.step !== before.step && now.step !== null);
+    now.job !== before.job ||
+    now.page !== before.page ||
+    now.run !== before.run ||
+    now.view !== before.view ||
+    (now.step !== before.step && now.step !== null);
   if (moved) window.history.pushState(null, "", url);
   else window.history.replaceState(null, "", url);
 });

@@ -45,7 +45,8 @@ export const SLOWDOWN_LIMIT = 2;
 
 const TABLE_SIZE = 256;
 
-function bake(stops: readonly Rgb[]): Uint8ClampedArray {
+/** A table of 256 colours, three bytes each, through these stops. */
+export function bake(stops: readonly Rgb[]): Uint8ClampedArray {
   const table = new Uint8ClampedArray(TABLE_SIZE * 3);
   for (let index = 0; index < TABLE_SIZE; index += 1) {
     const at = (index / (TABLE_SIZE - 1)) * (stops.length - 1);

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { decodeFrame, FrameError } from "../wire/frames";
 import { FrameStore, RUN_BYTES } from "./frameStore";
 import { ScopeFrame } from "./protocol";
-import type { SampleStore } from "./sampleStore";
+import { SampleStore } from "./sampleStore";
 import { CHUNK_ROWS, RowTable } from "./rowTable";
 import { readTensors } from "./tensors";
 import { scopeFrame, type Given } from "./testFrames";
@@ -88,18 +88,19 @@ describe("readTensors", () => {
   });
 });
 
-const firsts = (sample: SampleStore | undefined, positions: readonly number[]): (number | undefined)[] =>
-  positions.map((position) => sample?.row("q", position)?.data[0]);
+const sampleOf = (store: FrameStore): SampleStore => store.runs.get(RUN)?.samples[0] ?? new SampleStore();
+const firsts = (sample: SampleStore, positions: readonly number[]): (number | undefined)[] =>
+  positions.map((position) => sample.row("q", position)?.data[0]);
 
 describe("FrameStore", () => {
   it("puts tokens after the row that they came out of, and what was looked at on the row", () => {
     const given: Given[] = [q(1, 2, 3, 1), { n: "surprise", c: "f32", s: [1], values: Float32Array.of(2.5) }];
-    const sample = filled(begun, step(0, 3, given)).runs.get(RUN)?.samples[0];
-    expect(sample?.ids).toEqual([7, 8, 9, 10, 100]);
-    expect([...(sample?.row("q", 3)?.data ?? [])]).toEqual([1, 2, 3, 4, 5, 6]);
-    expect([...(sample?.row("q", 3)?.scales ?? [])]).toEqual([0.5, 1.5]);
-    expect(sample?.row("q", 4)).toBeUndefined();
-    expect([...(sample?.row("surprise", 4)?.data ?? [])]).toEqual([2.5]);
+    const sample = sampleOf(filled(begun, step(0, 3, given)));
+    expect(sample.ids).toEqual([7, 8, 9, 10, 100]);
+    expect([...(sample.row("q", 3)?.data ?? [])]).toEqual([1, 2, 3, 4, 5, 6]);
+    expect([...(sample.row("q", 3)?.scales ?? [])]).toEqual([0.5, 1.5]);
+    expect(sample.row("q", 4)).toBeUndefined();
+    expect([...(sample.row("surprise", 4)?.data ?? [])]).toEqual([2.5]);
   });
 
   it("reads an overview at its positions, or at every stride-th", () => {
@@ -108,10 +109,10 @@ describe("FrameStore", () => {
         q(3, 1, 1, 5),
         { n: "atlas", c: "u8s", s: [1, 2, 8, 8], values: new Uint8Array(128).fill(9) },
       ]);
-    const told = filled(begun, overview({ positions: [0, 2, 3] })).runs.get(RUN)?.samples[0];
+    const told = sampleOf(filled(begun, overview({ positions: [0, 2, 3] })));
     expect(firsts(told, [0, 1, 2, 3])).toEqual([5, undefined, 6, 7]);
-    expect(told?.atlas).toMatchObject({ layers: 1, heads: 2, edge: 8 });
-    const counted = filled(begun, overview({})).runs.get(RUN)?.samples[0];
+    expect(told.atlas).toMatchObject({ layers: 1, heads: 2, edge: 8 });
+    const counted = sampleOf(filled(begun, overview({})));
     expect(firsts(counted, [0, 1, 2, 3, 4])).toEqual([5, undefined, 6, undefined, 7]);
   });
 
@@ -130,10 +131,10 @@ describe("FrameStore", () => {
       },
       [{ n: "attention", c: "u8s", s: [5], values: Uint8Array.of(1, 2, 3, 4, 5) }],
     );
-    const sample = filled(begun, rows).runs.get(RUN)?.samples[0];
-    expect(sample?.attentionRow(1, 2, 4)).toEqual(Uint8Array.of(1, 2));
-    expect(sample?.attentionRow(3, 0, 4)).toEqual(Uint8Array.of(3, 4, 5));
-    expect(sample?.attentionRow(3, 1, 4)).toBeUndefined();
+    const sample = sampleOf(filled(begun, rows));
+    expect(sample.attentionRow(1, 2, 4)).toEqual(Uint8Array.of(1, 2));
+    expect(sample.attentionRow(3, 0, 4)).toEqual(Uint8Array.of(3, 4, 5));
+    expect(sample.attentionRow(3, 1, 4)).toBeUndefined();
   });
 
   it("keeps the newest numbers within its budget and every token", () => {
@@ -141,11 +142,11 @@ describe("FrameStore", () => {
     const wide = q(1, 8, 8192, 0);
     const steps = Math.ceil((RUN_BYTES / (8 * 8192)) * 1.5);
     for (let index = 0; index < steps; index += 1) store.take(decodeFrame(step(index, 3 + index, [wide])));
-    const sample = store.runs.get(RUN)?.samples[0];
-    expect(sample?.bytes).toBeLessThanOrEqual(RUN_BYTES);
-    expect(sample?.row("q", 3)).toBeUndefined();
-    expect(sample?.row("q", 2 + steps)).toBeDefined();
-    expect(sample?.length).toBe(4 + steps);
+    const sample = sampleOf(store);
+    expect(sample.bytes).toBeLessThanOrEqual(RUN_BYTES);
+    expect(sample.row("q", 3)).toBeUndefined();
+    expect(sample.row("q", 2 + steps)).toBeDefined();
+    expect(sample.length).toBe(4 + steps);
   });
 
   it("knows the newest number of a run's frames and keeps gaps", () => {

@@ -10,8 +10,19 @@ export interface Selection {
   /** Index of a span in the timeline of the selected step. */
   readonly span: number | null;
   readonly metric: Metric;
-  readonly page: "job" | "jobs" | null;
+  readonly page: "job" | "jobs" | "scope" | null;
+  /** Of MegaScope: null is the newest run. */
+  readonly run: string | null;
+  readonly view: ScopeView;
+  readonly prompt: number;
+  /** Position of a token; null follows the newest. */
+  readonly token: number | null;
+  readonly layer: number | null;
+  readonly head: number | null;
 }
+
+export const SCOPE_VIEWS = ["layers", "attention", "probabilities", "pca"] as const;
+export type ScopeView = (typeof SCOPE_VIEWS)[number];
 
 export const NOTHING: Selection = {
   job: null,
@@ -20,7 +31,15 @@ export const NOTHING: Selection = {
   span: null,
   metric: "slowdown",
   page: null,
+  run: null,
+  view: "layers",
+  prompt: 0,
+  token: null,
+  layer: null,
+  head: null,
 };
+const KEYS = Object.keys(NOTHING) as (keyof Selection)[];
+const RUN = /^[0-9a-f]{12}$/;
 
 const LABEL = "[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?";
 const JOB = new RegExp(`^${LABEL}/${LABEL}$`);
@@ -35,21 +54,27 @@ export function parseSelection(query: string): Selection {
   const metric = METRICS.find((name) => name === parameters.get("metric")) ?? NOTHING.metric;
   const page = parameters.get("page");
   const step = natural(parameters.get("step"));
-  const job = parameters.get("job");
+  const [job, run] = [parameters.get("job"), parameters.get("run")];
   return {
     job: job !== null && JOB.test(job) ? job : null,
     step,
     rank: natural(parameters.get("rank")),
     span: step === null ? null : natural(parameters.get("span")),
     metric,
-    page: page === "job" || page === "jobs" ? page : null,
+    page: page === "job" || page === "jobs" || page === "scope" ? page : null,
+    run: run !== null && RUN.test(run) ? run : null,
+    view: SCOPE_VIEWS.find((name) => name === parameters.get("view")) ?? NOTHING.view,
+    prompt: natural(parameters.get("prompt")) ?? 0,
+    token: natural(parameters.get("token")),
+    layer: natural(parameters.get("layer")),
+    head: natural(parameters.get("head")),
   };
 }
 
 /** Query string of a selection, only with what differs from nothing. */
 export function formatSelection(selection: Selection): string {
   const parameters = new URLSearchParams();
-  for (const key of ["job", "page", "step", "rank", "span", "metric"] as const) {
+  for (const key of KEYS) {
     const value = selection[key];
     if (value !== null && value !== NOTHING[key]) parameters.set(key, String(value));
   }

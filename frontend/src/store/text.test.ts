@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { METRICS } from "../api/types";
 import * as format from "./format";
 import { layoutText, tracerText } from "./jobText";
-import { formatSelection, NOTHING, parseSelection, type Selection } from "./selection";
+import { formatSelection, NOTHING, parseSelection, SCOPE_VIEWS, type Selection } from "./selection";
 
 describe("format", () => {
   it.each([
@@ -83,7 +83,13 @@ describe("selection in the URL", () => {
     rank: number,
     span: number,
     metric: fc.constantFrom(...METRICS),
-    page: fc.constantFrom("job" as const, "jobs" as const, null),
+    page: fc.constantFrom("job" as const, "jobs" as const, "scope" as const, null),
+    run: fc.constantFrom("0123456789ab", null),
+    view: fc.constantFrom(...SCOPE_VIEWS),
+    prompt: fc.nat(7),
+    token: number,
+    layer: number,
+    head: number,
   });
 
   it("comes back as it went", () => {

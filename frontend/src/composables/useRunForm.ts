@@ -1,0 +1,112 @@
+/** What the next run is asked for, and the actions on runs; shared by the controls and the panels that pin. */
+import { computed, inject, provide, reactive, ref, shallowRef, type InjectionKey } from "vue";
+import { asApiError, type ApiError } from "../api/client";
+import { DEFAULT_CAPTURE, DEFAULT_SAMPLING, isActive, type Capture, type Head } from "../scope/protocol";
+import { problemPlaces } from "../scope/problems";
+import { useScope } from "./useScope";
+import { useSelection } from "./useSelection";
+
+type Writable<T> = { -readonly [K in keyof T]: T[K] extends object ? Writable<T[K]> : T[K] };
+
+const KEPT = "megatronapp-scope-form";
+const DEFAULT_TOKENS = 32;
+
+function initial() {
+  return {
+    prompts: ["The quick brown fox jumps over"],
+    tokens: DEFAULT_TOKENS,
+    sampling: { ...DEFAULT_SAMPLING, stop: [] as string[] },
+    capture: structuredClone(DEFAULT_CAPTURE) as Writable<Capture>,
+  };
+}
+type Draft = ReturnType<typeof initial>;
+
+/** What was typed last in this tab; anything unreadable counts as nothing. */
+function kept(): Draft {
+  try {
+    const { prompts } = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}") as Partial<Draft>;
+    const known = Array.isArray(prompts) && prompts.every((text) => typeof text === "string");
+    return known && prompts.length > 0 ? { ...initial(), prompts } : initial();
+  } catch {
+    return initial();
+  }
+}
+
+const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head === b.head;
+
+function createForm() {
+  const scope = useScope();
+  const { select } = useSelection();
+  const draft = reactive(kept());
+  const problem = shallowRef<ApiError | null>(null);
+  const busy = ref(false);
+  const places = computed(() => problemPlaces(problem.value));
+  const running = computed(() => {
+    const run = scope.version.value >= 0 ? scope.run.value : null;
+    return run && isActive(run.header.state) ? run.header.run : null;
+  });
+
+  async function attempt(action: () => Promise<void>): Promise<void> {
+    [busy.value, problem.value] = [true, null];
+    try {
+      await action();
+    } catch (error) {
+      problem.value = asApiError(error);
+    }
+    busy.value = false;
+  }
+  const request = () => ({
+    prompts: draft.prompts,
+    tokens: draft.tokens,
+    sampling: draft.sampling,
+    capture: draft.capture as Capture,
+  });
+  /** What is looked at changes from the next step on. */
+  const applyCapture = async (): Promise<void> => {
+    const { value: run } = running;
+    if (run !== null) await attempt(() => scope.client.setCapture(run, draft.capture as Capture));
+  };
+  return {
+    draft,
+    problem,
+    places,
+    busy,
+    running,
+    applyCapture,
+    generate: () =>
+      attempt(async () => {
+        sessionStorage.setItem(KEPT, JSON.stringify({ prompts: draft.prompts }));
+        const { run } = await scope.client.start(request());
+        select({ run, prompt: 0, token: null });
+      }),
+    stop: () =>
+      attempt(async () => {
+        if (running.value !== null) await scope.client.stop(running.value);
+      }),
+    pinned: computed(() => draft.capture.pinned as readonly Head[]),
+    /** Pins a head, or lets it go. */
+    pin: async (head: Head): Promise<void> => {
+      const { pinned } = draft.capture;
+      const others = pinned.filter((one) => !sameHead(one, head));
+      draft.capture.pinned = others.length < pinned.length ? others : [...pinned, { ...head }];
+      await applyCapture();
+    },
+    isPinned: (head: Head): boolean => draft.capture.pinned.some((one) => sameHead(one, head)),
+  };
+}
+
+export type RunForm = ReturnType<typeof createForm>;
+
+const KEY: InjectionKey<RunForm> = Symbol("run form");
+
+export function provideRunForm(): RunForm {
+  const form = createForm();
+  provide(KEY, form);
+  return form;
+}
+
+export function useRunForm(): RunForm {
+  const form = inject(KEY);
+  if (!form) throw new Error("useRunForm outside of a scope screen");
+  return form;
+}

@@ -1,0 +1,146 @@
+/** State of a MegaScope screen: what the hub said, the store of frames, and the run that the selection names. */
+import {
+  computed,
+  inject,
+  onBeforeUnmount,
+  provide,
+  ref,
+  shallowRef,
+  watch,
+  type InjectionKey,
+  type ShallowRef,
+} from "vue";
+import { asApiError, isAbort, type ApiClient } from "../api/client";
+import { ScopeClient } from "../scope/client";
+import { FrameStore } from "../scope/frameStore";
+import type { Hello, RunSummary, ScopeStatus } from "../scope/protocol";
+import { ScopeStream } from "../scope/stream";
+import { TileStore } from "../scope/tileStore";
+import { liveUrl, type LiveState } from "../wire/live";
+import type { LoadState } from "./jobState";
+import { useSelection } from "./useSelection";
+
+function createState() {
+  return {
+    hello: shallowRef<Hello | null>(null),
+    load: shallowRef<LoadState>({ kind: "loading" }),
+    live: shallowRef<LiveState>({ kind: "connecting" }),
+    status: shallowRef<ScopeStatus | null>(null),
+    runs: shallowRef<readonly RunSummary[]>([]),
+    notice: ref<string | null>(null),
+    /** Counts changes of the store, at most once per painted frame. */
+    version: ref(0),
+  };
+}
+
+type State = ReturnType<typeof createState>;
+
+/** Runs that were heard of since the list came go to its head. */
+function withNew(runs: readonly RunSummary[], store: FrameStore): readonly RunSummary[] {
+  const known = new Set(runs.map(({ run }) => run));
+  const fresh = [...store.runs.values()].filter(({ header }) => !known.has(header.run));
+  return fresh.length === 0 ? runs : [...fresh.reverse().map(({ header }) => header), ...runs];
+}
+
+/** Changes are shown in the next frame; what was shown in it is painted in the one after, and then credit goes back. */
+function createPainter(state: State, store: FrameStore, painted: () => void) {
+  let frame = 0;
+  const show = (): void => {
+    state.runs.value = withNew(state.runs.value, store);
+    state.version.value += 1;
+    frame = requestAnimationFrame(() => {
+      frame = 0;
+      painted();
+    });
+  };
+  return {
+    changed: (): void => {
+      frame ||= requestAnimationFrame(show);
+    },
+    stop: () => cancelAnimationFrame(frame),
+  };
+}
+
+export function createScope(api: ApiClient) {
+  const client = new ScopeClient(api);
+  const state = createState();
+  const store = new FrameStore();
+  const { selection } = useSelection();
+  const setHello = (hello: Hello): void => {
+    state.hello.value = hello;
+    state.runs.value = withNew(hello.runs, store);
+    state.status.value = { state: hello.state };
+    state.load.value = { kind: "ready" };
+  };
+  const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
+    onHello: setHello,
+    onStatus: (status) => (state.status.value = status),
+    onChange: () => painter.changed(),
+    onState: (live) => (state.live.value = live),
+    onProblem: (message) => (state.notice.value = message),
+  });
+  const painter = createPainter(state, store, () => stream.painted());
+  const loader = createLoader(client, state, setHello);
+  const runId = computed(() => selection.value.run ?? state.runs.value[0]?.run ?? null);
+  const run = computed(() =>
+    state.version.value >= 0 && runId.value !== null ? (store.runs.get(runId.value) ?? null) : null,
+  );
+  /** The hub's ring gives what was before this page came. */
+  watch([runId, () => state.live.value.kind === "live" && state.hello.value !== null], ([id, ready]) => {
+    if (id !== null && ready) stream.follow(id);
+  });
+  return {
+    ...state,
+    client,
+    store,
+    tiles: new TileStore(client),
+    runId,
+    run,
+    start: () => (stream.open(), void loader.load()),
+    stop: () => (loader.cancel(), painter.stop(), stream.close()),
+    reconnect: () => (stream.open(), void loader.load()),
+  };
+}
+
+function createLoader(client: ScopeClient, state: State, setHello: (hello: Hello) => void) {
+  let pending: AbortController | undefined;
+  async function load(): Promise<void> {
+    pending?.abort();
+    const { signal } = (pending = new AbortController());
+    try {
+      setHello(await client.hello(signal));
+    } catch (error) {
+      if (isAbort(error) || state.hello.value) return;
+      state.load.value = { kind: "error", error: asApiError(error) };
+    }
+  }
+  return { load, cancel: () => pending?.abort() };
+}
+
+export type ScopeApi = ReturnType<typeof createScope>;
+
+const KEY: InjectionKey<ScopeApi> = Symbol("scope");
+
+export function provideScope(api: ApiClient): ScopeApi {
+  const scope = createScope(api);
+  provide(KEY, scope);
+  scope.start();
+  onBeforeUnmount(scope.stop);
+  return scope;
+}
+
+export function useScope(): ScopeApi {
+  const scope = inject(KEY);
+  if (!scope) throw new Error("useScope outside of a scope screen");
+  return scope;
+}
+
+/** Whether the hub has a model that can be looked at; asked once. */
+export function useScopeLink(api: ApiClient): ShallowRef<Hello | null> {
+  const hello = shallowRef<Hello | null>(null);
+  new ScopeClient(api).hello().then(
+    (found) => (hello.value = found),
+    () => undefined,
+  );
+  return hello;
+}

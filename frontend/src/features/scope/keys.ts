@@ -1,0 +1,18 @@
+/** Keys of the scope screen, for the list behind `?`. */
+import type { KeyMeaning } from "../../composables/useKeyList";
+
+export const KEYS: readonly KeyMeaning[] = [
+  ["[  ]", "previous, next token"],
+  ["n", "newest token, and follow it"],
+  ["1  2  3  4", "layers, attention, probabilities, PCA"],
+  ["c", "show or hide the controls"],
+  ["g", "go to the first prompt"],
+  ["Ctrl Enter", "in a prompt: generate"],
+  ["← → ↑ ↓", "in a picture: move; with Shift by eight"],
+  ["Home  End", "first, last column"],
+  ["Enter", "among the heads: lock the one that is previewed"],
+  ["p", "in attention: pin or let go the head"],
+  ["+  −  0", "in a picture: zoom, fit everything"],
+  ["a  d", "pan"],
+  ["?", "this list"],
+];

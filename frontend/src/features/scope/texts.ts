@@ -1,0 +1,66 @@
+/** Words of the scope screens. */
+import type { Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
+import { rankList } from "../../store/format";
+import type { SampleStore } from "../../scope/sampleStore";
+
+const TITLE_LENGTH = 40;
+
+const shortened = (text: string): string => {
+  const line = text.replaceAll(/\s+/g, " ").trim();
+  const signs = [...line];
+  return signs.length > TITLE_LENGTH ? `${signs.slice(0, TITLE_LENGTH - 1).join("")}…` : line || "(empty)";
+};
+
+export const promptTitle = (sample: SampleStore): string => shortened(sample.promptText);
+
+export const RUN_STATES: Readonly<Record<RunState, string>> = {
+  queued: "Queued",
+  prefill: "Reading the prompts",
+  decoding: "Generating",
+  done: "Done",
+  cancelled: "Stopped",
+  failed: "Failed",
+};
+
+/** One line of the list of runs. */
+export function runTitle({ run, state, prompts }: RunSummary): string {
+  const [first] = Array.isArray(prompts) ? (prompts as readonly (string | { text: string })[]) : [];
+  const text = typeof first === "string" ? first : first?.text;
+  return `${run.slice(0, 6)} ${text === undefined ? "" : `“${shortened(text)}” `}(${RUN_STATES[state].toLowerCase()})`;
+}
+
+/** Why a person cannot generate here; null: they can. */
+export function whyNot(hello: Hello, state: string): string | null {
+  if (hello.source === "replay")
+    return "This is a recorded session: it can be looked at, and nothing new generated.";
+  if (hello.role !== "controller")
+    return "You may look, not generate: this needs the controller role. Open the page with `megatronapp ui JOB --role controller`.";
+  if (state === "restarting") return "The ranks restart. Generating works again once the model is back.";
+  if (state === "gone") return "The model no longer serves.";
+  return null;
+}
+
+const WHAT: Readonly<Record<Gap["what"], string>> = {
+  step: "steps",
+  rows: "rows of pinned heads",
+  overview: "overviews",
+  ranks: "steps of some ranks",
+};
+const REASONS: Readonly<Record<Gap["reason"], string>> = {
+  slow: "this page was slower than the model",
+  late: "ranks reported too late",
+  restart: "the hub was restarted",
+};
+
+/** What is missing in a run, in one sentence; null: nothing. */
+export function gapText(gaps: readonly Gap[]): { title: string; hint: string } | null {
+  const last = gaps.at(-1);
+  if (!last) return null;
+  const ranks = [...new Set(gaps.flatMap((gap) => gap.ranks ?? []))].sort((a, b) => a - b);
+  const whose = ranks.length > 0 ? ` (${rankList(ranks)})` : "";
+  const count = gaps.reduce((sum, { from, to }) => sum + Math.max(1, (to ?? 0) - (from ?? 0) + 1), 0);
+  return {
+    title: `${count} ${WHAT[last.what]} were skipped${whose}: ${REASONS[last.reason]}.`,
+    hint: "Their places are hatched.",
+  };
+}

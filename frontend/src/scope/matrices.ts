@@ -1,0 +1,125 @@
+/** Matrices of codes from what the store holds: layers by tokens, strips of one token, heads of one token. */
+import { Mask, type Cells } from "../render/cells";
+import { decodeNumbers, type NumberCode } from "./codes";
+import type { SampleStore } from "./sampleStore";
+
+/** A colour domain, and how many numbers lie outside. */
+export interface Domain {
+  readonly low: number;
+  readonly high: number;
+  readonly clipped: number;
+  readonly nans: number;
+}
+
+const QUANTILE = 0.99;
+
+/** Zero, or the lowest, to the 99th percentile: one number of a thousand never takes the whole scale. */
+export function domainOf(values: readonly number[], signed: boolean): Domain {
+  const finite = values.filter(Number.isFinite);
+  const sizes = (signed ? finite.map(Math.abs) : finite).toSorted((a, b) => a - b);
+  const high = sizes[Math.floor((sizes.length - 1) * QUANTILE)] ?? 1;
+  const low = signed ? -high : Math.min(sizes[0] ?? 0, high);
+  const clipped = finite.filter((value) => value < low || value > high).length;
+  return { low, high: high > low ? high : low + 1, clipped, nans: values.filter(Number.isNaN).length };
+}
+
+/** Code of a value within a domain. */
+export const codeOf = (value: number, { low, high }: Pick<Domain, "low" | "high">): number =>
+  Math.round(255 * Math.min(1, Math.max(0, (value - low) / (high - low))));
+
+function put(cells: Cells, column: number, row: number, value: number, domain: Domain): void {
+  if (Number.isNaN(value)) cells.set(column, row, 0, Mask.NAN);
+  else cells.set(column, row, codeOf(value, domain));
+}
+
+/** Position whose numbers stand for `position`: in a long prompt only every stride-th token has some. */
+export function standsFor(sample: SampleStore, name: string, position: number): number {
+  const table = sample.tableOf(name);
+  if (table?.has(position) === true || position >= sample.promptLength) return position;
+  return position - (position % sample.stride);
+}
+
+/** Numbers of a tensor at a position, or of what stands for it; undefined where none came. */
+export function numbersAt(sample: SampleStore, name: string, position: number): Float32Array | undefined {
+  const table = sample.tableOf(name);
+  const row = table?.get(standsFor(sample, name, position));
+  return row && table ? decodeNumbers(table.code as NumberCode, row.data, row.scales) : undefined;
+}
+
+/** All numbers of a quantity that are here. */
+export function layerValues(sample: SampleStore, name: string, length: number): number[] {
+  const found: number[] = [];
+  for (let position = 0; position < length; position += 1) {
+    if (sample.tableOf(name)?.has(position)) found.push(...(numbersAt(sample, name, position) ?? []));
+  }
+  return found;
+}
+
+/** Columns `from` to before `end` of layers by tokens; what never came stays missing. */
+export function fillLayers(
+  cells: Cells,
+  sample: SampleStore,
+  name: string,
+  domain: Domain,
+  from: number,
+  end: number,
+): void {
+  for (let position = from; position < Math.min(end, cells.columns); position += 1) {
+    numbersAt(sample, name, position)?.forEach((value, layer) => put(cells, position, layer, value, domain));
+  }
+}
+
+export interface Strip {
+  readonly pixels: number;
+  readonly layers: number;
+  readonly values: Float32Array;
+}
+
+/** Pixels of a state at a position, [layers][pixels]; undefined where none came. */
+export function stripOf(
+  sample: SampleStore,
+  name: string,
+  position: number,
+  layers: number,
+): Strip | undefined {
+  const values = numbersAt(sample, name, position);
+  if (!values) return undefined;
+  return { pixels: Math.floor(values.length / Math.max(1, layers)), layers, values };
+}
+
+/** A strip as codes; `domainAt` may differ by layer, for people who compare shapes and not sizes. */
+export function fillStrip(cells: Cells, strip: Strip, domainAt: (layer: number) => Domain): void {
+  cells.resize(strip.pixels, strip.layers);
+  for (let layer = 0; layer < strip.layers; layer += 1) {
+    const domain = domainAt(layer);
+    for (let pixel = 0; pixel < strip.pixels; pixel += 1)
+      put(cells, pixel, layer, strip.values[layer * strip.pixels + pixel] ?? Number.NaN, domain);
+  }
+}
+
+/** A statistic [layers, heads] of one token, layers by heads. */
+export function fillHeads(
+  cells: Cells,
+  sample: SampleStore,
+  name: string,
+  position: number,
+  model: { readonly layers: number; readonly heads: number },
+): void {
+  cells.resize(model.heads, model.layers);
+  const row = sample.row(name, standsFor(sample, name, position));
+  if (!row) return;
+  cells.write({ column: 0, row: 0, columns: model.heads, rows: model.layers }, new Uint8Array(row.data));
+}
+
+/** The little pictures of all heads as one matrix, [layers x edge][heads x edge]. */
+export function fillAtlas(cells: Cells, sample: SampleStore): void {
+  const { atlas } = sample;
+  if (!atlas) return cells.resize(0, 0);
+  const { layers, heads, edge, values } = atlas;
+  cells.resize(heads * edge, layers * edge);
+  for (let index = 0; index < layers * heads; index += 1) {
+    const [layer, head] = [Math.floor(index / heads), index % heads];
+    const picture = values.subarray(index * edge * edge, (index + 1) * edge * edge);
+    cells.write({ column: head * edge, row: layer * edge, columns: edge, rows: edge }, picture);
+  }
+}

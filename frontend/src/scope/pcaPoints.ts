@@ -1,0 +1,37 @@
+/** Points of the PCA screen: coordinates of tokens at one layer, exact where the basis was fitted on them. */
+import type { RunStore } from "./frameStore";
+import { numbersAt } from "./matrices";
+
+export const COMPONENTS = 8;
+
+export interface Point {
+  readonly sample: number;
+  readonly position: number;
+  readonly coordinates: Float32Array;
+}
+
+/** `layer` is the index in the basis's list of layers. */
+export function pcaPoints(run: RunStore, layer: number): Point[] {
+  const found: Point[] = [];
+  run.samples.forEach((sample, index) => {
+    for (let position = 0; position < sample.length; position += 1) {
+      const name = sample.row("pca.fitted", position) ? "pca.fitted" : "pca";
+      if (!sample.row(name, position)) continue;
+      const coordinates = numbersAt(sample, name, position)?.subarray(
+        layer * COMPONENTS,
+        (layer + 1) * COMPONENTS,
+      );
+      if (coordinates && coordinates.length === COMPONENTS)
+        found.push({ sample: index, position, coordinates });
+    }
+  });
+  return found;
+}
+
+/** Smallest and largest of a component, with a margin; never empty. */
+export function extent(points: readonly Point[], component: number): { from: number; to: number } {
+  const values = points.map(({ coordinates }) => coordinates[component] ?? 0).filter(Number.isFinite);
+  const [low, high] = [Math.min(...values, 0), Math.max(...values, 0)];
+  const margin = (high - low || 1) * 0.07;
+  return { from: low - margin, to: high + margin };
+}
