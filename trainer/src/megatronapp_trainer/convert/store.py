@@ -46,8 +46,15 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 """megatron-core's metadata.json."""
-_STATEFUL = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of a layer for which megatron-core asks for an extra state; ours have none."""
+_STATEFUL = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules of a layer for which megatron-core asks for an extra state, the third with Transformer Engine alone. They
+have none, and None is what megatron-core's own layers write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
