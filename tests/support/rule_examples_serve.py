@@ -77,12 +77,6 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
         "spec.network.rankOrder",
         (SERVED | {"spec.network.rankOrder": "IP"}, "must be Index in mode serve"),
     ),
-    *good("serve-length-holds-tokens", SERVED | {"spec.serve": {"maxLength": 1025}}),
-    *bad(
-        "serve-length-holds-tokens",
-        "spec.serve.maxLength",
-        (SERVED | {"spec.serve": {"maxLength": 64, "maxTokens": 64}}, "64 is not above maxTokens 64"),
-    ),
     *stays(
         "mode-stays",
         "spec.mode",

@@ -9,6 +9,7 @@ from megatronapp_common.command_parser import JOB_NAMES
 from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.durations import parse_duration
 from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
+from megatronapp_operator.cli.server_spellings import add_spellings
 
 Subparsers = Any
 """argparse's own type is private and generic over the parser class."""
@@ -116,6 +117,7 @@ Exit code: 1 failed or refused, 2 bad options, 130 interrupted."""
     how.add_argument("--follow", action="store_true", help="also print progress and the log of rank 0")
     how.add_argument("--detach", action="store_true", help="come back at once; the job survives the terminal")
     parser.add_argument("args", nargs="*", metavar="-- FLAGS", help="more flags of the trainer")
+    add_spellings(parser)
 
 
 def _add_serve_layout(parser: argparse.ArgumentParser) -> None:

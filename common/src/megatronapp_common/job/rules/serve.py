@@ -91,14 +91,4 @@ SERVE_RULES = (
         rule=f"!({_SERVES}) || self.network.rankOrder == 'Index'",
         says="must be Index in mode serve: rank 0 answers, and the Service leads to worker 0; leave it out",
     ),
-    Rule(
-        id="serve-length-holds-tokens",
-        field=".serve.maxLength",
-        rule="!has(self.serve) || !has(self.serve.maxLength) || self.serve.maxLength > self.serve.maxTokens",
-        says="must be above maxTokens, as a prompt needs room, too",
-        message=say(
-            "{self.serve.maxLength} is not above maxTokens {self.serve.maxTokens}, and a prompt needs room, too; "
-            "write more, or less maxTokens"
-        ),
-    ),
 )

@@ -1,0 +1,210 @@
+"""Commands and options of MegatronApp's text-generation server and its page, and what they mean here.
+
+They stand in people's scripts. Each option either runs (under our name, handed on to the trainer, or as what is done
+anyway), or runs with a word about where it belongs now, or is refused with the command to use. docs/serving.md shows
+this table.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+ASK: Final = """curl $OPENAI_BASE_URL/completions -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: \
+application/json' -d '{"prompt": "Once", "max_tokens": 32}'"""
+ACCESS: Final = 'eval "$(megatronapp serve --print serve)"'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spelling:
+    """One option of theirs. Exactly one of the last five says what it means."""
+
+    flag: str
+    takes: str | None = None
+    """What its value is called; None for a switch."""
+    means: str | None = None
+    """Our option that takes the value."""
+    passed: bool = False
+    """The trainer knows it under this name."""
+    always: str | None = None
+    """Done anyway: why."""
+    belongs: str | None = None
+    """Taken and told of: where it belongs now."""
+    answer: str | None = None
+    """Refused: what to use."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OldCommand:
+    """A command of theirs as a whole."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    """Words behind `megatronapp`; empty: nothing is needed."""
+    why: str
+
+
+COMMANDS: Final = (
+    OldCommand(
+        "torchrun --nproc_per_node N tools/run_text_generation_server.py OPTIONS",
+        ("serve", "--load", "CHECKPOINT"),
+        "the ranks are started and supervised; the layout follows from the two sizes of parallel groups",
+    ),
+    OldCommand(
+        "python tools/run_text_generation_server.py --enable-ws-server OPTIONS",
+        ("serve", "--load", "CHECKPOINT"),
+        "one server answers programs, and the pages beside it show the model",
+    ),
+    OldCommand(
+        "tools/text_generation_cli.py HOST:PORT",
+        ("serve", "--print", "serve"),
+        f"prints address and key for a shell; then {ASK}",
+    ),
+    OldCommand(
+        "curl -X PUT http://HOST:PORT/api", ("serve", "--print", "serve"), f"prints address and key; then {ASK}"
+    ),
+    OldCommand("npm install", (), "the page is built and served by the hub"),
+    OldCommand("npm run dev", ("ui", "serve"), "opens the page of a job; no proxy, no second server"),
+    OldCommand("npm run build", (), "the page is built and served by the hub"),
+)
+
+_SHAPE = (
+    ("--num-layers", "N"),
+    ("--hidden-size", "N"),
+    ("--ffn-hidden-size", "N"),
+    ("--num-attention-heads", "N"),
+    ("--kv-channels", "N"),
+    ("--group-query-attention", None),
+    ("--num-query-groups", "N"),
+    ("--seq-length", "N"),
+    ("--max-position-embeddings", "N"),
+    ("--position-embedding-type", "KIND"),
+    ("--rotary-base", "N"),
+    ("--rotary-percent", "SHARE"),
+    ("--use-rope-scaling", None),
+    ("--normalization", "NORM"),
+    ("--norm-epsilon", "VALUE"),
+    ("--swiglu", None),
+    ("--disable-bias-linear", None),
+    ("--add-qkv-bias", None),
+    ("--untie-embeddings-and-output-weights", None),
+    ("--make-vocab-size-divisible-by", "N"),
+    ("--transformer-impl", "LAYERS"),
+    ("--attention-softmax-in-fp32", None),
+    ("--attention-dropout", "SHARE"),
+    ("--hidden-dropout", "SHARE"),
+    ("--distributed-timeout-minutes", "N"),
+    ("--bf16", None),
+    ("--seed", "N"),
+    ("--no-masked-softmax-fusion", None),
+    ("--use-mcore-models", None),
+)
+_PER_REQUEST = "belongs to a request now; say it there"
+
+SPELLINGS: Final = (
+    *(Spelling(flag, takes, passed=True) for flag, takes in _SHAPE),
+    Spelling("--enable-ws-server", always="the pages are served beside the API (--no-pages: not)"),
+    Spelling("--return-log-probs", always="a request that gives logprobs gets them"),
+    Spelling("--use-checkpoint-args", always="the checkpoint tells the shape of its model"),
+    Spelling("--micro-batch-size", "N", always="prompts of any number and length go together"),
+    Spelling("--no-load-optim", always="only weights are read"),
+    Spelling("--no-load-rng", always="only weights are read"),
+    Spelling("--use-flash-attn", always="the fastest kernel that the device has is taken"),
+    Spelling("--flash-decode", always="the fastest kernel that the device has is taken"),
+    Spelling("--inference-max-seq-length", "N", means="--max-length"),
+    Spelling("--inference-max-requests", "N", means="--max-batch-size"),
+    Spelling("--inference-max-batch-size", "N", means="--max-batch-size"),
+    Spelling("--tokenizer-model", "FILE", means="--tokenizer-file"),
+    Spelling("--temperature", "T", belongs=f'{_PER_REQUEST}: "temperature"'),
+    Spelling("--top_k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
+    Spelling("--top_p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
+    Spelling("--top-k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
+    Spelling("--top-p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
+    Spelling("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
+    Spelling("--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"),
+    Spelling("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
+    Spelling("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),
+    Spelling(
+        "--sequence-parallel",
+        answer="checkpoints that were trained with it are served without: leave it out",
+    ),
+    Spelling(
+        "--training-ws-port",
+        "PORT",
+        answer="a training is watched by its own job: megatronapp run FILE with spec.analyzer.enabled, "
+        "then megatronapp ui JOB",
+    ),
+    Spelling(
+        "--context-parallel-size", "N", answer="one rank holds a whole sequence: leave it out, or raise the tensor size"
+    ),
+    Spelling("--expert-model-parallel-size", "N", answer="models of experts are not supported yet: leave it out"),
+)
+
+
+def add_spellings(parser: argparse.ArgumentParser) -> None:
+    """Let the parser of `megatronapp serve` take them; its help lists our own names alone."""
+    parser.set_defaults(passed=())
+    for one in SPELLINGS:
+        if one.means is not None:
+            _add_alias(parser, one.flag, one.means)
+        else:
+            nargs = 0 if one.takes is None else None
+            parser.add_argument(
+                one.flag, action=_Taken, nargs=nargs, spelling=one, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+
+
+def _add_alias(parser: argparse.ArgumentParser, flag: str, ours: str) -> None:
+    meant = parser._option_string_actions[ours]
+    parser.add_argument(flag, dest=meant.dest, type=meant.type, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+class _Taken(argparse.Action):
+    """Hands on, tells, or refuses, as the spelling says."""
+
+    def __init__(self, *words: Any, spelling: Spelling, **keywords: Any) -> None:  # noqa: ANN401
+        super().__init__(*words, **keywords)
+        self.spelling = spelling
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Do so."""
+        one, value = self.spelling, [values] if isinstance(values, str) else []
+        if one.answer is not None:
+            parser.error(f"{one.flag}: {one.answer}")
+        if one.passed:
+            namespace.passed = (*namespace.passed, one.flag, *value)
+        elif one.belongs is not None:
+            print(f"note: {' '.join([one.flag, *value])}: {one.belongs}", file=sys.stderr)
+
+
+def table() -> str:
+    """Commands and options as Markdown, for the documentation."""
+    lines = ["| theirs | here |", "|---|---|"]
+    lines += [f"| `{one.theirs}` | {_ours(one)}{one.why} |" for one in COMMANDS]
+    lines += ["", "| option | here |", "|---|---|"]
+    lines += [f"| `{one.flag}{'' if one.takes is None else f' {one.takes}'}` | {meaning(one)} |" for one in SPELLINGS]
+    return "\n".join(line.replace("\\|", "|") for line in lines) + "\n"
+
+
+def _ours(one: OldCommand) -> str:
+    return f"`megatronapp {' '.join(one.ours)}`: " if one.ours else ""
+
+
+def meaning(one: Spelling) -> str:
+    """What an option means, in words."""
+    kinds: Mapping[str, str | None] = {
+        f"`{one.means}`": one.means,
+        "the same, by the trainer": "passed" if one.passed else None,
+        f"runs; {one.always}": one.always,
+        f"runs; {one.belongs}": one.belongs,
+        f"refused; {one.answer}": one.answer,
+    }
+    (found,) = (words for words, given in kinds.items() if given is not None)
+    return found
