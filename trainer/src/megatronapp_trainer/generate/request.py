@@ -40,6 +40,10 @@ class GenerationRequest:
     """Tell the log-probability of each token of the prompt but the first."""
     logits: bool = False
     """Give the logits of all positions, those of the prompt included: a vocabulary of floats per token."""
+    group: str = ""
+    """Requests of a group generate in step: none before the prompts of all have been read."""
+    group_size: int = 1
+    """How many they are; at most as many as an engine has slots."""
     measures: bool = False
     """Tell entropy and partition sums of the distribution that each token was chosen from."""
 

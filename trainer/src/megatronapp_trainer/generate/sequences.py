@@ -97,6 +97,7 @@ class Board:
         self._chunk = prefill_chunk
         self._most_waiting = most_waiting
         self._decoded_last = True
+        self._missing: dict[str, int] = {}
 
     def add(self, request: GenerationRequest) -> None:
         """Put a request at the end of the line. Raises RequestError for an id in use, QueueFullError."""
@@ -105,6 +106,16 @@ class Board:
         if len(self.waiting) >= self._most_waiting:
             raise QueueFullError(f"{self._most_waiting} requests wait already; try again later")
         self.waiting.append(request)
+        if request.group and self._missing.setdefault(request.group, request.group_size) > 1:
+            self._missing[request.group] -= 1
+        else:
+            self._missing.pop(request.group, None)
+
+    def _held(self) -> set[str]:
+        """Groups of which some have not been read yet."""
+        waiting = {request.group for request in list(self.waiting)}
+        reading = {one.request.group for one in self.running if one.is_prefilling}
+        return (waiting | reading | set(self._missing)) - {""}
 
     def open_ids(self) -> set[str]:
         """Ids of all requests that have not ended."""
@@ -130,7 +141,8 @@ class Board:
     def plan(self) -> Planned | None:
         """The next step. Where some read prompts and others generate, the two take turns. None: nothing to do."""
         prefilling = [one for one in self.running if one.is_prefilling]
-        decoding = [one for one in self.running if not one.is_prefilling]
+        held = self._held()
+        decoding = [one for one in self.running if not one.is_prefilling and one.request.group not in held]
         if not prefilling and not decoding:
             return None
         self._decoded_last = not prefilling or (bool(decoding) and not self._decoded_last)
