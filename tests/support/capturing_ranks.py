@@ -1,0 +1,158 @@
+"""Ranks that generate while they are looked at, for tests: what each sends, and what plain torch says."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from generating_ranks import config_of, drain, generated, groups_of, model_of, open_engine, plain_of, prompts
+from plain_sites import SeenGpt
+
+from megatronapp_common.frames import Frame, FrameType, encode
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_trainer.generate.events import Event
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.scope.leader import ScopeLeader
+from megatronapp_trainer.scope.publisher import Job
+from megatronapp_trainer.scope.session import CaptureSession
+
+RUN = "0123456789ab"
+LENGTHS = (3, 21, 9)
+NEW = 6
+CAPTURE: dict[str, Any] = {
+    "pixels": {"qkv": 24, "mlp": 16},
+    "pinned": [{"layer": 1, "head": 2}, {"layer": 3, "head": 0}],
+    "candidates": 5,
+}
+PROBED = ("embedding", "q", "k", "v", "attention_output", "mlp_in", "mlp1", "mlp2", "residual", "final_norm", "logits")
+BASIS_LAYERS = [0, 2, 3]
+
+
+def basis_frame(hidden: int) -> Frame:
+    """Some axes for some layers."""
+    source = torch.Generator().manual_seed(3)
+    mean = torch.randn(len(BASIS_LAYERS), hidden, generator=source).numpy()
+    axes = torch.randn(len(BASIS_LAYERS), 8, hidden, generator=source).numpy()
+    tensors = [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)]
+    return frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": BASIS_LAYERS}, tensors)
+
+
+@dataclasses.dataclass
+class Sent:
+    """What a rank hands to its publisher."""
+
+    jobs: list[Job] = dataclasses.field(default_factory=list)
+
+    def post(self, job: Job) -> None:
+        self.jobs.append(job)
+
+    def frames(self) -> list[bytes]:
+        return [encode(frame) for job in self.jobs for frame in job.build()]
+
+
+def requests(count: int = NEW) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(id=f"{RUN}-{sample}", prompt=prompt, max_new_tokens=count, temperature=0)
+        for sample, prompt in enumerate(prompts(LENGTHS))
+    ]
+
+
+def capture(
+    flags: str, variants: dict[str, str], change: dict[str, Any] | None = None
+) -> dict[str, tuple[list[bytes], dict[str, list[int]] | None, dict[str, str]]]:
+    """On every rank: frames of each variant, its tokens and the ids of its probes (rank 0)."""
+    out = {}
+    with groups_of(flags) as (layout, device):
+        for name, variant in variants.items():
+            config = config_of(f"{flags} {variant}")
+            out[name] = _capture_one(model_of(config, layout, device), config, layout, device, change or {})
+    return out
+
+
+def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict[str, Any]) -> Any:
+    gang, engine = open_engine(model, config, layout, device)
+    sent = Sent()
+    session = CaptureSession(gang.stage, attempt=0, sink=sent.post)
+    session.attach(gang)
+    hello = encode(session.hello())
+    if engine is None:
+        gang.follow()
+        return [hello, *sent.frames()], None, {}
+    leader = ScopeLeader(engine, session, sent.post)
+    leader.set_basis(basis_frame(config.model.hidden_size))
+    for request in leader.begin_run(RUN, Capture.model_validate(CAPTURE | change), requests()):
+        engine.submit(request)
+    events = observed(engine, leader)
+    tokens = {request.id: generated(events, request.id) for request in requests()}
+    probes = {} if change else probe_all(engine, leader, tokens)
+    engine.close()
+    return [hello, *sent.frames()], tokens, probes
+
+
+def observed(engine: Any, leader: ScopeLeader) -> list[Event]:
+    """Steps until nothing is open, as a server does them."""
+    events: list[Event] = []
+    while engine.is_busy:
+        step = engine.step()
+        leader.observe(step)
+        events += step
+    engine.step()
+    return events
+
+
+def probe_all(engine: Any, leader: ScopeLeader, tokens: dict[str, list[int]]) -> dict[str, str]:
+    """One probe for each site, of all rows of all samples; every second row of some rows of attention."""
+    ids = [[*request.prompt, *tokens[request.id][:-1]] for request in requests()]
+    layers = [0, 1, 2, 3]
+    asked: dict[str, dict[str, Any]] = {site: {"sites": [{"site": site, "layers": layers}]} for site in PROBED}
+    asked["attention"] = {"sites": [{"site": "attention", "layers": [1, 3], "heads": [0, 1, 3]}]}
+    asked["attention codes"] = {
+        "sites": [{"site": "attention", "layers": [2], "heads": [2], "code": "u8s"}],
+        "queries": [2, 7],
+        "stride": 2,
+    }
+    found = {}
+    for name, wanted in asked.items():
+        found[name], reading = leader.probe(Probe.model_validate({"ids": ids, **wanted}))
+        for request in reading:
+            engine.submit(request)
+        observed(engine, leader)
+    return found
+
+
+def reference(variants: dict[str, str], tokens: dict[str, dict[str, list[int]]]) -> dict[str, list[dict[str, Any]]]:
+    """Alone: all sites of every sample, by plain torch."""
+    out = {}
+    with groups_of("") as (layout, device):
+        for name, variant in variants.items():
+            config = config_of(variant)
+            plain = plain_of(model_of(config, layout, device), config)
+            seen = SeenGpt(plain._weights, plain._shape)
+            out[name] = [seen.sites([*request.prompt, *tokens[name][request.id][:-1]]) for request in requests()]
+    return out
+
+
+def plain_tokens(flags: str, variants: dict[str, str]) -> dict[str, dict[str, list[int]]]:
+    """What is generated where nobody looks, and whether MegaScope was imported."""
+    import sys
+
+    out = {}
+    with groups_of(flags) as (layout, device):
+        for name, variant in variants.items():
+            config = config_of(f"{flags} {variant}")
+            gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
+            assert engine is not None
+            for request in requests():
+                engine.submit(request)
+            events = drain(engine)
+            engine.close()
+            out[name] = {request.id: generated(events, request.id) for request in requests()}
+            hooked = [one for one in gang.stage.model.modules() if one._forward_hooks or one._forward_pre_hooks]
+            assert hooked == []
+    return out | {"modules": {name: [] for name in sys.modules if name.startswith("megatronapp_trainer.scope")}}
+
+
+def pooled(vectors: np.ndarray, pixels: int) -> np.ndarray:
+    """Means of equal pieces of the last axis."""
+    return np.asarray(vectors.reshape(*vectors.shape[:-1], pixels, -1).mean(-1))

@@ -1,0 +1,232 @@
+"""Every number that ranks send is that of plain torch on the same weights, in every layout."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from capturing_ranks import BASIS_LAYERS, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
+from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
+
+from megatronapp_analyzer.hub.scope.encode import attention_rows
+from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of, rows_of
+from megatronapp_analyzer.hub.scope.merge import merge as merged
+from megatronapp_common.frames import Frame, FrameType, decode
+from megatronapp_common.scope.protocol import TEMPERATURES, unpack
+
+pytestmark = pytest.mark.torch
+RunRanks = Callable[..., list[Any]]
+ALL = VARIANTS | MORE_VARIANTS
+BY_LAYOUT = {
+    "alone": ("learned-tied", "rotary-grouped", "rotary-tied-window", "rotary-one-key-head"),
+    "TP2": ("learned-tied", "rotary-grouped"),
+    "PP2": ("learned-tied", "rotary-one-key-head"),
+    "TP2xPP2": ("learned-tied", "rotary-grouped"),
+}
+
+
+class Seen:
+    """Frames of all ranks of a variant, and the reference."""
+
+    def __init__(self, ranks: list[list[bytes]], probes: dict[str, str], truth: list[dict[str, Any]]) -> None:
+        self.truth = truth
+        self.probes = probes
+        self.frames: list[tuple[int, Frame]] = []
+        self.hellos = [decode(frames[0]) for frames in ranks]
+        for hello, frames in zip(self.hellos, ranks, strict=True):
+            self.frames += [(hello.header["coordinates"]["tp"], decode(data)) for data in frames[1:]]
+
+    def pieces(self, **of: Any) -> list[Piece]:
+        parts = [(tp, one) for tp, one in self.frames if one.type == FrameType.SCOPE_PART]
+        chosen = [(tp, one) for tp, one in parts if all(one.header.get(name) == value for name, value in of.items())]
+        return [piece for tp, one in chosen for piece in pieces_of(one, tp)]
+
+    def tables(self, **of: Any) -> dict[str, Any]:
+        named: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self.pieces(**of):
+            if piece.tensor.name != "atlas":
+                named[piece.tensor.name].append(piece)
+        if of.get("run"):
+            named.pop("attention", None)
+        return {name: merged(pieces) for name, pieces in named.items()}
+
+
+@functools.cache
+def layout_seen(run_ranks: RunRanks, layout: str) -> dict[str, Seen]:
+    world, flags = LAYOUTS[layout]
+    variants = {name: ALL[name] for name in BY_LAYOUT[layout]}
+    found = run_ranks(world, capture, flags, variants)
+    tokens = {name: found[0][name][1] for name in variants}
+    (truth,) = run_ranks(1, reference, variants, tokens)
+    return {name: Seen([rank[name][0] for rank in found], found[0][name][2], truth[name]) for name in variants}
+
+
+def close(found: np.ndarray, wanted: np.ndarray, what: str) -> None:
+    """Within some roundings of the largest number."""
+    largest = max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=what)
+
+
+CASES = [(layout, name) for layout, names in BY_LAYOUT.items() for name in names]
+
+
+@pytest.fixture
+def seen(run_ranks: RunRanks, request: pytest.FixtureRequest) -> Seen:
+    layout, name = request.param
+    return layout_seen(run_ranks, layout)[name]
+
+
+def every(test: Any) -> Any:
+    ids = ["-".join(case) for case in CASES]
+    return pytest.mark.parametrize("seen", CASES, ids=ids, indirect=True)(test)
+
+
+def heads_of(piece: Piece) -> range:
+    assert piece.span is not None
+    return range(*piece.span)
+
+
+def step_rows(step: int) -> list[tuple[int, int]]:
+    return [(sample, length - 1 + step) for sample, length in enumerate(LENGTHS)]
+
+
+def rows_of_site(seen: Seen, site: str, rows: Any) -> np.ndarray:
+    return np.stack([seen.truth[sample][site][position] for sample, position in rows])
+
+
+def expected_tables(seen: Seen, rows: Any) -> dict[str, np.ndarray]:
+    def flat(site: str) -> np.ndarray:
+        values = rows_of_site(seen, site, rows)
+        return values.reshape(len(rows), values.shape[1], -1)
+
+    out = {name: pooled(flat(name), 8) for name in "qkv"}
+    out |= {name: pooled(flat(name), 16) for name in ("mlp1", "mlp2")}
+    after = flat("residual").astype(np.float64)
+    before = np.concatenate([rows_of_site(seen, "embedding", rows)[:, None], after[:, :-1]], axis=1)
+    norms = np.linalg.norm(before, axis=-1), np.linalg.norm(after, axis=-1)
+    out["residual.norm"] = norms[1]
+    out["residual.change"] = np.linalg.norm(after - before, axis=-1) / norms[0]
+    out["residual.cosine"] = (before * after).sum(-1) / norms[0] / norms[1]
+    mean, axes = (tensor.data for tensor in unpack(basis_frame(after.shape[-1])))
+    out["pca"] = np.einsum("rlh,lch->rlc", after[:, BASIS_LAYERS] - mean, axes)
+    return out | head_tables(seen, rows)
+
+
+def head_tables(seen: Seen, rows: Any) -> dict[str, np.ndarray]:
+    chances = [seen.truth[sample]["attention"][:, :, position].astype(np.float64) for sample, position in rows]
+    entropies = []
+    for one in chances:
+        keys = (one > 0).sum(-1)
+        logs = np.log(one, out=np.zeros_like(one), where=one > 0)
+        entropies.append(-(one * logs).sum(-1) / np.maximum(np.log(keys), 1e-9))
+    return {
+        "head.entropy": np.stack(entropies),
+        "head.max": np.stack([one.max(-1) for one in chances]),
+        "head.sink": np.stack([one[..., 0] for one in chances]),
+    }
+
+
+@every
+def test_tables_of_steps(seen: Seen) -> None:
+    for step in range(NEW):
+        tables = seen.tables(run=RUN, step=step)
+        rows = tables["q"].rows
+        assert set(step_rows(step)) <= set(rows)
+        wanted = expected_tables(seen, rows)
+        assert set(tables) == set(wanted)
+        for name, table in tables.items():
+            layers = tuple(BASIS_LAYERS) if name == "pca" else (0, 1, 2, 3)
+            assert (table.rows, table.layers) == (rows, layers), name
+            close(table.data, wanted[name], f"{name}, step {step}")
+
+
+@every
+def test_pinned_rows(seen: Seen) -> None:
+    for step in range(1, NEW):
+        rows = attention_rows(seen.pieces(run=RUN, step=step))
+        wanted = [(sample, *pin, place) for sample, place in step_rows(step) for pin in ((1, 2), (3, 0))]
+        assert sorted(row[:4] for row in rows) == sorted(wanted)
+        for sample, layer, head, position, codes in rows:
+            truth = seen.truth[sample]["attention"][layer, head, position, : position + 1]
+            np.testing.assert_allclose(codes, 255 * np.sqrt(truth), atol=0.51)
+
+
+@every
+def test_atlases(seen: Seen) -> None:
+    pieces = [piece for piece in seen.pieces(run=RUN, step=0) if piece.tensor.name == "atlas"]
+    for sample, length in enumerate(LENGTHS):
+        truth = seen.truth[sample]["attention"][:, :, :length, :length]
+        edges = [index * length // 8 for index in range(9)]
+        mine = [piece for piece in pieces if piece.rows[0][0] == sample]
+        assert sum(len(piece.layers or ()) * len(heads_of(piece)) for piece in mine) == 16
+        for piece in mine:
+            part = truth[np.ix_(piece.layers or (), heads_of(piece))]
+            for y in range(8):
+                for x in range(8):
+                    cell = part[..., edges[y] : edges[y + 1], edges[x] : edges[x + 1]].max(axis=(2, 3), initial=0)
+                    np.testing.assert_allclose(piece.tensor.data[..., y, x], 255 * np.sqrt(cell), atol=0.51)
+
+
+@every
+def test_probes_tell_exact_numbers(seen: Seen) -> None:
+    lengths = [length + NEW - 1 for length in LENGTHS]
+    rows = tuple((sample, position) for sample, length in enumerate(lengths) for position in range(length))
+    for site in PROBED:
+        table = seen.tables(probe=seen.probes[site])[site]
+        assert table.rows == rows, site
+        close(table.data, rows_of_site(seen, site, rows), site)
+
+
+@every
+def test_probes_of_attention(seen: Seen) -> None:
+    pieces = seen.pieces(probe=seen.probes["attention"])
+    assert {piece.tensor.data.shape[-1] for piece in pieces} == {max(LENGTHS) + NEW - 1}
+    told = 0
+    for piece in pieces:
+        for place, (sample, position) in enumerate(piece.rows):
+            for at, layer in enumerate(piece.layers or ()):
+                for index, head in enumerate(heads_of(piece)):
+                    row = piece.tensor.data[place, at, index]
+                    truth = seen.truth[sample]["attention"][layer, head, position]
+                    np.testing.assert_allclose(row[: len(truth)], truth, atol=1e-5)
+                    assert not row[len(truth) :].any()
+                    told += 1
+    assert told == 2 * 3 * sum(length + NEW - 1 for length in LENGTHS)
+    codes = attention_rows(seen.pieces(probe=seen.probes["attention codes"]))
+    assert [row[:4] for row in codes] == [(sample, 2, 2, place) for sample in range(3) for place in (2, 4, 6)]
+
+
+@every
+def test_every_rank_reports_once_whole(seen: Seen) -> None:
+    """The last frame of a rank for a step or probe, and only that one, says that no more follows."""
+    last: dict[Any, list[bool]] = defaultdict(list)
+    for _, frame in seen.frames:
+        if frame.type == FrameType.SCOPE_PART:
+            rows_of(frame.header["rows"])
+            key = (frame.header["rank"], frame.header.get("probe") or frame.header["step"])
+            last[key].append(frame.header["more"])
+    assert len(last) == len(seen.hellos) * (NEW + len(seen.probes))
+    assert all(said[-1] is False and all(said[:-1]) for said in last.values())
+
+
+@every
+def test_tokens_tell_their_distributions(seen: Seen) -> None:
+    frames = {one.header["step"]: one for _, one in seen.frames if one.type == FrameType.SCOPE_TOKENS}
+    assert sorted(frames) == list(range(NEW))
+    for step, frame in frames.items():
+        assert [tuple(row) for row in frame.header["rows"]] == step_rows(step)
+        assert frame.header["finished"] == (["length"] * 3 if step == NEW - 1 else [None] * 3)
+        logits = rows_of_site(seen, "logits", step_rows(step)).astype(np.float64)
+        wanted = np.log(np.exp(logits[..., None] / np.array(TEMPERATURES)).sum(1))
+        tensors = {tensor.name: tensor.data for tensor in unpack(frame)}
+        logs = logits - wanted[:, 5, None]
+        best = np.argsort(-logits, axis=-1)[:, :5]
+        close(tensors["partition"], wanted, "")
+        np.testing.assert_array_equal(tensors["top.id"], best)
+        close(tensors["top.logit"], np.take_along_axis(logits, best, -1), "")
+        np.testing.assert_allclose(tensors["top.p"], np.exp(np.take_along_axis(logs, best, -1)), atol=1e-3)
+        close(tensors["entropy"], -(np.exp(logs) * logs).sum(-1), "")
+        chosen = np.array(frame.header["ids"])[:, None]
+        close(tensors["surprise"], -np.take_along_axis(logs, chosen, -1)[:, 0], "")

@@ -1,0 +1,117 @@
+"""Forward hooks that keep what sites give in one step, for all layers of this rank.
+
+A hook launches no kernel where all tokens of a step are wanted (decode steps, which may be CUDA graphs): it keeps the
+tensor that the module gave, and one kernel puts all layers side by side when the step is over. Where some rows are
+wanted (prompts), it takes these alone, so that no layer's full activation lives longer than without capture. Tensors
+that megatron-core writes into later are copied at once.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.scope.errors import CaptureError
+from megatronapp_trainer.scope.sites import Site, module_at
+
+Layers = frozenset[int] | None
+"""Numbers of layers in the whole model; None: all of this rank."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Kept:
+    """What has come of a site in this step, by layer; layer -1 where it has none."""
+
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    biases: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Collector:
+    """The hooks on one model. They stay while a set of sites is looked at; `look` with no sites takes all away."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._sites: dict[str, Site] = {}
+        self._handles: list[Any] = []
+        self._kept: dict[str, _Kept] = {}
+        self._rows: dict[str, torch.Tensor | None] = {}
+        self._wanted: Mapping[str, Layers] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Sites that are hooked."""
+        return frozenset(self._sites)
+
+    def look(self, sites: Iterable[Site]) -> None:
+        """Look at these sites from the next step on, and at no others. Raises CaptureError for one that is nowhere."""
+        wanted = {site.name: site for site in sites}
+        if wanted == self._sites:
+            return
+        self.remove()
+        for site in wanted.values():
+            self._install(site)
+        self._sites = wanted
+
+    def remove(self) -> None:
+        """Take all hooks away: the model is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sites.clear()
+        self._kept.clear()
+
+    def begin(self, rows: Mapping[str, torch.Tensor | None], wanted: Mapping[str, Layers]) -> None:
+        """A step comes. `rows`: which tokens of each site, as an index on the device, or None for all; a site that is
+        not there is not kept. `wanted`: of which layers."""
+        self._kept = {}
+        self._rows, self._wanted = dict(rows), wanted
+
+    def layers(self, name: str) -> list[int]:
+        """Layers that have been kept of a site, in order; [-1] of one without layers, [] of one that is elsewhere."""
+        return sorted(self._kept[name].values) if name in self._kept else []
+
+    def stacked(self, name: str) -> torch.Tensor:
+        """What a site gave: [layers, rows, ..], biases added; of a site without layers [1, rows, ..]."""
+        kept = self._kept[name]
+        order = sorted(kept.values)
+        values = torch.stack([kept.values[layer] for layer in order])
+        if not kept.biases:
+            return values
+        biases = torch.stack([kept.biases[layer] for layer in order])
+        return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
+
+    def forget(self) -> None:
+        """Let the step's tensors go."""
+        self._kept = {}
+
+    def _install(self, site: Site) -> None:
+        roots = [(-1, self._model)]
+        if site.per_layer:
+            roots = [(layer.layer_number - 1, layer) for layer in self._model.decoder.layers]  # type: ignore[union-attr] # untyped library
+        found = [(number, module_at(site, root)) for number, root in roots]
+        for number, module in found:
+            if module is not None:
+                self._handles.append(self._hook(site, number, module))
+        if site.per_layer and roots and all(module is None for _, module in found):
+            raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
+
+    def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
+        def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+            wanted = self._wanted.get(site.name)
+            if site.name in self._rows and (wanted is None or layer in wanted):
+                self._keep(site, layer, site.take((*args, *kwargs.values()), output))
+
+        return module.register_forward_hook(keep, with_kwargs=True)
+
+    def _keep(self, site: Site, layer: int, taken: Any) -> None:  # noqa: ANN401 - Taken
+        value, bias = taken if isinstance(taken, tuple) else (taken, None)
+        rows = self._rows[site.name]
+        if rows is not None:
+            value = value.index_select(0, rows)
+        elif site.changed_later:
+            value = value.clone()
+        kept = self._kept.setdefault(site.name, _Kept())
+        kept.values[layer] = value
+        if bias is not None:
+            kept.biases[layer] = bias

@@ -1,0 +1,219 @@
+"""Rank 0's side of MegaScope: runs and probes become the engine's requests, and what comes of them TOKENS frames."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.scope.errors import CaptureError
+from megatronapp_trainer.scope.probe import LOGITS
+from megatronapp_trainer.scope.publisher import Ready, Sink
+from megatronapp_trainer.scope.runs import request_id
+from megatronapp_trainer.scope.session import TOPIC, BeginProbe, BeginRun, CaptureSession, ChangeRun, EndRun, SetBasis
+from megatronapp_trainer.scope.sites import ATTENTION, site_of
+
+AT_ONE = 5
+"""Place of temperature 1 among those of `partition`."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    """What rank 0 knows of a run, or of a probe."""
+
+    capture: Capture | None
+    lengths: Sequence[int]
+    open: set[int]
+    ends: list[int]
+    """UTF-16 units of each sample's text so far."""
+    tokens: dict[int, dict[int, TokenEvent]] = dataclasses.field(default_factory=dict)
+    """By step and sample: what has not been told yet."""
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Why samples have ended."""
+
+    def due(self) -> list[int]:
+        """Steps of which all have come: nobody is still open who has not told his token."""
+        return [step for step, came in sorted(self.tokens.items()) if self.open <= set(came)]
+
+
+class ScopeLeader:
+    """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`); the engine's locks part them."""
+
+    def __init__(self, engine: Engine, session: CaptureSession, sink: Sink) -> None:
+        self._engine = engine
+        self._session = session
+        self._sink = sink
+        self._runs: dict[str, _Run] = {}
+
+    def begin_run(
+        self, run: str, capture: Capture, requests: Sequence[GenerationRequest], *, ends: Sequence[int] = ()
+    ) -> list[GenerationRequest]:
+        """Let all ranks look at a run, whose requests go to the engine afterwards: these, changed.
+
+        `ends`: UTF-16 units of each prompt's text, for offsets; none: 0.
+
+        Raises:
+            CaptureError: a pinned head that the model does not have.
+            PlanError: pixels that do not fit the model.
+            ExpressionError: a filter that cannot be computed on it.
+        """
+        self._check(capture)
+        lengths = tuple(len(request.prompt) for request in requests)
+        starts = list(ends) or [0] * len(lengths)
+        self._runs[run] = _Run(capture=capture, lengths=lengths, open=set(range(len(lengths))), ends=starts)
+        self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
+        wants = capture.states.probabilities
+        vocabulary = self._session.share.vocabulary
+        return [
+            dataclasses.replace(
+                request,
+                id=request_id(run, sample),
+                group=run,
+                group_size=len(lengths),
+                candidates=min(capture.candidates, vocabulary) if wants else request.candidates,
+                measures=wants,
+            )
+            for sample, request in enumerate(requests)
+        ]
+
+    def change(self, run: str, capture: Capture) -> None:
+        """Look at something else from the next step on; how many candidates are told stays. Raises as `begin_run`."""
+        self._check(capture)
+        self._engine.command(TOPIC, ChangeRun(run=run, capture=capture))
+
+    def probe(self, wanted: Probe) -> tuple[str, list[GenerationRequest]]:
+        """A probe's id, and the requests that bring it: they go to the engine as any others and generate nothing.
+
+        Raises CaptureError for a site, layer or head that there is not.
+        """
+        self._check_probe(wanted)
+        probe, lengths = secrets.token_hex(6), tuple(map(len, wanted.ids))
+        self._runs[probe] = _Run(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
+        said = BeginProbe(
+            probe=probe, lengths=lengths, sites=wanted.sites, queries=wanted.queries, stride=wanted.stride
+        )
+        self._engine.command(TOPIC, said)
+        all_logits = any(one.site == LOGITS for one in wanted.sites)
+        return probe, [
+            GenerationRequest(
+                id=request_id(probe, sample), prompt=ids, max_new_tokens=0, prompt_logprobs=all_logits, temperature=0
+            )
+            for sample, ids in enumerate(wanted.ids)
+        ]
+
+    def set_basis(self, frame: Frame) -> None:
+        """A frame SCOPE_BASIS: parts carry `pca` from the next step on. Raises CaptureError, FrameError."""
+        tensors = {tensor.name: tensor.data for tensor in unpack(frame)}
+        layers, version = frame.header.get("layers"), frame.header.get("version")
+        if not isinstance(layers, list) or not isinstance(version, int) or not {"mean", "basis"} <= set(tensors):
+            raise CaptureError("a basis has version, layers, and tensors mean and basis")
+        mean, axes, hidden = tensors["mean"], tensors["basis"], self._session.share.hidden
+        fits = mean.shape == (len(layers), hidden) and axes.ndim == 3 and axes.shape[::2] == (len(layers), hidden)
+        if not fits or mean.dtype != np.float32 or axes.dtype != np.float32:
+            raise CaptureError(f"a basis of shape {axes.shape} does not fit {len(layers)} layers of {hidden} numbers")
+        said = SetBasis(version=version, layers=tuple(layers), mean=np.array(mean), axes=np.array(axes))
+        self._engine.command(TOPIC, said)
+
+    def run_state(self, header: Mapping[str, Any]) -> None:
+        """Send RUN_STATE."""
+        self._sink(Ready([Frame(FrameType.SCOPE_RUN_STATE, header)]))
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """What a step of the engine gave: tokens are told, and runs whose samples have all ended are ended.
+
+        A step is told when every sample that goes on has its token.
+        """
+        for event in events:
+            run, sample = _run_of(event.request_id)
+            if (known := self._runs.get(run)) is None:
+                continue
+            if isinstance(event, TokenEvent):
+                known.tokens.setdefault(event.index, {})[sample] = event
+            elif isinstance(event, FinishedEvent):
+                known.reasons[sample] = event.reason
+                known.open.discard(sample)
+        frames = [
+            self._tokens(run, step, known.tokens.pop(step)) for run, known in self._runs.items() for step in known.due()
+        ]
+        if frames:
+            self._sink(Ready(frames))
+        for run in [run for run, one in self._runs.items() if not one.open]:
+            del self._runs[run]
+            self._engine.command(TOPIC, EndRun(run=run))
+
+    def _tokens(self, run: str, step: int, came: Mapping[int, TokenEvent]) -> Frame:
+        known, samples = self._runs[run], sorted(came)
+        events = [came[sample] for sample in samples]
+        texts = [event.text or "" for event in events]
+        header = {
+            "run": run,
+            "step": step,
+            "rows": [[sample, known.lengths[sample] - 1 + step] for sample in samples],
+            "ids": [event.token for event in events],
+            "texts": texts,
+            "offsets": [_offset(known, sample, text) for sample, text in zip(samples, texts, strict=True)],
+            "finished": [known.reasons.get(sample) for sample in samples],
+        }
+        told = known.capture is not None and known.capture.states.probabilities
+        return frame_of(FrameType.SCOPE_TOKENS, header, _distributions(events) if told else [])
+
+    def _check(self, capture: Capture) -> None:
+        share = self._session.share
+        for place, pin in enumerate(capture.pinned):
+            if pin.layer >= share.num_layers or pin.head >= share.num_heads:
+                raise CaptureError(
+                    f"pinned.{place}: there is no layer {pin.layer}, head {pin.head}; the model has {share.num_layers} "
+                    f"layers of {share.num_heads} heads"
+                )
+        self._session.check(capture)
+
+    def _check_probe(self, wanted: Probe) -> None:
+        share = self._session.share
+        if not wanted.ids or not all(wanted.ids):
+            raise CaptureError("ids: there is nothing to read; give one list of tokens or more, none of them empty")
+        for place, one in enumerate(wanted.sites):
+            site = None if one.site == ATTENTION else site_of(one.site)
+            heads = share.num_key_heads if site is not None and site.axis.value == "keyHeads" else share.num_heads
+            if any(layer >= share.num_layers for layer in one.layers) or any(head >= heads for head in one.heads or ()):
+                raise CaptureError(
+                    f"sites.{place}: {one.site} has {share.num_layers} layers and {heads} heads, from 0 on"
+                )
+
+
+def _run_of(request: str) -> tuple[str, int]:
+    run, _, sample = request.rpartition("-")
+    return (run, int(sample)) if sample.isdecimal() else (request, -1)
+
+
+def _offset(known: _Run, sample: int, text: str) -> list[int] | None:
+    """Where a text stands in its sample; None of a token that ends no character."""
+    if not text:
+        return None
+    start = known.ends[sample]
+    known.ends[sample] += len(text.encode("utf-16-le")) // 2
+    return [start, known.ends[sample]]
+
+
+def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
+    """What the distributions tell that tokens were chosen from."""
+    measures = [event.measures for event in events]
+    assert all(one is not None for one in measures)
+    partition = np.array([one.partition for one in measures if one is not None], "<f4")
+    logs = np.array([[one.logprob for one in event.candidates] for event in events])
+    totals = np.array([one.partition[AT_ONE] for one in measures if one is not None])
+    ids = [[one.token for one in event.candidates] for event in events]
+    return [
+        Tensor("top.id", "u32", np.array(ids, "<u4")),
+        Tensor("top.p", "f16", np.exp(logs).astype("<f2")),
+        Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
+        Tensor("partition", "f32", partition),
+        Tensor("surprise", "f32", np.array([-event.logprob for event in events], "<f4")),
+        Tensor("entropy", "f32", np.array([one.entropy for one in measures if one is not None], "<f4")),
+    ]

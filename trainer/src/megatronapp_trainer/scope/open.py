@@ -1,0 +1,38 @@
+"""MegaScope of one rank, whole: watcher, publisher, and the way between them."""
+
+import dataclasses
+import pathlib
+
+from megatronapp_trainer.generate.gang import Gang
+from megatronapp_trainer.scope.publisher import Job, Publisher
+from megatronapp_trainer.scope.session import CaptureSession
+
+SOCKET = "scope.sock"
+"""In the folder of the run, where the agent listens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What a rank holds until it ends."""
+
+    session: CaptureSession
+    publisher: Publisher
+
+    def close(self) -> None:
+        """Look no more, send what can be sent within a second, and end the thread."""
+        self.session.detach()
+        self.publisher.close()
+
+
+def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int) -> Scope:
+    """On every rank, before the first step. Nothing is looked at until rank 0 begins a run."""
+    held: list[Publisher] = []
+
+    def post(job: Job) -> None:
+        held[0].post(job)
+
+    session = CaptureSession(gang.stage, attempt=attempt, sink=post)
+    held.append(Publisher(run_dir / SOCKET, session.hello()))
+    session.attach(gang)
+    held[0].start()
+    return Scope(session=session, publisher=held[0])

@@ -1,0 +1,104 @@
+"""Numbers on their way to the host: all tensors of a step as one run of bytes, copied beside the model's own work.
+
+On a GPU the copy runs on a stream of its own into pinned memory, and an event says when it is there; whoever sends it
+asks the event. On a CPU the bytes are there at once.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_NUMPY: Mapping[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float16: np.dtype("<f2"),
+    torch.uint8: np.dtype("u1"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """A named tensor of a step, floats or (codes) bytes: [layers, rows, ..], or [rows, ..] of sites without layers."""
+
+    name: str
+    values: torch.Tensor
+    layers: tuple[int, ...] | None = None
+    group: int = 0
+    """Which of the captures of a step it belongs to."""
+    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What a part's header says of it beside its layers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Parcel:
+    """Tensors of a step in one buffer on the device."""
+
+    found: tuple[Found, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    flat: torch.Tensor
+
+
+def wrap(found: Sequence[Found]) -> Parcel:
+    """Put tensors into one buffer; the widest numbers first, so that all lie as their type needs it."""
+    ordered = sorted(found, key=lambda one: -one.values.dtype.itemsize)
+    pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
+    return Parcel(
+        found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
+        shapes=tuple(tuple(one.values.shape) for one in ordered),
+        dtypes=tuple(one.values.dtype for one in ordered),
+        flat=torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8),
+    )
+
+
+class Post:
+    """Sends parcels from the device to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's own gap
+        self._last: torch.cuda.Event | None = None
+
+    def before_step(self) -> None:
+        """Let the next step's kernels wait for the copies of the last one, whose buffers they may write into."""
+        if self._last is not None:
+            torch.cuda.current_stream().wait_event(self._last)
+
+    def send(self, parcel: Parcel) -> "Arrival":
+        """Start the copy; returns at once."""
+        if self._stream is None:
+            return Arrival(parcel, parcel.flat.clone(), None)
+        host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host.copy_(parcel.flat, non_blocking=True)
+            parcel.flat.record_stream(self._stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._last = event
+        return Arrival(parcel, host, event)
+
+
+class Arrival:
+    """A parcel that has come, or will."""
+
+    def __init__(self, parcel: Parcel, host: torch.Tensor, event: "torch.cuda.Event | None") -> None:
+        self._parcel = parcel
+        self._host = host
+        self._event = event
+
+    def ready(self) -> bool:
+        """All bytes are there; asks, and does not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def open(self) -> list[tuple[Found, NDArray[Any]]]:
+        """The tensors, as arrays on the host. Only when `ready`."""
+        data, place, out = self._host.numpy(), 0, []
+        for found, shape, dtype in zip(self._parcel.found, self._parcel.shapes, self._parcel.dtypes, strict=True):
+            size = math.prod(shape) * dtype.itemsize
+            out.append((found, data[place : place + size].view(_NUMPY[dtype]).reshape(shape)))
+            place += size
+        return out

@@ -1,0 +1,180 @@
+"""What one capture computes on a rank in each step: which sites, and from them which tensors.
+
+Equal recipes give equal kernels, so that a decode step of one recipe is one CUDA graph. L layers of this rank, N rows.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from megatronapp_common.scope.plan import compile_plan
+from megatronapp_common.scope.protocol_requests import Capture, Rotary
+from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_trainer.scope.collect import Collector
+from megatronapp_trainer.scope.parcel import Found
+from megatronapp_trainer.scope.program import DeviceProgram
+from megatronapp_trainer.scope.share import Share, Span, pixel_count
+from megatronapp_trainer.scope.sites import STAGE_INPUT, Axis, Site, registered, site_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A capture as far as it changes what is computed."""
+
+    qkv: int
+    """Pixels of each of q, k and v; 0: none of them."""
+    mlp: int
+    mlp1: bool
+    mlp2: bool
+    attention: bool
+    pca: bool
+    rotary: Rotary
+    qkv_filter: str
+    mlp_filter: str
+    own: tuple[Site, ...]
+    """Registered sites that have reducers."""
+
+
+def recipe_of(capture: Capture) -> Recipe | None:
+    """The recipe of a capture; None where nothing of the model is looked at."""
+    if capture.preset == "off":
+        return None
+    states = capture.states
+    return Recipe(
+        qkv=capture.pixels.qkv // 3 if states.qkv else 0,
+        mlp=capture.pixels.mlp,
+        mlp1=states.mlp1 and capture.preset == "default",
+        mlp2=states.mlp2,
+        attention=states.attention,
+        pca=states.pca,
+        rotary=capture.rotary,
+        qkv_filter=capture.expression.qkv,
+        mlp_filter=capture.expression.mlp,
+        own=tuple(site for site in registered() if site.reducers),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Reduction:
+    """One tensor of pixels: a part of the width that a site gives."""
+
+    name: str
+    site: Site
+    part: slice
+    program: DeviceProgram
+    key: str
+    span: Span
+
+
+class Pixels:
+    """The vector filters of a recipe, made for one rank's share."""
+
+    def __init__(self, recipe: Recipe, share: Share, device: torch.device) -> None:
+        self._share = share
+        self._device = device
+        self._reductions = [*self._built_in(recipe)]
+        self._own = recipe.own
+        self._own_programs: dict[tuple[str, int], tuple[DeviceProgram, Span]] = {}
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """What it looks at."""
+        return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
+
+    def compute(self, seen: Collector) -> Iterator[Found]:
+        """All tensors of pixels, [layers, rows, pixels]."""
+        stacks: dict[str, torch.Tensor] = {}
+        for one in self._reductions:
+            if one.span[0] == one.span[1] or not (layers := seen.layers(one.site.name)):
+                continue
+            if one.site.name not in stacks:
+                stacks[one.site.name] = seen.stacked(one.site.name).flatten(2)
+            vectors = stacks[one.site.name][..., one.part]
+            out = one.program.buffer(*vectors.shape[:-1])
+            one.program.run(vectors, out)
+            yield self._found(one, out.flatten(2), tuple(layers))
+        for site in self._own:
+            yield from self._of_own(site, seen)
+
+    def _found(self, one: _Reduction, values: torch.Tensor, layers: tuple[int, ...]) -> Found:
+        said = {"site": one.name, "replicated": one.key == ""} | ({one.key: list(one.span)} if one.key else {})
+        return Found(name=one.name, values=values, layers=layers, said=said)
+
+    def _built_in(self, recipe: Recipe) -> Iterator[_Reduction]:
+        share = self._share
+        if recipe.qkv:
+            filters = (recipe.qkv, recipe.qkv_filter)
+            query = (share.num_heads * share.head_width, share.tensor_size, share.tp)
+            key = (share.num_key_heads * share.head_width, share.key_shards, share.key_shard)
+            for name, of, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
+                site = site_of(name, rotary=recipe.rotary)
+                yield _Reduction(
+                    name=name, site=site, part=slice(None), program=self._program(filters, of), key="heads", span=span
+                )
+        filters = (recipe.mlp, recipe.mlp_filter)
+        if recipe.mlp1:
+            yield from self._fc1(filters)
+        if recipe.mlp2 and share.is_first_of_tensor:
+            program = self._program(filters, (share.hidden, 1, 0))
+            span = (0, share.hidden)
+            yield _Reduction(name="mlp2", site=site_of("mlp2"), part=slice(None), program=program, key="", span=span)
+
+    def _fc1(self, filters: tuple[int, str]) -> Iterator[_Reduction]:
+        """A rank of a gated MLP has a part of all gates and a part of all that they let through, side by side."""
+        share, halves = self._share, 2 if self._share.gated else 1
+        width = share.mlp[1] - share.mlp[0]
+        for half in range(halves):
+            of = (halves * share.ffn, halves * share.tensor_size, half * share.tensor_size + share.tp)
+            span = (half * share.ffn + share.mlp[0], half * share.ffn + share.mlp[1])
+            part = slice(half * width, (half + 1) * width)
+            program = self._program(filters, of)
+            yield _Reduction(name="mlp1", site=site_of("mlp1"), part=part, program=program, key="features", span=span)
+
+    def _program(self, filters: tuple[int, str], of: tuple[int, int, int]) -> DeviceProgram:
+        """`of`: width of the whole vector, number of its shards, and which this rank has."""
+        (pixels, text), (width, shards, shard) = filters, of
+        plan = compile_plan(parse_reducer(text), width=width, pixels=pixel_count(width, pixels, shards), shards=shards)
+        return DeviceProgram(plan.program(shard), self._device)
+
+    def _of_own(self, site: Site, seen: Collector) -> Iterator[Found]:
+        """A registered site: how wide it is, is known when it has been seen."""
+        if not (layers := seen.layers(site.name)) or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
+            return
+        values = seen.stacked(site.name).flatten(2)
+        for place, text in enumerate(site.reducers):
+            program, span = self._own_program(site, place, values.size(-1))
+            out = program.buffer(*values.shape[:-1])
+            program.run(values, out)
+            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE}
+            said |= {} if site.axis is Axis.WHOLE else {"features": list(span)}
+            name = f"{site.name}.{text.split('(')[0]}" if len(site.reducers) > 1 else site.name
+            found, of = (out.flatten(2), tuple(layers)) if site.per_layer else (out.flatten(2)[0], None)
+            yield Found(name=name, values=found, layers=of, said=said)
+
+    def _own_program(self, site: Site, place: int, width: int) -> tuple[DeviceProgram, Span]:
+        shards, shard = self._shards(site.axis)
+        if (site.name, place) not in self._own_programs:
+            program = self._program((site.pixels, site.reducers[place]), (width * shards, shards, shard))
+            self._own_programs[site.name, place] = program, (width * shard, width * (shard + 1))
+        return self._own_programs[site.name, place]
+
+    def _shards(self, axis: Axis) -> tuple[int, int]:
+        share = self._share
+        if axis is Axis.WHOLE:
+            return 1, 0
+        return (share.key_shards, share.key_shard) if axis is Axis.KEY_HEADS else (share.tensor_size, share.tp)
+
+
+def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of each layer and row, [L, N], with 32 bits: norm after it, norm of what it added over that before, cosine."""
+    before, after = before_LNH.float(), after_LNH.float()
+    norm_before, norm_after = before.norm(dim=-1), after.norm(dim=-1)
+    change = (after - before).norm(dim=-1) / norm_before
+    cosine = (after * before).sum(-1) / (norm_after * norm_before)
+    return {"residual.norm": norm_after, "residual.change": change, "residual.cosine": cosine}
+
+
+def residual_sites() -> dict[str, Site]:
+    """What residual measures look at."""
+    return {"residual": site_of("residual"), STAGE_INPUT.name: STAGE_INPUT}

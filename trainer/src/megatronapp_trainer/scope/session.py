@@ -1,0 +1,396 @@
+"""The rank's side of MegaScope: hears at step borders what to look at, looks, and hands frames to the publisher.
+
+    session = CaptureSession(gang.stage, attempt=0, sink=publisher.post)
+    session.attach(gang)
+
+Rank 0 says what is wanted through the engine's commands (`leader.py`), so that every rank begins at the same step.
+"""
+
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
+from megatronapp_trainer.generate.gang import Gang
+from megatronapp_trainer.generate.stage import Stage
+from megatronapp_trainer.generate.watch import Sight
+from megatronapp_trainer.scope import probe
+from megatronapp_trainer.scope.attention import bucket
+from megatronapp_trainer.scope.collect import Collector, Layers
+from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, picture_name, recipes_of
+from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
+from megatronapp_trainer.scope.parts import Parts, Told
+from megatronapp_trainer.scope.publisher import Ready, Sink
+from megatronapp_trainer.scope.recipe import Recipe, recipe_of
+from megatronapp_trainer.scope.runs import Row, Sizes, Tracked, tracked_probe, tracked_run
+from megatronapp_trainer.scope.share import Share, share_of
+from megatronapp_trainer.scope.sites import Site, known_sites
+
+TOPIC = "scope"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BeginRun:
+    """A run comes; its samples are requests of the ids `run-0`, `run-1`, .."""
+
+    run: str
+    capture: Capture
+    lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeRun:
+    """Capture this from now on."""
+
+    run: str
+    capture: Capture
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EndRun:
+    """A run or probe is over."""
+
+    run: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BeginProbe:
+    """A probe comes; its prompts are requests of the ids `probe-0`, .."""
+
+    probe: str
+    lengths: tuple[int, ...]
+    sites: tuple[ProbeSite, ...]
+    queries: tuple[int, int] | None
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SetBasis:
+    """Project on these axes from now on."""
+
+    version: int
+    layers: tuple[int, ...]
+    mean: NDArray[np.float32]
+    """[layers, hidden]."""
+    axes: NDArray[np.float32]
+    """[layers, components, hidden]."""
+
+
+Said = BeginRun | ChangeRun | EndRun | BeginProbe | SetBasis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Step:
+    """A step that is being looked at."""
+
+    sight: Sight
+    tracked: Sequence[Tracked]
+    rows: Sequence[Sequence[Row]]
+    """Of each of them."""
+    recipes: Sequence[Recipe]
+    works: Sequence[Work] = ()
+    count: int = 0
+    pins: Sequence[tuple[int, int]] = ()
+    pin_places: int = 0
+    attended: int = 0
+    logit_rows: Sequence[slice] = ()
+
+
+class CaptureSession:
+    """One rank's watcher. Used in the thread of the engine alone."""
+
+    def __init__(self, stage: Stage, *, attempt: int, sink: Sink) -> None:
+        layout = stage.layout
+        self.share: Share = share_of(
+            stage.model, layout, vocab_size=stage.vocab_size, max_length=stage.options.capacity
+        )
+        self._stage = stage
+        self._rank = layout.rank
+        self._attempt = attempt
+        self._sink = sink
+        self._seen = Collector(stage.model)
+        self._looker = Looker(self._seen, self.share, stage.cache.keys_LZTGD)
+        self._prober = probe.Prober(self._seen, self.share, self._looker)
+        self._device = stage.cache.keys_LZTGD.device
+        self._post = Post(self._device)
+        self._tracked: dict[str, Tracked] = {}
+        self._step: _Step | None = None
+        self._sizes = Sizes(layers=self.share.num_layers, heads=self.share.num_heads)
+
+    def attach(self, gang: Gang) -> None:
+        """Hear the commands of rank 0, and watch the stage from now on."""
+        gang.handle(TOPIC, self.handle)
+        self._stage.watcher = self
+
+    def detach(self) -> None:
+        """Look no more: the model is as it was."""
+        self._stage.watcher = None
+        self._tracked.clear()
+        self._seen.remove()
+        self._stage.forget_graphs()
+
+    def hello(self) -> Frame:
+        """PUBLISHER of this rank."""
+        share = self.share
+        header: dict[str, Any] = {
+            "rank": self._rank,
+            "attempt": self._attempt,
+            "coordinates": {"tp": share.tp, "pp": share.pp, "dp": 0},
+            "layers": list(share.layers),
+            "heads": list(share.heads),
+            "keyHeads": list(share.key_heads),
+            "mlp": list(share.mlp),
+            "sites": known_sites(),
+        }
+        if self._rank == 0:
+            header["model"] = share.model()
+            header["layout"] = {"tensor": share.tensor_size, "pipeline": share.pipeline_size}
+        return Frame(FrameType.SCOPE_PUBLISHER, header)
+
+    def check(self, capture: Capture) -> None:
+        """Raise what `begin_run` would raise on some rank: CaptureError, PlanError or ExpressionError."""
+        if (recipe := recipe_of(capture)) is not None:
+            self._looker.sites(recipe)
+
+    def handle(self, said: Said) -> None:
+        """A command of rank 0, at a step border."""
+        match said:
+            case BeginRun():
+                self.begin_run(said.run, said.capture, said.lengths)
+            case ChangeRun():
+                self.change(said.run, said.capture)
+            case EndRun():
+                self.end_run(said.run)
+            case BeginProbe():
+                found = tracked_probe(said.probe, said.sites, said.lengths, said.queries, said.stride)
+                self._tracked[said.probe] = found
+            case SetBasis():
+                self._set_basis(said)
+
+    def begin_run(self, run: str, capture: Capture, lengths: Sequence[int]) -> None:
+        """Look at the samples `run-0`, .. with prompts of these lengths, from the next step on."""
+        self._tracked[run] = tracked_run(run, capture, lengths, self._sizes)
+
+    def change(self, run: str, capture: Capture) -> None:
+        """Look at something else from the next step on; unknown runs are fine."""
+        if (tracked := self._tracked.get(run)) is not None:
+            tracked.capture, tracked.recipe = capture, recipe_of(capture)
+
+    def end_run(self, run: str) -> None:
+        """Look no more; unknown runs are fine."""
+        self._tracked.pop(run, None)
+        self._looker.drop(run)
+        if not self._tracked:
+            self._seen.remove()
+
+    def _set_basis(self, said: SetBasis) -> None:
+        first, end = self.share.layers
+        own = [place for place, layer in enumerate(said.layers) if first <= layer < end]
+        layers = tuple(said.layers[place] for place in own)
+        self._looker.basis = Basis(
+            version=said.version,
+            layers=layers,
+            places=torch.tensor([layer - first for layer in layers], dtype=torch.int64, device=self._device),
+            mean_L1H=torch.from_numpy(said.mean[own].copy())[:, None].to(self._device),
+            axes_LHC=torch.from_numpy(said.axes[own].copy()).transpose(1, 2).contiguous().to(self._device),
+        )
+        self._stage.forget_graphs()
+
+    # The calls of a stage, in the order of a step.
+
+    def begin(self, sight: Sight) -> Hashable:
+        """What of this step is looked at; None: nothing."""
+        plan = sight.plan
+        touched = [one for one in self._tracked.values() if one.reads(plan)]
+        for one in touched:
+            one.advance(plan)
+        tracked = [one for one in touched if one.is_probe or one.recipe is not None]
+        self._tell_unseen([one for one in touched if one not in tracked], sight)
+        if not tracked:
+            return None
+        self._post.before_step()
+        rows = [one.rows(plan) for one in tracked]
+        if plan.decode:
+            return self._begin_decode(sight, tracked, rows)
+        self._begin_prefill(sight, tracked, rows)
+        return "prompts"
+
+    def collect(self) -> Parcel:
+        """Launch all reductions of the step."""
+        step = self._step
+        assert step is not None
+        if step.sight.plan.decode:
+            found = self._looker.decode(step.sight, step.recipes, step.pin_places, step.attended)
+        else:
+            found = self._looker.prefill(step.works, step.sight, step.count)
+            found += self._probed(step)
+        self._seen.forget()
+        return wrap(found)
+
+    def finish(self, found: Parcel, _logits: torch.Tensor | None) -> None:
+        """Let the numbers travel, and the publisher send them."""
+        step, self._step = self._step, None
+        assert step is not None
+        self._sink(Parts(self._post.send(found), self._told(step)))
+
+    def _begin_decode(self, sight: Sight, tracked: Sequence[Tracked], rows: Sequence[Sequence[Row]]) -> Hashable:
+        recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
+        self._seen.look(self._sites(tracked).values())
+        self._seen.begin(dict.fromkeys(self._seen.names), {})
+        pins = self._pins(tracked)
+        attended = bucket(max(segment.end for segment in sight.plan.segments), self._looker.most_keys)
+        places = self._looker.set_pins(pins)
+        self._step = _Step(
+            sight=sight,
+            tracked=tracked,
+            rows=rows,
+            recipes=recipes,
+            pins=pins,
+            pin_places=places,
+            attended=attended,
+        )
+        version = None if self._looker.basis is None else self._looker.basis.version
+        return (recipes, places, attended, version)
+
+    def _begin_prefill(self, sight: Sight, tracked: Sequence[Tracked], rows: Sequence[Sequence[Row]]) -> None:
+        tokens = torch.tensor([row.token for part in rows for row in part], dtype=torch.int64)
+        tokens_U = self._to_device(tokens)
+        works, place = [], 0
+        for one, part in zip(tracked, rows, strict=True):
+            span = slice(place, place + len(part))
+            works.append(Work(tracked=one, reads=one.reads(sight.plan), rows=span, tokens_U=tokens_U))
+            place += len(part)
+        self._seen.look(self._sites(tracked).values())
+        picks: dict[str, torch.Tensor | None] = dict.fromkeys(self._seen.names, tokens_U)
+        picks[QUERIES.name] = None
+        logit_tokens, logit_rows = _logit_rows(sight, rows)
+        picks[probe.LOGITS] = self._to_device(torch.tensor(logit_tokens, dtype=torch.int64))
+        self._seen.begin(picks, _layers(works))
+        self._step = _Step(
+            sight=sight,
+            tracked=tracked,
+            rows=rows,
+            recipes=recipes_of(works),
+            works=works,
+            count=place,
+            logit_rows=logit_rows,
+        )
+
+    def _probed(self, step: _Step) -> list[Found]:
+        found: list[Found] = []
+        for place, work in enumerate(step.works):
+            if work.tracked.is_probe:
+                group = len(step.recipes) + place
+                found += self._prober.look(work, group, work.rows, step.logit_rows[place])
+        return found
+
+    def _sites(self, tracked: Sequence[Tracked]) -> dict[str, Site]:
+        found: dict[str, Site] = {}
+        for one in tracked:
+            found |= probe.sites_of(one.sites) if one.recipe is None else self._looker.sites(one.recipe)
+        return found
+
+    def _pins(self, tracked: Sequence[Tracked]) -> list[tuple[int, int]]:
+        """Heads of this rank that some run streams."""
+        (first, end), (low, high) = self.share.layers, self.share.heads
+        wanted = {
+            (pin.layer, pin.head) for one in tracked if one.recipe is not None and one.recipe.attention
+            and one.capture is not None for pin in one.capture.pinned
+        }  # fmt: skip
+        return sorted((layer, head) for layer, head in wanted if first <= layer < end and low <= head < high)
+
+    def _told(self, step: _Step) -> list[Told]:
+        """The frames of a step, in the order in which the hub should have them."""
+        out: list[Told] = []
+        for place, (one, rows) in enumerate(zip(step.tracked, step.rows, strict=True)):
+            if one.is_probe:
+                out.append(self._told_probe(step, place, one, rows))
+            elif step.sight.plan.decode:
+                out += self._told_decode(step, one, rows)
+            else:
+                out += self._told_prompts(step, place, one, rows)
+        return out
+
+    def _told_probe(self, step: _Step, place: int, one: Tracked, rows: Sequence[Row]) -> Told:
+        header = self._header(more=not one.all_read) | {"probe": one.name}
+        group = len(step.recipes) + place
+        return Told(group=group, header=header, rows=rows, select=range(len(rows)), is_probe=True)
+
+    def _told_decode(self, step: _Step, one: Tracked, rows: Sequence[Row]) -> list[Told]:
+        assert one.recipe is not None
+        assert one.capture is not None
+        group = step.recipes.index(one.recipe)
+        wanted = {(pin.layer, pin.head) for pin in one.capture.pinned}
+        pinned = [(place, *pin) for place, pin in enumerate(step.pins) if pin in wanted]
+        out = []
+        for number in sorted({one.step_of(row) for row in rows}):
+            part = [row for row in rows if one.step_of(row) == number]
+            header = self._header(more=one.more(number, rows)) | {"run": one.name, "step": number}
+            select = [row.token for row in part]
+            out.append(Told(group=group, header=header, rows=part, select=select, pinned=pinned))
+        return out
+
+    def _told_prompts(self, step: _Step, place: int, one: Tracked, rows: Sequence[Row]) -> list[Told]:
+        assert one.recipe is not None
+        work = step.works[place]
+        group = step.recipes.index(one.recipe)
+        ended = [read for read in work.reads if read.ends and one.recipe.attention]
+        header = self._header(more=True) | {"run": one.name, "step": 0}
+        out = []
+        for read in ended:
+            row = Row(token=0, sample=read.sample, position=0)
+            out.append(Told(group=group, header=header, rows=[row], atlas=picture_name(one, read)))
+        if rows or one.all_read:
+            select = range(work.rows.start, work.rows.stop)
+            last = header | {"more": not one.all_read}
+            out.append(Told(group=group, header=last, rows=rows, select=select))
+        return out
+
+    def _tell_unseen(self, tracked: Sequence[Tracked], sight: Sight) -> None:
+        """Of runs that look at nothing the hub hears that this rank has none of it."""
+        frames = []
+        for one in tracked:
+            rows = one.rows(sight.plan)
+            for number in sorted({one.step_of(row) for row in rows}):
+                header = self._header(more=one.more(number, rows)) | {"run": one.name, "step": number, "rows": []}
+                frames.append(Frame(FrameType.SCOPE_PART, header | {"tensors": []}))
+        if frames:
+            self._sink(Ready(frames))
+
+    def _header(self, *, more: bool) -> dict[str, Any]:
+        return {"rank": self._rank, "timeUs": time.time_ns() // 1000, "more": more}
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _layers(works: Sequence[Work]) -> dict[str, Layers]:
+    """Of which layers sites are kept: where probes alone look, theirs alone."""
+    if any(work.tracked.recipe is not None for work in works):
+        return {}
+    wanted: dict[str, set[int]] = {}
+    for work in works:
+        for one, site in zip(work.tracked.sites, map(probe.name_of, work.tracked.sites), strict=True):
+            wanted.setdefault(site, set()).update((*one.layers, -1))
+    return {name: frozenset(layers) for name, layers in wanted.items()}
+
+
+def _logit_rows(sight: Sight, rows: Sequence[Sequence[Row]]) -> tuple[list[int], list[slice]]:
+    """Which of the plan's outputs are those of told rows, and where each run's are among them."""
+    outputs = {output.row: place for place, output in enumerate(sight.plan.outputs)}
+    chosen: list[int] = []
+    slices = []
+    for part in rows:
+        found = [outputs[row.token] for row in part if row.token in outputs]
+        slices.append(slice(len(chosen), len(chosen) + len(found)))
+        chosen += found
+    return chosen, slices
