@@ -22,6 +22,7 @@ LAYOUTS = {
     "TP2": (2, "--tensor-model-parallel-size 2"),
     "TP2+SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "TP2xPP2+SP": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
 }
 
 
