@@ -7,11 +7,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from megatronapp_common.job import Spec, load_job, megatron_arguments, place_of
-from megatronapp_common.job.arguments import FLAGS
+from megatronapp_common.job import Serve, Spec, load_job, megatron_arguments, place_of
+from megatronapp_common.job.arguments import FLAGS, SERVE_FLAGS
 from megatronapp_common.job.fields import model_of
 from megatronapp_trainer.config import build_parser, parse
 from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.serve.settings import build_serve_parser, read_command
 
 EVERYTHING: dict[str, Any] = {
     "spec.parallelism": {"tensor": 2, "pipeline": 2, "virtualPipeline": 2, "sequenceParallel": True},
@@ -189,6 +190,48 @@ def test_every_field_of_the_training_has_a_flag() -> None:
     fields = {path for name in blocks for path in leaves(model_of(Spec.model_fields[name].annotation), name)}
     of_pods = {path for path in fields if ".volume." in path or path.startswith("fbd.forward.")}
     assert fields - of_pods == said
+
+
+SERVED: dict[str, Any] = {
+    "spec.mode": "serve",
+    "spec.nodes": 1,
+    "spec.parallelism": {"tensor": 2, "pipeline": 2, "data": 1},
+    "spec.procPerNode": 4,
+    "spec.model": ...,
+    "spec.training": ...,
+    "spec.data": {"tokenizer": "tokenizer.json"},
+    "spec.checkpoint": {"load": "in"},
+    "spec.trace": ...,
+    "spec.serve": {
+        "host": "127.0.0.9",
+        "port": 0,
+        "maxBatch": 3,
+        "maxTokens": 5,
+        "maxLength": 64,
+        "queueLength": 7,
+        "prefillChunk": 16,
+        "precision": "bf16",
+    },
+    "spec.args": ["--transformer-impl", "local"],
+}
+
+
+def test_a_served_job_gives_the_servers_flags(build: Any) -> None:
+    job = load_job(build(SERVED))
+    command = read_command(megatron_arguments(job))
+    assert job.spec.serve is not None
+    assert (command.options.host, command.options.port) == ("127.0.0.9", 0)
+    assert (command.options.max_batch_size, command.options.max_tokens, command.options.max_length) == (3, 5, 64)
+    assert (command.options.queue_length, command.options.prefill_chunk, command.options.precision) == (7, 16, "bf16")
+    assert str(command.load) == "in"
+    assert command.rest[-2:] == ("--transformer-impl", "local")
+    assert place_of(job, "--max-length") == "spec.serve.maxLength"
+
+
+def test_every_field_of_serve_has_a_flag_that_the_server_knows() -> None:
+    assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve")
+    known = {flag for action in build_serve_parser()._actions for flag in action.option_strings}
+    assert {entry.flag for entry in SERVE_FLAGS} <= known
 
 
 def leaves(model: type[BaseModel] | None, prefix: str) -> set[str]:

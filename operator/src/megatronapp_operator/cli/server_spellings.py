@@ -156,7 +156,7 @@ def add_spellings(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_alias(parser: argparse.ArgumentParser, flag: str, ours: str) -> None:
-    meant = parser._option_string_actions[ours]
+    meant: Any = parser._option_string_actions[ours]
     parser.add_argument(flag, dest=meant.dest, type=meant.type, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 

@@ -1,0 +1,176 @@
+"""What a server is told before it loads anything: flags, the checkpoint's manifest, address, and who may ask."""
+
+import json
+import pathlib
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.errors import CheckpointError, RendezvousError, UsageError
+from megatronapp_trainer.serve.check import find_problems
+from megatronapp_trainer.serve.guard import MOST_BYTES, BodyLimit, TokenGuard
+from megatronapp_trainer.serve.program import main
+from megatronapp_trainer.serve.settings import configure, read_command
+from megatronapp_trainer.serve.tally import Tally
+from megatronapp_trainer.serve.web import check_address, listen
+
+STORED: dict[str, Any] = {
+    "--num-layers": 4,
+    "--hidden-size": 64,
+    "--num-attention-heads": 8,
+    "--num-query-groups": 2,
+    "--seq-length": 32,
+    "--max-position-embeddings": 128,
+    "--swiglu": True,
+    "--vocab-size": 300,
+    "--bf16": True,
+}
+SECRET = "ab" * 32
+
+
+def write_checkpoint(folder: pathlib.Path, iteration: int = 1, changes: dict[str, Any] | None = None) -> pathlib.Path:
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    manifest = {
+        "iteration": iteration,
+        "consumed_samples": 0,
+        "skipped_iterations": 0,
+        "attempt": 0,
+        "layout": {},
+        "optimizer": None,
+        "random_states": False,
+        "arguments": STORED | (changes or {}),
+    }
+    (path / "megatronapp.json").write_text(json.dumps(manifest | {"files": {}, "format": 1}))
+    return path
+
+
+def configured(folder: pathlib.Path, *words: str) -> Any:
+    return configure(read_command(["--load", str(folder), *words]))
+
+
+def test_the_checkpoint_tells_its_model(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path)
+    config = configured(tmp_path, "--tensor-model-parallel-size", "2")
+    assert (config.model.num_layers, config.model.heads_of_keys, config.model.swiglu) == (4, 2, True)
+    assert (config.model.positions, config.data.vocab_size) == (128, 300)
+    assert config.precision.bf16
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert config.checkpoint.save is None
+    assert not configured(tmp_path, "--precision", "fp32").precision.bf16
+
+
+def test_the_newest_whole_checkpoint_is_served(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2, {"--num-layers": 6})
+    (write_checkpoint(tmp_path, 3) / "megatronapp.json").write_text("{")
+    assert configured(tmp_path).model.num_layers == 6
+
+
+def test_a_tokenizer_beside_the_checkpoint_is_taken_unless_another_is_named(tmp_path: pathlib.Path) -> None:
+    path = write_checkpoint(tmp_path, 1, {"--tokenizer-file": "tokenizer.json"})
+    assert configured(tmp_path).data.tokenizer_file == str(path / "tokenizer.json")
+    assert configured(tmp_path, "--tokenizer-file=other.json").data.tokenizer_file == "other.json"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--load is missing"),
+        (("--load", "x", "--port", "70000"), "--port 70000 is no port"),
+        (("--load", "x", "--max-batch-size", "0"), "--max-batch-size 0 is too small; write 1 or more"),
+        (("--load", "x", "--queue-length", "-1"), "--queue-length -1 is too small; write 0 or more"),
+        (("--load", "x", "--precision", "fp16"), "invalid choice: 'fp16'"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_command(words)
+    assert main(words) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "code", "flag", "said"),
+    [
+        ((), 1, None, None, ""),
+        (("--tensor-model-parallel-size", "2"), 2, None, None, ""),
+        (("--tensor-model-parallel-size", "2"), 4, ExitCode.USAGE, None, "4 ranks cannot serve one replica of 2"),
+        (("--tensor-model-parallel-size", "3"), 3, ExitCode.USAGE, "--tensor-model-parallel-size", "3"),
+        (("--max-length", "129"), 1, ExitCode.USAGE, "--max-length", "over the model's 128 learned positions"),
+        (("--tokenizer-file", "none.json"), 1, ExitCode.DATA, None, "none.json does not exist"),
+        (("--lerning-rate", "1"), 1, ExitCode.USAGE, "--lerning-rate", "unknown flag"),
+    ],
+)
+def test_what_cannot_be_served_is_told_before_anything_is_started(
+    tmp_path: pathlib.Path, *, words: tuple[str, ...], world: int, code: int | None, flag: str | None, said: str
+) -> None:
+    write_checkpoint(tmp_path)
+    found = find_problems(["--load", str(tmp_path), *words], world)
+    assert [problem.code for problem in found] == ([] if code is None else [code])
+    assert all(said in problem.message for problem in found)
+    assert flag is None or flag in found[0].flags
+
+
+def test_a_folder_without_a_checkpoint_is_told_by_its_flag(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        configured(tmp_path)
+    (problem,) = find_problems(["--load", str(tmp_path)], 1)
+    assert problem.flags == ("--load",)
+
+
+def test_without_a_secret_only_this_machine_is_let_in() -> None:
+    check_address("127.0.0.1", None)
+    check_address("0.0.0.0", SECRET)
+    with pytest.raises(UsageError, match="lets other machines in"):
+        check_address("0.0.0.0", None)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.asyncio
+async def test_pages_of_other_sites_are_kept_out_where_there_is_no_key() -> None:
+    app = TokenGuard(PlainTextResponse("hello"), secret=None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here:1") as client:
+        assert (await client.get("/v1/models")).status_code == 200
+        assert (await client.get("/v1/models", headers={"Origin": "http://here:1"})).status_code == 200
+        other = await client.post("/v1/completions", headers={"Origin": "http://elsewhere"})
+        assert (other.status_code, other.json()["code"]) == (403, "other-origin")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("size", "status"), [(MOST_BYTES, 200), (MOST_BYTES + 1, 413)])
+async def test_bodies_have_a_limit(size: int, status: int) -> None:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(BodyLimit(PlainTextResponse("hello"))), base_url="http://here"
+    ) as client:
+        assert (await client.post("/", content=bytes(size))).status_code == status
+
+
+def test_tokens_per_second_forget_what_is_old() -> None:
+    from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
+
+    times = [1.0, 2.0, 3.0, 3.0, 12.5]
+    tally = Tally(lambda: times.pop(0))
+    token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
+    for _ in range(3):
+        tally.count([token, token])
+    assert tally.tokens_per_second() == 0.6
+    assert tally.tokens_per_second() == 0.2
+    tally.count([FinishedEvent(request_id="a", reason="stop", prompt_tokens=5, generated_tokens=6)])
+    text = tally.exposition(waiting=3, running=1)
+    for line in (
+        "megatronapp_serve_queue_length 3",
+        'megatronapp_serve_prompts_total{reason="stop"} 1',
+        'megatronapp_serve_tokens_total{kind="prompt"} 5',
+        'megatronapp_serve_tokens_total{kind="generated"} 6',
+    ):
+        assert f"{line}\n" in text
