@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.plan import DeleteWorker, FailureAction, Match, Phase, Progress, Rule
+from megatronapp_operator.plan import ConditionType, DeleteWorker, FailureAction, Match, Phase, Progress, Rule
 
 Maker = Callable[..., Any]
 
@@ -70,3 +70,30 @@ def test_a_rule_may_say_what_becomes_of_it(gathering: Maker) -> None:
     made.now += 900
     made.see(*made.observed.workers, heard=made.now)
     assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-3"]
+
+
+@pytest.mark.parametrize("taken", [{"disrupted": "EvictionByEvictionAPI"}, {"unreachable_since": 1.0}])
+def test_nobody_is_blamed_while_the_cluster_takes_a_worker_away(gathering: Maker, taken: dict[str, Any]) -> None:
+    made = gathering(lost_worker_s=1e9)
+    made.now += 1000
+    first, second = made.observed.workers
+    made.see(first, dataclasses.replace(second, **taken), heard=made.now)
+    assert (made.plan().status.failures, made.plan().wake_at) == ((), made.now + 15)
+    made.see(first, second, heard=made.now)
+    assert made.plan().status.failures[-1].reason == "NotGathered"
+
+
+def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=900, silent_start_s=300)
+    made.plan()
+    made.see(worker(0), worker(1), missing=(), heard=0.0)
+    made.plan()
+    made.now += 899
+    assert not made.plan().status.is_true(ConditionType.STALLED)
+    made.now += 1
+    stalled = made.plan().status.condition(ConditionType.STALLED)
+    assert (stalled.status, stalled.reason) == (True, "ProgressUnknown")
+    made.now += 50_000
+    assert made.plan().status.failures == ()
+    made.see(*made.observed.workers, heard=made.now)
+    assert not made.plan().status.is_true(ConditionType.STALLED)

@@ -217,13 +217,13 @@ async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself
 @pytest.mark.parametrize(
     ("phase", "attempt", "waits"), [("Gathering", 1, True), ("Preflight", 1, False), ("Gathering", 0, False)]
 )
-async def test_a_launcher_says_whom_it_waits_for(phase: str, attempt: int, waits: bool) -> None:
+async def test_a_launcher_says_whom_of_its_gang_it_waits_for(phase: str, attempt: int, waits: bool) -> None:
     board = Board(attempt)
-    board.phase, board.missing = LauncherPhase(phase), [3, 5]
+    board.phase, board.missing = LauncherPhase(phase), [1, 2, 3]
     async with answering(LAUNCHER, STATUS_PORT, json.dumps(board.document()).encode()):
         told = await polled()
-    assert told.gathering == (Gathering(attempt=1, missing=(3, 5)) if waits else None)
-    assert observe([], told, attempt=1, refusal=None).missing == ((3, 5) if waits else ())
+    assert told.gathering == (Gathering(attempt=1, missing=(1,)) if waits else None)
+    assert observe([], told, attempt=1, refusal=None).missing == ((1,) if waits else ())
     assert observe([], told, attempt=2, refusal=None).missing == ()
     assert (await polled(told)).gathering is None
 

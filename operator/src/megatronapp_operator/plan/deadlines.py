@@ -19,6 +19,8 @@ NAMED = 8
 ASK_AGAIN_S = 15.0
 """How often somebody looks whether hub or launcher have answered again: an answer without news wakes nobody."""
 
+SILENCE = "neither hub nor launcher answers the operator"
+
 
 def active(draft: Draft) -> bool:
     """The job has lasted too long: it fails."""
@@ -36,13 +38,16 @@ def gathering(draft: Draft) -> bool:
     """All workers run, and some do not come to the one that gathers them: they cannot reach it.
 
     Launchers wait longer than this, because they do not know how long the others prepare. Nothing is judged by an
-    answer from before the deadline.
+    answer from before the deadline, nor while the cluster takes one of the gang away: that is nobody's failure, and has
+    deadlines of its own.
     """
     limit, running, missing = draft.job.spec.policy.start_deadline_s, draft.status.running_time, draft.observed.missing
-    if limit is None or running is None or not missing or draft.status.told is not None:
+    if limit is None or running is None or draft.status.told is not None:
         return False
     due, heard = running + limit, draft.observed.heard
-    if draft.now < due or (heard is not None and heard < due):
+    if not missing:
+        return _unheard(draft, limit, since=max(running, draft.observed.since))
+    if draft.now < due or (heard is not None and heard < due) or any(one.taken for one in draft.gang):
         draft.wake(max(due, draft.now + ASK_AGAIN_S))
         return False
     named = ", ".join(map(str, missing[:NAMED])) + (" and others" if len(missing) > NAMED else "")
@@ -51,6 +56,20 @@ def gathering(draft: Draft) -> bool:
     node = next((one.node for one in draft.gang if one.index == missing[0]), None)
     attempt_failed(draft, rules.judged_lost(draft, dataclasses.replace(failure, worker=missing[0], node=node)))
     return True
+
+
+def _unheard(draft: Draft, limit: float, *, since: float) -> bool:
+    """Nobody has ever answered: people are told. The gang may well train, so it is left to its launchers' own limit."""
+    heard = draft.observed.heard
+    if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED):
+        return False
+    if draft.now < since + limit:
+        draft.wake(since + limit)
+        return False
+    message = f"all workers run, and for {limit:g} s {SILENCE}, so nobody knows whether they have found each other"
+    draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
+    draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
+    return False
 
 
 def progress(draft: Draft) -> bool:
@@ -73,15 +92,14 @@ def progress(draft: Draft) -> bool:
 
 def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
     """Nobody has said since the deadline that the gang stands still."""
-    silence = "neither hub nor launcher answers the operator"
     if not draft.status.is_true(ConditionType.STALLED):
-        message = f"no progress was heard of for {limit:g} s, because {silence}; the deadline waits for them"
+        message = f"no progress was heard of for {limit:g} s, because {SILENCE}; the deadline waits for them"
         draft.set_condition(ConditionType.STALLED, True, reasons.PROGRESS_UNKNOWN, message)
         draft.event(EventType.WARNING, reasons.PROGRESS_UNKNOWN, message)
     if draft.now < until:
         draft.wake(min(draft.now + ASK_AGAIN_S, until))
         return False
-    message = f"no progress was heard of for {limit + draft.job.spec.policy.unheard_s:g} s: {silence}{_place(draft)}"
+    message = f"no progress was heard of for {limit + draft.job.spec.policy.unheard_s:g} s: {SILENCE}{_place(draft)}"
     action = FailureAction.RESTART_IGNORE_MAX
     attempt_failed(draft, _failure(draft, reasons.PROGRESS_UNKNOWN, message, action))
     return True

@@ -74,7 +74,7 @@ class Poller:
             summary=summary,
             progress=progress,
             rank_table=table,
-            gathering=_gathering(answer, attempt),
+            gathering=_gathering(answer, attempt, workers),
             heard_at=self._clock() if known else before.heard_at,
             page=before.page if page is None else max(page, before.page or page),
             hub=at_hub,
@@ -153,10 +153,11 @@ def _first_of(pods: Iterable[PodRecord], attempt: int) -> PodRecord | None:
     return next((one for one in workers if one.main.running and one.address), None)
 
 
-def _gathering(answer: Any, attempt: int) -> Gathering | None:  # noqa: ANN401 - JSON of another process
-    """Whom a launcher of this attempt waits for."""
+def _gathering(answer: Any, attempt: int, workers: int) -> Gathering | None:  # noqa: ANN401 - JSON of another process
+    """Whom a launcher of this attempt waits for; whoever is not of the gang is not believed."""
     try:
-        missing = tuple(int(index) for index in answer["missing"][:MAX_MISSING])
+        told = map(int, answer["missing"][:MAX_MISSING])
+        missing = tuple(index for index in told if 0 <= index < workers)
         waits = answer["phase"] == GATHERING and int(answer["attempt"]) == attempt
     except UNREADABLE:
         return None
