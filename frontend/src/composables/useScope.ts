@@ -1,15 +1,5 @@
 /** State of a MegaScope screen: what the hub said, the store of frames, and the run that the selection names. */
-import {
-  computed,
-  inject,
-  onBeforeUnmount,
-  provide,
-  ref,
-  shallowRef,
-  watch,
-  type InjectionKey,
-  type ShallowRef,
-} from "vue";
+import { computed, inject, onBeforeUnmount, provide, ref, shallowRef, watch, type InjectionKey } from "vue";
 import { asApiError, isAbort, type ApiClient } from "../api/client";
 import { ScopeClient } from "../scope/client";
 import { FrameStore } from "../scope/frameStore";
@@ -133,14 +123,4 @@ export function useScope(): ScopeApi {
   const scope = inject(KEY);
   if (!scope) throw new Error("useScope outside of a scope screen");
   return scope;
-}
-
-/** Whether the hub has a model that can be looked at; asked once. */
-export function useScopeLink(api: ApiClient): ShallowRef<Hello | null> {
-  const hello = shallowRef<Hello | null>(null);
-  new ScopeClient(api).hello().then(
-    (found) => (hello.value = found),
-    () => undefined,
-  );
-  return hello;
 }

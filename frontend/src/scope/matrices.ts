@@ -11,16 +11,21 @@ export interface Domain {
   readonly nans: number;
 }
 
-const QUANTILE = 0.99;
+const QUANTILE = 0.95;
 
-/** Zero, or the lowest, to the 99th percentile: one number of a thousand never takes the whole scale. */
+/** Zero, or the lowest, to the 95th percentile: the first token, whose state is often huge, never takes the whole scale. */
 export function domainOf(values: readonly number[], signed: boolean): Domain {
   const finite = values.filter(Number.isFinite);
   const sizes = (signed ? finite.map(Math.abs) : finite).toSorted((a, b) => a - b);
   const high = sizes[Math.floor((sizes.length - 1) * QUANTILE)] ?? 1;
   const low = signed ? -high : Math.min(sizes[0] ?? 0, high);
   const clipped = finite.filter((value) => value < low || value > high).length;
-  return { low, high: high > low ? high : low + 1, clipped, nans: values.filter(Number.isNaN).length };
+  return {
+    low,
+    high: high > low ? high : low + Math.max(1, Math.abs(low)),
+    clipped,
+    nans: values.filter(Number.isNaN).length,
+  };
 }
 
 /** Code of a value within a domain. */
