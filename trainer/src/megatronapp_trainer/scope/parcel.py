@@ -68,14 +68,13 @@ class Post:
             torch.cuda.current_stream().wait_event(self._last)
 
     def send(self, parcel: Parcel) -> "Arrival":
-        """Start the copy; returns at once."""
+        """Start the copy; returns at once. The answer holds the buffer on the device until it has been opened."""
         if self._stream is None:
             return Arrival(parcel, parcel.flat.clone(), None)
         host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             host.copy_(parcel.flat, non_blocking=True)
-            parcel.flat.record_stream(self._stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._last = event

@@ -1,0 +1,258 @@
+"""What looking costs: tokens per second of our decode loop without MegaScope, with it idle, and capturing, on one GPU.
+
+    python bench/gpu_capture.py --out gpu_capture.json
+
+One engine generates with random weights of a model of Llama's shape (1.26 billion parameters in bf16), greedily, always
+from the same prompts. Blocks of one call each take turns; each block is compared with that of its own round in which
+nobody can look, and the ratios are judged. Frames go through a Unix socket to another process that reads them. Before
+that it is shown that no forward pass waits for the device while it is looked at, and that the tokens are the same.
+
+    none     no watcher
+    idle     armed: the session is attached, and nobody looks
+    lite     preset lite
+    summary  preset default: pixels, norms, all heads' measures, PCA
+    pinned   the same and attention rows of 8 heads
+
+A small model on a CPU shows that the script works:
+    python bench/gpu_capture.py --layers 2 --hidden 64 --heads 4 --key-heads 2 --ffn 128 --vocabulary 512 --new 16 \
+        --prompt 32 --rounds 6
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_generate import WAITS, Bench, flags, median_bounds, prompts_of
+
+from megatronapp_common.frames import FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_trainer.config import parse
+from megatronapp_trainer.device import prepare_device
+from megatronapp_trainer.generate.build import build_model, generation_layout
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.generate.events import TokenEvent
+from megatronapp_trainer.generate.gang import Gang
+from megatronapp_trainer.generate.plan import Output, Plan, Segment
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.scope.leader import ScopeLeader
+from megatronapp_trainer.scope.open import SOCKET, Scope, open_scope
+from megatronapp_trainer.scope.session import BeginRun
+
+GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
+"""Least share of tokens per second that is left."""
+READER = """
+import socket, sys
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+total = 0
+peer, _ = listener.accept()
+while data := peer.recv(1 << 20):
+    total += len(data)
+print(total, flush=True)
+"""
+
+
+class Ways:
+    """One engine, and the ways to generate with it."""
+
+    def __init__(self, bench: Bench, batch: int, folder: pathlib.Path) -> None:
+        self.bench = bench
+        self.batch = batch
+        self.gang: Gang
+        self.engine: Engine
+        self.gang, self.engine = bench.open(batch)
+        self.scope: Scope = open_scope(self.gang, folder, attempt=0)
+        self.leader = ScopeLeader(self.engine, self.scope.session, self.scope.publisher.post)
+        self.leader.set_basis(self._basis())
+        self.prompts = prompts_of(bench.options, batch).tolist()
+        self._count = 0
+
+    def captures(self) -> dict[str, Capture]:
+        options = self.bench.options
+        heads = [{"layer": index * options.layers // 8, "head": index % options.heads} for index in range(8)]
+        unique = [dict(pair) for pair in {tuple(head.items()): None for head in heads}]
+        pinned = Capture.model_validate({"pinned": unique})
+        return {"lite": Capture(preset="lite"), "summary": Capture(), "pinned": pinned}
+
+    def generate(self, way: str) -> list[int]:
+        """Tokens of one call."""
+        self.gang.stage.watcher = None if way == "none" else self.scope.session
+        requests = [
+            GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, temperature=0)
+            for place, ids in enumerate(self.prompts)
+        ]
+        if way in (captures := self.captures()):
+            self._count += 1
+            requests = self.leader.begin_run(f"{self._count:012x}", captures[way], requests)
+        for request in requests:
+            self.engine.submit(request)
+        tokens: list[int] = []
+        while self.engine.is_busy:
+            events = self.engine.step()
+            if way not in {"none", "idle"}:
+                self.leader.observe(events)
+            tokens += [event.token for event in events if isinstance(event, TokenEvent)]
+        assert len(tokens) == self.batch * self.bench.options.new
+        return tokens
+
+    def seconds(self, way: str) -> float:
+        self.bench.wait()
+        began_s = time.perf_counter()
+        self.generate(way)
+        self.bench.wait()
+        return time.perf_counter() - began_s
+
+    def _basis(self) -> Any:  # noqa: ANN401 - Frame
+        layers, hidden = self.bench.options.layers, self.bench.options.hidden
+        source = np.random.default_rng(0)
+        mean = source.standard_normal((layers, hidden), dtype=np.float32)
+        axes = source.standard_normal((layers, 8, hidden), dtype=np.float32)
+        header = {"version": 1, "layers": list(range(layers))}
+        return frame_of(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
+
+
+@contextlib.contextmanager
+def reader(path: pathlib.Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that reads all frames."""
+    with subprocess.Popen([sys.executable, "-c", READER, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.terminate()
+
+
+def check_no_waits(ways: Ways, way: str) -> dict[str, int]:
+    """Decode steps and chunks of prompts where torch raises if the host waits, and a profile of decode steps."""
+    bench, batch, session = ways.bench, ways.batch, ways.scope.session
+    length, run = bench.options.prompt, f"{way:f>12}"
+    session.handle(BeginRun(run=run, capture=ways.captures()[way], lengths=(length,) * batch))
+    ways.gang.stage.watcher = session
+    prompts = tuple(
+        Segment(slot=slot, start=0, tokens=tuple(ids), request_id=f"{run}-{slot}")
+        for slot, ids in enumerate(ways.prompts)
+    )
+    reading = Plan(segments=prompts, outputs=(Output(row=0),), decode=False)
+    newest = [Segment(slot=slot, start=length, tokens=(1,), request_id=f"{run}-{slot}") for slot in range(batch)]
+    plan = Plan(segments=tuple(newest), outputs=tuple(Output(row=row) for row in range(batch)), decode=True)
+    for one in (reading, plan, plan):
+        ways.gang.stage.run(one)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for one in (reading, *[plan] * 5):
+            ways.gang.stage.run(one)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    bench.wait()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("steps"):
+        for _ in range(5):
+            ways.gang.stage.run(plan)
+    session.end_run(run)
+    events = list(profile.events())
+    (span,) = [event.time_range for event in events if event.name == "steps" and event.device_type.name == "CPU"]
+    inside = [event for event in events if span.start <= event.time_range.start < span.end]
+    waits = sum(event.name in WAITS for event in inside)
+    assert waits == 0, f"{way}: {waits} waits inside of 5 forward passes"
+    return {"forward_passes": 5, "waits": waits, "graph_launches": sum(e.name == "cudaGraphLaunch" for e in inside)}
+
+
+def compare(ways: Ways, rounds: int) -> dict[str, Any]:
+    """Blocks of all ways in turn, each round in another order."""
+    names = ["none", *GOALS]
+    wanted = ways.generate("none")
+    for name in [*names, *names]:  # graphs, compilation
+        assert ways.generate(name) == wanted, f"{name}: other tokens"
+    blocks: dict[str, list[float]] = {name: [] for name in names}
+    for place in range(rounds):
+        shift = place % len(names)
+        for name in (names[shift:] + names[:shift])[:: 1 if place % 2 else -1]:
+            blocks[name].append(ways.seconds(name))
+    tokens = ways.batch * ways.bench.options.new
+    row: dict[str, Any] = {"tokens_per_s": {name: tokens / statistics.median(times) for name, times in blocks.items()}}
+    for name, goal in GOALS.items():
+        shares = [none_s / way_s for none_s, way_s in zip(blocks["none"], blocks[name], strict=True)]
+        low, high = median_bounds(shares)
+        row[name] = {"share_left": statistics.median(shares), "low": low, "high": high, "goal": goal}
+    return row | {"seconds": blocks}
+
+
+def measure(bench: Bench, batch: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        with reader(folder / SOCKET) as process:
+            ways = Ways(bench, batch, folder)
+            row: dict[str, Any] = {}
+            if bench.device.is_cuda:
+                row["waits"] = {way: check_no_waits(ways, way) for way in ways.captures()}
+                print(f"batch {batch}, waits: {json.dumps(row['waits'])}", flush=True)
+            row |= compare(ways, bench.options.rounds)
+            row["dropped_frames"] = ways.scope.publisher.dropped
+            row["failures"] = list(ways.scope.publisher.failures)
+            ways.scope.publisher.close(timeout_s=10)
+            assert process.stdout is not None
+            row["sent_bytes"] = int(process.stdout.readline())
+    return row
+
+
+def work(options: argparse.Namespace) -> dict[str, Any]:
+    device = prepare_device(0)
+    config = parse(flags(options, bf16=device.is_cuda))
+    layout = generation_layout(config)
+    initialize_groups(config, layout, device)
+    model = build_model(config, layout, device, vocab_size=options.vocabulary)
+    bench = Bench(options=options, config=config, layout=layout, device=device, model=model, theirs=None)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "parameters": parameters}
+    print(f"{device.name}: {parameters / 1e9:.2f} billion parameters", flush=True)
+    for batch in options.batches:
+        results[f"batch {batch}"] = row = measure(bench, batch)
+        options.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
+        print(f"batch {batch}: {row['tokens_per_s']['none']:.1f} tokens/s where nobody can look", flush=True)
+        for name in GOALS:
+            one = row[name]
+            bounds = f"(95 %: {one['low']:.4f} to {one['high']:.4f})"
+            print(f"batch {batch}, {name}: {one['share_left']:.4f} {bounds}, goal {one['goal']}", flush=True)
+        print(f"batch {batch}: {row['sent_bytes']} bytes sent, {row['dropped_frames']} frames dropped", flush=True)
+    destroy_groups()
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--key-heads", type=int, default=8)
+    parser.add_argument("--ffn", type=int, default=5632)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_capture.json"))
+    options = parser.parse_args()
+    if options.rounds < math.ceil(1 - math.log2(0.05)):
+        parser.error("--rounds must be 6 or more, for bounds of 95 %")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    work(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
