@@ -1,11 +1,14 @@
-"""`megatronapp trace ...`: registered under the entry points "megatronapp.commands". Heavy imports wait for the run."""
+"""`megatronapp trace ...` and `megatronapp scope ...`, under the entry points "megatronapp.commands".
+
+Heavy imports wait for the run.
+"""
 
 import argparse
 import pathlib
 
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `trace` with its subcommands."""
+    """Add `trace` and `scope` with their subcommands."""
     trace = subparsers.add_parser("trace", help="export the trace of a job", description="Traces of a job.")
     commands = trace.add_subparsers(dest="trace_command", metavar="COMMAND", required=True)
     export = commands.add_parser(
@@ -20,6 +23,35 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     export.add_argument("--to", dest="last", metavar="N", type=step_number, help="last step (default: the newest)")
     export.set_defaults(func=run_export)
+    register_scope(subparsers)
+
+
+def register_scope(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `scope` with its subcommands."""
+    scope = subparsers.add_parser("scope", help="look into a model", description="MegaScope: what a model computes.")
+    commands = scope.add_subparsers(dest="scope_command", metavar="COMMAND", required=True)
+    replay = commands.add_parser(
+        "replay",
+        help="show a recorded session without a model",
+        description="Serve pages and interface from a session that a hub has recorded; of a broken file what stands "
+        "before the break.",
+    )
+    replay.add_argument("file", metavar="FILE", type=pathlib.Path, help="the session (*.scope)")
+    replay.add_argument(
+        "--speed",
+        choices=("1", "10", "step", "all"),
+        default="1",
+        help="as it was, ten times as fast, a step for each line typed, or all at once (default: %(default)s)",
+    )
+    replay.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one (default)")
+    replay.set_defaults(func=run_replay)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Serve the session until a signal comes."""
+    from megatronapp_analyzer.hub.scope.replay import replay
+
+    return replay(arguments.file, speed=arguments.speed, port=arguments.port)
 
 
 def step_number(text: str) -> int:

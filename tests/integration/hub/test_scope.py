@@ -428,7 +428,10 @@ async def test_a_session_is_what_the_reference_writes(hub: Any, fake_job: Any, u
         answer = await client.get(f"{RUNS}/{RUN}/session")
         got = list(frames.split(answer.content))
         assert got[0].type == FrameType.SCOPE_HELLO
-        assert [frame.type for frame in got[1:]] == [
+        prompts = [frame for frame in got if frame.type == FrameType.SCOPE_VALUES]
+        assert [(one.header["layer"], one.header["head"]) for one in prompts] == [(1, 2), (3, 0)] * 2
+        assert {one.header["tensors"][0]["c"] for one in prompts} == {"u8s"}
+        assert [frame.type for frame in got[1 : -len(prompts)]] == [
             frame.type
             for frame in frames.split(scope_session.session(recording()))
             if frame.type not in {FrameType.SCOPE_HELLO, FrameType.SCOPE_VALUES, FrameType.SCOPE_PCA}

@@ -74,7 +74,7 @@ class Standing:
         elif frame.type == FrameType.SCOPE_RUN_STATE:
             run = str(frame.header.get("run"))
             self._runs.pop(run, None)
-            if frame.header.get("state") not in ENDED:
+            if str(frame.header.get("state")) not in ENDED:
                 self._runs[run] = data
             while len(self._runs) > MAX_RUNS:
                 self._runs.popitem(last=False)

@@ -4,16 +4,15 @@ import argparse
 import logging
 import os
 import pathlib
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-
-import uvicorn
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
 from megatronapp_analyzer.hub.app import create_app
+from megatronapp_analyzer.hub.listening import server_of
 from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_job_file
 from megatronapp_analyzer.hub.store import StoreLimits
@@ -22,8 +21,6 @@ from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.tokens import Role, derive, read_secret
 
 LOG = logging.getLogger("megatronapp_analyzer.hub")
-MAX_MESSAGE_BYTES = 4 << 20
-SHUTDOWN_S = 3
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -57,19 +54,6 @@ def load_secret(environment: Mapping[str, str]) -> str:
         raise SettingsError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises SettingsError if the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-    return sock
-
-
 def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ExitCode:
     """Serve until a signal comes, or a task of the hub fails, which the exit code tells."""
     check_bind(arguments.host, allow_remote=arguments.allow_remote)
@@ -78,22 +62,12 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
     store = StoreLimits(full_steps=arguments.hold_steps)
     model = ServeClient(arguments.serve_url, derive(secret, Role.SERVE)) if arguments.serve_url else None
     hub = Hub(HubSettings(job=job, state_dir=arguments.state_dir, store=store, serve=model), Detector)
-    app = create_app(hub, secret=secret, frontend=arguments.frontend)
-    with bind(arguments.host, arguments.port) as sock:
-        LOG.info("listening on http://%s:%d", *sock.getsockname()[:2])
-        config = uvicorn.Config(
-            app,
-            ws="websockets-sansio",
-            ws_max_size=MAX_MESSAGE_BYTES,
-            ws_per_message_deflate=False,
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
-        )
-        server = uvicorn.Server(config)
+    with listening(arguments.host, arguments.port) as found:
+        app = create_app(hub, secret=secret, frontend=arguments.frontend, named=found.named)
+        LOG.info("listening on %s%s", found.url, "" if found.named else " (its pages get no name of their own)")
+        server = server_of(app)
         hub.on_failure = lambda: setattr(server, "should_exit", True)
-        server.run(sockets=[sock])
+        server.run(sockets=list(found.sockets))
     return ExitCode.OWN_FAILURE if hub.failed else ExitCode.OK
 
 

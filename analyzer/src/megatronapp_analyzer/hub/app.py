@@ -44,8 +44,11 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
     return app
 
 
-def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None) -> FastAPI:
-    """The application that serves `hub`; it starts and stops the hub's own tasks."""
+def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named: bool = False) -> FastAPI:
+    """The application that serves `hub`; it starts and stops the hub's own tasks.
+
+    `named`: names below `localhost` lead to this hub alone, so that its page may have one.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -56,7 +59,7 @@ def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None) -> Fas
     app.state.hub = hub
     app.state.logins = logins = Logins(secret, uid=hub.identity.uid)
     if frontend is not None:
-        app.include_router(pages.build_router(frontend))
+        app.include_router(pages.build_router(frontend, named=named))
     app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
     app.add_middleware(SafeHeaders)
     return app

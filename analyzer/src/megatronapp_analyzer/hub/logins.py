@@ -16,7 +16,7 @@ LIFE_S = 12 * 3600
 """Of a session."""
 CODE_LIFE_S = 60.0
 MAX_CODES = 256
-"""That wait to be used; the oldest go first."""
+"""Of one role that wait to be used; the oldest go first, and none of another role."""
 COOKIE = "megatronapp_hub_"
 PEOPLE = (Role.VIEWER, Role.CONTROLLER)
 """Roles that people may have."""
@@ -32,20 +32,20 @@ class Codes:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, tuple[Role, float]] = {}
+        self._kept: dict[Role, dict[str, float]] = {}
 
     def make(self, role: Role) -> str:
         """A fresh one."""
-        code = secrets.token_urlsafe(24)
-        self._kept[code] = (role, self._clock() + CODE_LIFE_S)
-        while len(self._kept) > MAX_CODES:
-            del self._kept[next(iter(self._kept))]
+        code, kept = secrets.token_urlsafe(24), self._kept.setdefault(role, {})
+        kept[code] = self._clock() + CODE_LIFE_S
+        while len(kept) > MAX_CODES:
+            del kept[next(iter(kept))]
         return code
 
     def take(self, code: str) -> Role | None:
         """The role that it gives, if it is good; it is not any more."""
-        role, until = self._kept.pop(code, (None, 0.0))
-        return role if self._clock() < until else None
+        role = next((role for role, kept in self._kept.items() if code in kept), None)
+        return role if role is not None and self._clock() < self._kept[role].pop(code) else None
 
 
 class Sessions:

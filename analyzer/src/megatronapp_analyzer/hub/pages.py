@@ -27,17 +27,21 @@ def resolve(root: pathlib.Path, path: str) -> pathlib.Path | None:
         return None
 
 
-def build_router(root: pathlib.Path) -> APIRouter:
-    """Routes of the page built into `root`. Browsers at a name that all servers of the machine share get another."""
+def build_router(root: pathlib.Path, *, named: bool) -> APIRouter:
+    """Routes of the page built into `root`.
+
+    If `named`, names below `localhost` lead here alone, and browsers at one that all servers of the machine share get
+    another. Else they stay: somebody else may answer to such a name.
+    """
     router = APIRouter(include_in_schema=False)
 
     @router.get("/{path:path}")
     async def page(request: Request, path: str) -> Response:
         if path.startswith("api/"):
             raise ApiError(404, "not-found", f"there is no /{path}", "See /api/v1/openapi.json for what there is.")
-        named = own_host(request.headers.get("host"), "hub") if opens_page(request.headers) else None
-        if named is not None:
-            return RedirectResponse(str(request.url.replace(netloc=named)), 307)
+        own = own_host(request.headers.get("host"), "hub") if named and opens_page(request.headers) else None
+        if own is not None:
+            return RedirectResponse(str(request.url.replace(netloc=own)), 307)
         return _file(root, path, () if asked_here(request.headers) else (ELSEWHERE_MARK,))
 
     return router

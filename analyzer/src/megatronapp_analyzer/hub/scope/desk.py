@@ -9,11 +9,12 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope import encode
+from megatronapp_analyzer.hub.scope.headers import RunHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry
 from megatronapp_analyzer.hub.scope.merge import pieces_of
 from megatronapp_analyzer.hub.scope.probes import ProbeBook
@@ -72,6 +73,8 @@ class ScopeDesk:
         self._clock = clock
         self._steps = StepBook()
         self._viewers: set[Viewer] = set()
+        self.watched = asyncio.Event()
+        """Set once a page looks."""
         self._timer: asyncio.TimerHandle | None = None
         self._ends: dict[str, Frame] = {}
         """States that are told once the last steps of their runs have been."""
@@ -101,7 +104,7 @@ class ScopeDesk:
         elif frame.type == FrameType.SCOPE_PART:
             self._take_part(frame)
         elif frame.type == FrameType.SCOPE_TOKENS:
-            encode.token_rows(frame)
+            read(StepHeader, "TOKENS", frame.header)
             self._steps.add_tokens(_step_key(frame), frame, self._clock())
         elif frame.type == FrameType.SCOPE_RUN_STATE:
             self._take_state(frame)
@@ -117,18 +120,29 @@ class ScopeDesk:
         else:
             self._steps.add_part(_step_key(frame), publisher.rank, pieces, self._clock(), more=more)
 
+    def present(self, model: Mapping[str, Any] | None, layout: Mapping[str, int]) -> None:
+        """A model that answers from what was recorded."""
+        self.publishers.model = None if model is None else dict(model)
+        self.publishers.layout = dict(layout)
+        self.state = "ready"
+
     def _take_state(self, frame: Frame) -> None:
-        run = frame.header.get("run")
-        if not isinstance(run, str) or not 1 <= len(run) <= 64:
-            raise ProtocolError("bad-run", "RUN_STATE frame: run is not a short text")
+        """A RUN_STATE frame; the end of a run waits until its last steps have been shown."""
+        said = read(RunHeader, "RUN_STATE", frame.header)
+        if said.state in ENDED and self._steps.waits(said.run):
+            self._ends[said.run] = frame
+        else:
+            self.take_state(frame)
+
+    def take_state(self, frame: Frame) -> Run:
+        """A run has another state. Raises ProtocolError."""
+        run = read(RunHeader, "RUN", frame.header).run
         known = self.runs.get(run) or Run(run, self.ring)
-        if frame.header.get("state") in ENDED and self._steps.waits(run):
-            self._ends[run] = frame
-            return
         entry = known.set_state(frame.header)
         self.runs[run] = known
         self._forget_runs()
-        self._publish(entry)
+        self.publish(entry)
+        return known
 
     def _forget_runs(self) -> None:
         while len(self.runs) > self.settings.runs:
@@ -149,7 +163,7 @@ class ScopeDesk:
         queue = sum(run.header.get("state") == "queued" for run in self.runs.values())
         header = {"state": state, "message": message, "hint": hint, "queue": queue}
         whole = frames.encode(Frame(FrameType.SCOPE_STATE, header))
-        self._publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
+        self.publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
 
     def close(self) -> None:
         """No timer goes on."""
@@ -188,14 +202,14 @@ class ScopeDesk:
             self._publish_all(run.journal.append(one) for one in encode.overview_frames(step, tables, layers))
             for sample, layer, head, position, codes in rows:
                 run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
-        self._publish(run.add_step(encode.step_frame(step, tables)))
+        self.publish(run.add_step(encode.step_frame(step, tables)))
         if step.step == 0:
             self.on_prefill(run)
         else:
             self._publish_all(run.add_rows(one) for one in encode.rows_frames(step.run, step.step, rows))
         captured = (run.header.get("capture") or {}).get("preset") != "off"
         if step.missing and captured:
-            self._publish(run.journal.append(_late_ranks(step)))
+            self.publish(run.journal.append(_late_ranks(step)))
 
     # ---- pages
 
@@ -203,23 +217,25 @@ class ScopeDesk:
         """A page that gets everything from now on."""
         viewer = Viewer()
         self._viewers.add(viewer)
+        self.watched.set()
         return viewer
 
     def unsubscribe(self, viewer: Viewer) -> None:
         """Forget a page."""
         self._viewers.discard(viewer)
 
-    def _publish(self, entry: Entry) -> None:
+    def publish(self, entry: Entry) -> None:
+        """Hand a frame to every page; never waits."""
         for viewer in self._viewers:
             viewer.push(entry)
 
     def _publish_all(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
-            self._publish(entry)
+            self.publish(entry)
 
     def publish_frame(self, run: Run, frame: Frame) -> None:
         """Add a frame to a run, and show it."""
-        self._publish(run.journal.append(frame))
+        self.publish(run.journal.append(frame))
 
     def resume(self, viewer: Viewer, run: str, seq: int) -> None:
         """Send a page again what came after `seq`; all of it if the hub has begun anew since."""

@@ -1,5 +1,6 @@
 """What pages get of a step, made from what ranks sent: numbers in small codes, frames within a message. Pure."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.headers import StepHeader, read
 from megatronapp_analyzer.hub.scope.merge import Piece, Row, Table, merge
 from megatronapp_analyzer.hub.scope.steps import ClosedStep
 from megatronapp_common.errors import FrameError
@@ -17,11 +19,11 @@ from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, frame_o
 
 HEADER_ROOM = 16 << 10
 """Of a message, for header and padding."""
+MAX_ATLAS_BYTES = 64 << 20
 SIGNED = frozenset({"q", "k", "v", "mlp1", "mlp2"})
 SHARES = frozenset({"head.entropy", "head.max", "head.sink"})
 APART = frozenset({"attention", "atlas"})
 """What is not a table of rows and layers."""
-TOKEN_FIELDS = ("ids", "texts", "offsets", "finished")
 AttentionRow = tuple[int, int, int, int, NDArray[np.uint8]]
 """Sample, layer, head, position, and codes of all keys up to there."""
 
@@ -54,32 +56,17 @@ def chosen(table: Table, rows: Sequence[Row]) -> NDArray[Any]:
     return out
 
 
-def token_rows(tokens: Frame) -> list[Row]:
-    """Rows that tokens came out of. Raises ProtocolError."""
-    rows = tokens.header.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
-        raise ProtocolError("bad-tokens", "TOKENS frame: rows is not a list of [sample, position]")
-    if not all(isinstance(one, int) and 0 <= one < 1 << 32 for row in rows for one in row):
-        raise ProtocolError("bad-tokens", "TOKENS frame: rows holds something else than numbers from 0 on")
-    for name in TOKEN_FIELDS:
-        if not isinstance(tokens.header.get(name, rows), list) or len(tokens.header.get(name, rows)) != len(rows):
-            raise ProtocolError("bad-tokens", f"TOKENS frame: {name} is not a list of {len(rows)}")
-    return [(row[0], row[1]) for row in rows]
-
-
 def step_frame(step: ClosedStep, tables: Mapping[str, Table]) -> Frame:
     """SCOPE_STEP; tensors that do not fit into a message are left out, the largest first. Raises ProtocolError."""
-    rows = token_rows(step.tokens)
+    said = read(StepHeader, "TOKENS", step.tokens.header)
     try:
         sampled = unpack(step.tokens)
     except FrameError as error:
         raise ProtocolError("bad-tokens", f"TOKENS frame: {error}") from error
-    tensors = sampled + [coded(name, chosen(table, rows)) for name, table in tables.items()]
+    tensors = sampled + [coded(name, chosen(table, said.rows)) for name, table in tables.items()]
     while sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES - HEADER_ROOM:
         tensors.remove(max(tensors, key=lambda tensor: tensor.nbytes))
-    said = {name: step.tokens.header.get(name, [None] * len(rows)) for name in TOKEN_FIELDS}
-    header = {"run": step.run, "step": step.step, "rows": [list(row) for row in rows]}
-    return frame_of(FrameType.SCOPE_STEP, header | said, tensors)
+    return frame_of(FrameType.SCOPE_STEP, {"run": step.run, "step": step.step, **said.dump()}, tensors)
 
 
 def overview_frames(step: ClosedStep, tables: Mapping[str, Table], layers: int | None) -> Iterator[Frame]:
@@ -112,6 +99,8 @@ def _atlas(pieces: Sequence[Piece], layers: int | None) -> Tensor:
     known = layers or 1 + max(layer for piece in pieces for layer in piece.layers or (0,))
     heads = max(piece.span[1] if piece.span else piece.tensor.data.shape[1] for piece in pieces)
     cells = pieces[0].tensor.data.shape[2:]
+    if known * heads * math.prod(cells) > MAX_ATLAS_BYTES:
+        raise ProtocolError("bad-part", f"PART frame: an atlas of {known} layers and {heads} heads")
     data = np.zeros((known, heads, *cells), np.uint8)
     for piece in sorted(pieces, key=lambda one: -one.tp):
         first, end = piece.span or (0, heads)

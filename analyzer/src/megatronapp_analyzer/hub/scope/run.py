@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.headers import RunHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
 from megatronapp_analyzer.hub.scope.ring import Held, Ring
 from megatronapp_analyzer.hub.scope.tables import RowTable
@@ -18,8 +19,6 @@ HeadKey = tuple[int, int, int]
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
 ENDED = frozenset({"done", "cancelled", "failed"})
-STATES = frozenset({"queued", "prefill", "decoding"}) | ENDED
-MAX_PROMPTS = 64
 
 
 class Run:
@@ -41,14 +40,9 @@ class Run:
 
     def set_state(self, header: Mapping[str, Any]) -> Entry:
         """A new state. Raises ProtocolError."""
-        prompts = header.get("prompts")
-        if header.get("state") not in STATES or not isinstance(prompts, list) or len(prompts) > MAX_PROMPTS:
-            raise ProtocolError("bad-run", f"run {self.id}: the state or the prompts cannot be read")
-        for prompt in prompts:
-            if not isinstance(prompt, dict) or not isinstance(prompt.get("ids"), list):
-                raise ProtocolError("bad-run", f"run {self.id}: a prompt has no ids")
-        self.header = {key: value for key, value in header.items() if key != "seq"} | {"run": self.id}
-        self.tokens += [{} for _ in range(len(prompts) - len(self.tokens))]
+        said = read(RunHeader, "RUN", {**header, "run": self.id})
+        self.header = said.model_dump(mode="json", by_alias=True)
+        self.tokens += [{} for _ in range(len(said.prompts) - len(self.tokens))]
         return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
 
     def prompt_ids(self, sample: int) -> list[int]:
@@ -74,13 +68,13 @@ class Run:
         return self.journal.append(frame)
 
     def _note_tokens(self, header: Mapping[str, Any]) -> None:
-        count = len(header["rows"])
-        columns = [header.get(name) or [None] * count for name in ("ids", "texts", "offsets", "finished")]
-        for (sample, position), *cells in zip(header["rows"], *columns, strict=True):
+        said = read(StepHeader, "STEP", header).dump()
+        columns = (said[name] for name in ("ids", "texts", "offsets", "finished"))
+        for (sample, position), *cells in zip(said["rows"], *columns, strict=True):
             if not self.has_sample(sample):
                 raise ProtocolError("bad-step", f"run {self.id}: a step of sample {sample}, which it does not have")
-            said = dict(zip(("id", "text", "offset", "finished"), cells, strict=True))
-            self.tokens[sample][position + 1] = said
+            cell = dict(zip(("id", "text", "offset", "finished"), cells, strict=True))
+            self.tokens[sample][position + 1] = cell
 
     def add_rows(self, frame: Frame) -> Entry:
         """A SCOPE_ROWS frame; its rows are known for tiles as long as the frame is held."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
-from megatronapp_analyzer.hub.scope.run import Run, ValueKey
+from megatronapp_analyzer.hub.scope.run import HeadKey, Run, ValueKey
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
@@ -20,6 +20,8 @@ from megatronapp_common.scope.protocol import Tensor, frame_of
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.scope.desk import ScopeDesk
 
+ATTENTION_ROWS = 256
+"""In one frame."""
 BLOCK_BYTES = 8 << 20
 """Of exact numbers in one frame."""
 
@@ -45,7 +47,7 @@ def pieces(desk: "ScopeDesk", run: str) -> Iterator[bytes]:
     for entry in list(known.journal.after(0)):
         if (kept := entry.whole or entry.short) is not None:
             yield kept
-    for frame in values_frames(known):
+    for frame in [*values_frames(known), *attention_frames(known)]:
         yield frames.encode(frame)
 
 
@@ -61,6 +63,36 @@ def values_frames(run: Run) -> Iterator[Frame]:
             block.append((position, row))
         if block:
             yield _values_frame(run.id, key, block)
+
+
+def attention_frames(run: Run) -> Iterator[Frame]:
+    """SCOPE_VALUES with codes (u8s) of attention rows that stand in no other frame: of prompts, and of probes."""
+    capture = run.header.get("capture") or {}
+    pinned = {(one["layer"], one["head"]) for one in capture.get("pinned", ())}
+    for sample, layer, head in sorted(run.attention.keys()):
+        end = len(run.prompt_ids(sample)) if (layer, head) in pinned else run.length(sample)
+        exact = run.values.get(("attention", sample, layer, head))
+        block: list[tuple[int, Any]] = []
+        for position, row in sorted(run.attention.get((sample, layer, head)).items()):
+            if position >= end or position in exact:
+                continue
+            if block and (position != block[-1][0] + 1 or len(block) == ATTENTION_ROWS):
+                yield _attention_frame(run.id, (sample, layer, head), block)
+                block = []
+            block.append((position, row))
+        if block:
+            yield _attention_frame(run.id, (sample, layer, head), block)
+
+
+def _attention_frame(run: str, key: HeadKey, block: list[tuple[int, Any]]) -> Frame:
+    sample, layer, head = key
+    rows = np.zeros((len(block), max(row.size for _, row in block)), np.uint8)
+    for place, (_, row) in enumerate(block):
+        rows[place, : row.size] = row
+    header = {"run": run, "site": "attention", "sample": sample, "layer": layer, "head": head}
+    return frame_of(
+        FrameType.SCOPE_VALUES, header | {"rows": [block[0][0], len(block)]}, [Tensor("attention", "u8s", rows)]
+    )
 
 
 def _goes_on(block: list[tuple[int, Any]], position: int, row: Any) -> bool:  # noqa: ANN401

@@ -1,0 +1,89 @@
+"""Headers that ranks and session files send, checked before anything relies on them. Fields of a newer peer are kept
+out."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_common.scope.protocol_requests import Capture
+
+MAX_PROMPTS = 64
+RunStateName = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
+Number = Annotated[int, Field(ge=0, lt=1 << 32, strict=True)]
+Offset = tuple[Number, Number] | None
+M = TypeVar("M", bound=BaseModel)
+
+
+class HeaderModel(BaseModel):
+    """camelCase outside, snake_case inside."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="ignore", serialize_by_alias=True, allow_inf_nan=False
+    )
+
+
+class PromptHeader(HeaderModel):
+    """One prompt of a run."""
+
+    text: str = ""
+    ids: list[Number]
+    offsets: list[Offset] = []
+
+
+class ErrorHeader(HeaderModel):
+    """Why a run failed."""
+
+    code: str
+    message: str = ""
+    hint: str = ""
+
+
+class RunHeader(HeaderModel):
+    """SCOPE_RUN, without its number."""
+
+    run: Annotated[str, Field(min_length=1, max_length=64)]
+    state: RunStateName
+    position: Number | None = None
+    prompts: Annotated[list[PromptHeader], Field(max_length=MAX_PROMPTS)]
+    sampling: dict[str, Any] | None = None
+    capture: Capture | None = None
+    tokens: Number | None = None
+    error: ErrorHeader | None = None
+    started_at: float | str | None = None
+    tokens_per_second: float | None = None
+
+
+class StepHeader(HeaderModel):
+    """SCOPE_STEP and SCOPE_TOKENS: rows, and what came out of each."""
+
+    rows: list[tuple[Number, Number]]
+    ids: list[Number]
+    texts: list[str | None] | None = None
+    offsets: list[Offset] | None = None
+    finished: list[str | None] | None = None
+
+    @model_validator(mode="after")
+    def _as_many_as_rows(self) -> Self:
+        for name in ("ids", "texts", "offsets", "finished"):
+            if getattr(self, name) is None:
+                setattr(self, name, [None] * len(self.rows))
+            elif len(getattr(self, name)) != len(self.rows):
+                raise ValueError(f"{name} is not a list of {len(self.rows)}")
+        return self
+
+    def dump(self) -> dict[str, Any]:
+        """As it stands in a frame."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def read(model: type[M], what: str, header: Mapping[str, Any]) -> M:
+    """The header as this model. Raises ProtocolError that says where it is wrong."""
+    try:
+        return model.model_validate(dict(header))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ProtocolError("bad-header", f"{what} frame: {place[:200]}: {first['msg'][:200]}") from error

@@ -1,0 +1,97 @@
+"""Whatever bytes come: frames of ranks and session files are refused by name, or understood."""
+
+import functools
+import pathlib
+
+import pytest
+import scope_session
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.errors import SessionError
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.player import Player, settings_of
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import unpack
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+RANKS = [FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS, FrameType.SCOPE_RUN_STATE]
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(max_size=8) | st.just("q"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@functools.cache
+def published() -> list[Frame]:
+    return [frame for _, frame in scope_session.rank_frames(scope_session.record(tokens=2))]
+
+
+@functools.cache
+def recorded() -> bytes:
+    run = scope_session.record(tokens=2)
+    desk = scope_session.desk_of(run)
+    desk.runs[scope_session.RUN].values.close()
+    return session_file.dump(desk, scope_session.RUN)
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_desk_outlives_whatever_a_rank_says(data: st.DataObject) -> None:
+    desk = ScopeDesk(ScopeSettings(job="fuzz"), clock=iter(range(1_000_000)).__next__)
+    for frame in published():
+        header = dict(frame.header)
+        if data.draw(st.integers(0, 3)) == 0:
+            name = data.draw(st.sampled_from(sorted(header)))
+            header[name] = data.draw(JUNK)
+        desk.take(0, 0, Frame(frame.type, header, frame.body))
+    desk.take(0, 0, Frame(data.draw(st.sampled_from(RANKS)), data.draw(st.dictionaries(st.text(), JUNK, max_size=5))))
+    assert len(desk.runs) <= desk.settings.runs
+
+
+@FUZZ
+@given(tensors=JUNK | st.lists(st.fixed_dictionaries({"n": JUNK, "c": JUNK, "s": JUNK, "o": JUNK}), max_size=3))
+def test_tensors_are_refused_by_name_or_are_within_the_body(tensors: object) -> None:
+    frame = Frame(FrameType.SCOPE_PART, {"tensors": tensors}, bytes(64))
+    try:
+        found = unpack(frame)
+    except FrameError as error:
+        assert "tensor" in str(error)
+    else:
+        assert all(tensor.data.nbytes <= 64 for tensor in found)
+
+
+@FUZZ
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=6), cut=st.floats(0, 1)
+)
+def test_a_session_plays_or_says_what_is_wrong(changes: list[tuple[float, int]], cut: float) -> None:
+    data = bytearray(recorded())
+    for place, value in changes:
+        data[int(place * len(data))] = value
+    session = session_file.parse(bytes(data[: int(cut * len(data))]))
+    if session.broken:
+        assert session.broken.startswith("byte ")
+    if not session.frames or session.frames[0].type != FrameType.SCOPE_HELLO:
+        return
+    try:
+        player = Player(session, ScopeDesk(settings_of(session)))
+    except SessionError as error:
+        assert "SCOPE_HELLO" in str(error)
+    else:
+        assert len(list(player.steps())) <= len(session.frames)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(SessionError, match=r"none\.scope: cannot be read"):
+        session_file.load(tmp_path / "none.scope")
+
+
+def test_a_session_reads_back_whole() -> None:
+    session = session_file.parse(recorded())
+    assert session.broken is None
+    assert b"".join(map(frames.encode, session.frames)) == recorded()
