@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from capturing_ranks import BASIS_LAYERS, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
+from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
 
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.encode import attention_rows
 from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of, rows_of
 from megatronapp_analyzer.hub.scope.merge import merge as merged
-from megatronapp_common.frames import Frame, FrameType, decode
+from megatronapp_common.frames import Frame, FrameType, decode, split
 from megatronapp_common.scope.protocol import TEMPERATURES, unpack
+from megatronapp_common.scope.protocol_requests import Capture
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
@@ -230,3 +233,45 @@ def test_tokens_tell_their_distributions(seen: Seen) -> None:
         close(tensors["entropy"], -(np.exp(logs) * logs).sum(-1), "")
         chosen = np.array(frame.header["ids"])[:, None]
         close(tensors["surprise"], -np.take_along_axis(logs, chosen, -1)[:, 0], "")
+
+
+@every
+def test_a_hub_makes_whole_steps_of_it(seen: Seen) -> None:
+    """The real desk, fed rank by rank: no gaps, no errors, an overview of each prompt."""
+    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    for worker, hello in enumerate(seen.hellos):
+        desk.take(0, worker, hello)
+    desk.take(0, 0, run_state())
+    for _, frame in seen.frames:
+        desk.take(0, 0, frame)
+    assert desk.errors == 0
+    frames = list(split(session_file.dump(desk, RUN)))
+    kinds = [frame.type for frame in frames]
+    assert FrameType.SCOPE_GAP not in kinds
+    assert [one.header["step"] for one in frames if one.type == FrameType.SCOPE_STEP] == list(range(NEW))
+    overviews = {one.header["sample"]: one for one in frames if one.type == FrameType.SCOPE_OVERVIEW}
+    assert sorted(overviews) == [0, 1, 2]
+    for sample, length in enumerate(LENGTHS):
+        assert overviews[sample].header["positions"] == list(range(length))
+        assert "atlas" in {tensor.name for tensor in unpack(overviews[sample])}
+    steps = [one for one in frames if one.type == FrameType.SCOPE_STEP]
+    named = [{tensor.name: tensor for tensor in unpack(one)} for one in steps]
+    assert all({"q", "mlp1", "head.max", "residual.norm", "top.id", "partition"} <= set(one) for one in named)
+    wanted = head_tables(seen, step_rows(2))["head.max"]
+    np.testing.assert_allclose(named[2]["head.max"].data / 255, wanted, atol=0.003)
+
+
+def run_state() -> Frame:
+    header = {
+        "run": RUN,
+        "state": "decoding",
+        "position": None,
+        "prompts": [{"text": "", "ids": [1] * length, "offsets": [None] * length} for length in LENGTHS],
+        "sampling": {"temperature": 0.0, "topK": 0, "topP": 1.0, "seed": 0, "stop": []},
+        "capture": Capture.model_validate(CAPTURE).model_dump(mode="json", by_alias=True),
+        "tokens": NEW,
+        "error": None,
+        "startedAt": 0.0,
+        "tokensPerSecond": None,
+    }
+    return Frame(FrameType.SCOPE_RUN_STATE, header)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,13 +45,14 @@ class _Run:
 
 
 class ScopeLeader:
-    """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`); the engine's locks part them."""
+    """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`)."""
 
     def __init__(self, engine: Engine, session: CaptureSession, sink: Sink) -> None:
         self._engine = engine
         self._session = session
         self._sink = sink
         self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
 
     def begin_run(
         self, run: str, capture: Capture, requests: Sequence[GenerationRequest], *, ends: Sequence[int] = ()
@@ -67,7 +69,8 @@ class ScopeLeader:
         self._check(capture)
         lengths = tuple(len(request.prompt) for request in requests)
         starts = list(ends) or [0] * len(lengths)
-        self._runs[run] = _Run(capture=capture, lengths=lengths, open=set(range(len(lengths))), ends=starts)
+        with self._lock:
+            self._runs[run] = _Run(capture=capture, lengths=lengths, open=set(range(len(lengths))), ends=starts)
         self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
         wants = capture.states.probabilities
         vocabulary = self._session.share.vocabulary
@@ -95,7 +98,9 @@ class ScopeLeader:
         """
         self._check_probe(wanted)
         probe, lengths = secrets.token_hex(6), tuple(map(len, wanted.ids))
-        self._runs[probe] = _Run(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
+        known = _Run(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
+        with self._lock:
+            self._runs[probe] = known
         said = BeginProbe(
             probe=probe, lengths=lengths, sites=wanted.sites, queries=wanted.queries, stride=wanted.stride
         )
@@ -130,6 +135,23 @@ class ScopeLeader:
 
         A step is told when every sample that goes on has its token.
         """
+        with self._lock:
+            frames = self._taken(events)
+            over = [run for run, one in self._runs.items() if not one.open]
+            for run in over:
+                del self._runs[run]
+        if frames:
+            self._sink(Ready(frames))
+        for run in over:
+            self._engine.command(TOPIC, EndRun(run=run))
+
+    def forget(self, run: str) -> None:
+        """A run or probe whose requests the engine has refused."""
+        with self._lock:
+            self._runs.pop(run, None)
+        self._engine.command(TOPIC, EndRun(run=run))
+
+    def _taken(self, events: Sequence[Event]) -> list[Frame]:
         for event in events:
             run, sample = _run_of(event.request_id)
             if (known := self._runs.get(run)) is None:
@@ -139,14 +161,9 @@ class ScopeLeader:
             elif isinstance(event, FinishedEvent):
                 known.reasons[sample] = event.reason
                 known.open.discard(sample)
-        frames = [
+        return [
             self._tokens(run, step, known.tokens.pop(step)) for run, known in self._runs.items() for step in known.due()
         ]
-        if frames:
-            self._sink(Ready(frames))
-        for run in [run for run, one in self._runs.items() if not one.open]:
-            del self._runs[run]
-            self._engine.command(TOPIC, EndRun(run=run))
 
     def _tokens(self, run: str, step: int, came: Mapping[int, TokenEvent]) -> Frame:
         known, samples = self._runs[run], sorted(came)

@@ -27,7 +27,7 @@ from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, picture
 from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
 from megatronapp_trainer.scope.parts import Parts, Told
 from megatronapp_trainer.scope.publisher import Ready, Sink
-from megatronapp_trainer.scope.recipe import Recipe, recipe_of
+from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
 from megatronapp_trainer.scope.runs import Row, Sizes, Tracked, tracked_probe, tracked_run
 from megatronapp_trainer.scope.share import Share, share_of
 from megatronapp_trainer.scope.sites import Site, known_sites
@@ -155,9 +155,9 @@ class CaptureSession:
         return Frame(FrameType.SCOPE_PUBLISHER, header)
 
     def check(self, capture: Capture) -> None:
-        """Raise what `begin_run` would raise on some rank: CaptureError, PlanError or ExpressionError."""
+        """Raise what a run with this capture would raise: PlanError or ExpressionError. From any thread."""
         if (recipe := recipe_of(capture)) is not None:
-            self._looker.sites(recipe)
+            Pixels(recipe, self.share, torch.device("cpu"))
 
     def handle(self, said: Said) -> None:
         """A command of rank 0, at a step border."""
