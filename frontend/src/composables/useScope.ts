@@ -34,18 +34,24 @@ function withNew(runs: readonly RunSummary[], store: FrameStore): readonly RunSu
 
 /** Changes are shown in the next frame; what was shown in it is painted in the one after, and then credit goes back. */
 function createPainter(state: State, store: FrameStore, painted: () => void) {
-  let frame = 0;
+  let [frame, changes] = [0, 0];
   const show = (): void => {
+    const shown = changes;
     state.runs.value = withNew(state.runs.value, store);
     state.version.value += 1;
     frame = requestAnimationFrame(() => {
       frame = 0;
       painted();
+      if (changes > shown) schedule();
     });
+  };
+  const schedule = (): void => {
+    frame ||= requestAnimationFrame(show);
   };
   return {
     changed: (): void => {
-      frame ||= requestAnimationFrame(show);
+      changes += 1;
+      schedule();
     },
     stop: () => cancelAnimationFrame(frame),
   };

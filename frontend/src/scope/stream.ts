@@ -20,6 +20,8 @@ export class ScopeStream {
   private readonly connection: LiveConnection;
   private owed = 0;
   private followed: string | null = null;
+  /** Whether this connection has told HELLO. */
+  private greeted = false;
 
   constructor(
     url: string,
@@ -32,7 +34,10 @@ export class ScopeStream {
       {
         onFrame: (frame) => this.take(frame),
         onBadFrame: (error) => events.onProblem(`The hub sent what this page cannot read: ${error.message}`),
-        onState: (state) => events.onState(state),
+        onState: (state) => {
+          if (state.kind !== "live") this.greeted = false;
+          events.onState(state);
+        },
       },
       world,
       { protocol: SUBPROTOCOL, silenceMs: SILENCE_MS },
@@ -41,6 +46,7 @@ export class ScopeStream {
 
   open(): void {
     this.owed = 0;
+    this.greeted = false;
     this.connection.open();
   }
 
@@ -57,7 +63,12 @@ export class ScopeStream {
 
   /** Ask for the frames of a run that the page has not seen; the hub's ring gives them, or a gap. */
   follow(run: string): void {
+    if (this.greeted && this.followed === run) return;
     this.followed = run;
+    if (this.greeted) this.resume(run);
+  }
+
+  private resume(run: string): void {
     this.say({ type: "resume", run, seq: this.store.runs.get(run)?.seq ?? 0 });
   }
 
@@ -69,7 +80,8 @@ export class ScopeStream {
     this.owed += frame.body.buffer.byteLength;
     if (frame.type === ScopeFrame.HELLO) {
       this.events.onHello(frame.header as unknown as Hello);
-      if (this.followed !== null) this.follow(this.followed);
+      this.greeted = true;
+      if (this.followed !== null) this.resume(this.followed);
     } else if (frame.type === ScopeFrame.STATE) {
       this.events.onStatus(frame.header as unknown as ScopeStatus);
     } else if (frame.type === FrameType.ERROR) {
