@@ -80,3 +80,17 @@ def test_a_wrong_token_is_told_and_can_be_mended(page: pw.Page, healthy_stack: A
         if token == "wrong":
             pw.expect(page.locator("p")).to_contain_text("no token of this job")
     pw.expect(job(page)).to_be_visible()
+
+
+def test_who_has_the_other_address_of_the_port_sees_neither_code_nor_cookie(page: pw.Page, healthy_stack: Any) -> None:
+    """Chromium leads a name below `localhost` to [::1] first, where anybody of the machine may listen."""
+    port = int(healthy_stack.url.rpartition(":")[2])
+    healthy_stack.kill_hub()
+    with spy.spying("::1", port) as other:
+        healthy_stack.restart_hub()
+        page.goto(healthy_stack.entry)
+        pw.expect(job(page)).to_be_visible()
+        assert page.url == f"{healthy_stack.url}/"
+        page.reload()
+        pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
+        assert other.cookies == []

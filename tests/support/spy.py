@@ -1,6 +1,7 @@
 """Another server of this machine, which keeps what cookies browsers send to it, and shows them what it is told to."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +17,8 @@ class Spy:
 
 
 @contextlib.contextmanager
-def spying() -> Iterator[Spy]:
-    """One at a free port; it is gone at the end."""
+def spying(address: str = "127.0.0.1", port: int = 0) -> Iterator[Spy]:
+    """One at this port, or a free one; it is gone at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -31,7 +32,10 @@ def spying() -> Iterator[Spy]:
         def log_message(self, format: str, *_: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+
+    server = Server((address, port), Handler)
     kept = Spy(server.server_port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -6,7 +6,6 @@ rest by Origin, which must equal Host.
 """
 
 import html
-import ipaddress
 import re
 import secrets
 import urllib.parse
@@ -32,6 +31,8 @@ _FORM = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Meg
 <label>Token <input type="password" name="token" autocomplete="off" required></label> <button>Log in</button>
 </form></body></html>
 """
+_SHARED = frozenset({"localhost", "127.0.0.1", "::1"})
+"""Hosts that a name below `localhost` can stand for; it leads to no other address, say 127.0.0.5."""
 _MAX_ROUTE = 256
 _ROUTE = re.compile(r"[\w~-]+(?:/[\w~-]+)*/?", re.ASCII)
 
@@ -58,10 +59,11 @@ def own_host(host: str | None, kind: str) -> str | None:
 
     A cookie of 127.0.0.1 goes to all servers of the machine, whatever their port: to another forward, or to what
     anybody else runs there. Browsers resolve names below `localhost` by themselves, and a cookie stays with its name.
+    But they try [::1] before 127.0.0.1: only who holds both (see `loopback`) may lead a browser to a name.
     """
     try:
         url = urllib.parse.urlsplit(f"//{host or ''}")
-        if not (url.hostname == "localhost" or ipaddress.ip_address(url.hostname or "").is_loopback):
+        if url.hostname not in _SHARED:
             return None
         port = "" if url.port is None else f":{url.port}"
     except ValueError:

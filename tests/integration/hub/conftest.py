@@ -257,6 +257,7 @@ def serve_hub(
     *,
     uid: str = "uid-1",
     frontend: Path | None = None,
+    named: bool = False,
     limits: StoreLimits | None = None,
 ) -> Iterator[RunningHub]:
     script = Script()
@@ -268,7 +269,7 @@ def serve_hub(
         sock.listen()
         port = sock.getsockname()[1]
         hub = Hub(settings, lambda layout: FakeDetector(script, layout))
-        app = create_app(hub, secret=secret, frontend=frontend)
+        app = create_app(hub, secret=secret, frontend=frontend, named=named)
         config = uvicorn.Config(
             app, ws="websockets-sansio", log_config=None, access_log=False, timeout_graceful_shutdown=1
         )

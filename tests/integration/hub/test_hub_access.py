@@ -210,14 +210,20 @@ PAGE = "<html><head><title>page</title></head></html>"
 
 
 @pytest.fixture
-def paged(tmp_path: Path, serve: Any) -> Iterator[Any]:
-    """A hub with a page."""
+def dist(tmp_path: Path) -> Path:
+    """A built page."""
     dist = tmp_path / "dist"
     (dist / "assets").mkdir(parents=True)
     (dist / "index.html").write_text(PAGE)
     (dist / "assets" / "app-1a2b.js").write_text("1")
     (tmp_path / "outside.txt").write_text("secret")
     (dist / "link.txt").symlink_to(tmp_path / "outside.txt")
+    return dist
+
+
+@pytest.fixture
+def paged(tmp_path: Path, dist: Path, serve: Any) -> Iterator[Any]:
+    """A hub with a page."""
     with serve(tmp_path / "state", frontend=dist) as hub:
         yield hub
 
@@ -295,11 +301,18 @@ async def test_a_page_knows_that_another_site_led_to_it(paged: Any) -> None:
             assert (answer.status_code, answer.text.count(ELSEWHERE_MARK)) == (200, elsewhere)
 
 
-async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(paged: Any) -> None:
+async def test_a_browser_at_a_shared_name_is_led_to_one_of_its_own(tmp_path: Path, dist: Path, serve: Any) -> None:
+    """Only where the hub knows that such a name leads to it alone."""
     opens = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
-    async with plain(paged) as client:
-        led = await client.get("/?step=3", headers=opens)
-        named = await client.get("/", headers=opens | {"Host": f"hub-1.localhost:{paged.port}"})
-        quiet = await client.get("/")
-    assert (led.status_code, named.status_code, quiet.status_code) == (307, 200, 200)
-    assert re.fullmatch(rf"http://hub-[0-9a-f]{{16}}\.localhost:{paged.port}/\?step=3", led.headers["location"])
+    for named in (True, False):
+        with serve(tmp_path / str(named), frontend=dist, named=named) as hub:
+            async with plain(hub) as client:
+                led = await client.get("/?step=3", headers=opens)
+                there = await client.get("/", headers=opens | {"Host": f"hub-1.localhost:{hub.port}"})
+                unreachable = await client.get("/", headers=opens | {"Host": f"127.0.0.5:{hub.port}"})
+                quiet = await client.get("/")
+        assert (there.status_code, unreachable.status_code, quiet.status_code) == (200, 200, 200)
+        assert led.status_code == (307 if named else 200)
+        if named:
+            wanted = rf"http://hub-[0-9a-f]{{16}}\.localhost:{hub.port}/\?step=3"
+            assert re.fullmatch(wanted, led.headers["location"])

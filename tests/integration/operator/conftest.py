@@ -105,7 +105,10 @@ HUB = """
         def log_message(self, *words):
             pass
 
-    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    class Server(http.server.ThreadingHTTPServer):
+        allow_reuse_port = True  # as the backend holds the port
+
+    Server(("127.0.0.1", port), Handler).serve_forever()
 """
 
 DRIVER = """

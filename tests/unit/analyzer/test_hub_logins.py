@@ -35,6 +35,15 @@ def test_the_oldest_of_too_many_codes_go_first() -> None:
     assert [codes.take(code) for code in (made[0], made[1], made[-1])] == [None, Role.VIEWER, Role.VIEWER]
 
 
+def test_codes_of_one_role_push_out_none_of_another() -> None:
+    codes = Codes()
+    mine = codes.make(Role.CONTROLLER)
+    for _ in range(2 * MAX_CODES):
+        codes.make(Role.VIEWER)
+    assert codes.take(mine) is Role.CONTROLLER
+    assert codes.take(mine) is None
+
+
 def test_a_session_survives_the_hub_and_ends_with_its_time() -> None:
     clock = Clock()
     session = Sessions(SECRET, clock=clock).make(Role.CONTROLLER)

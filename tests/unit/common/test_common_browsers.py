@@ -42,7 +42,7 @@ def test_origins(headers: dict[str, str], same: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("[::1]:80", ":80"), ("127.9.9.9:1", ":1")]
+    ("host", "port"), [("127.0.0.1:8080", ":8080"), ("localhost", ""), ("LOCALHOST:1", ":1"), ("[::1]:80", ":80")]
 )
 def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None:
     names = {own_host(host, "door") for _ in range(8)}
@@ -52,9 +52,14 @@ def test_this_machine_gets_a_name_for_each_forward(host: str, port: str) -> None
 
 @pytest.mark.parametrize(
     "host",
-    [None, "", "door.example", "door-1.localhost:8080", "10.0.0.1:80", "[", "localhost:x", "127.0.0.1:99999", "a/b@c"],
+    [
+        *(None, "", "door.example", "door-1.localhost:8080", "10.0.0.1:80"),
+        *("[", "localhost:x", "127.0.0.1:99999", "a/b@c"),
+        *("127.0.0.5:80", "127.9.9.9", "[::ffff:127.0.0.1]:80", "2130706433"),
+    ],
 )
 def test_other_hosts_keep_their_name(host: str | None) -> None:
+    """Also those of this machine to which no name below `localhost` leads."""
     assert own_host(host, "door") is None
 
 

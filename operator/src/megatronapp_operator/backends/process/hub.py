@@ -4,6 +4,7 @@ import subprocess
 
 import httpx
 
+from megatronapp_common.loopback import V4, is_shared
 from megatronapp_common.tokens import Role, derive
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process.files import write_json
@@ -23,7 +24,7 @@ class HubProcess:
     def __init__(self, settings: Settings, *, secret: str, serve_url: str | None = None) -> None:
         """`serve_url` is where a served model answers."""
         self._settings = settings
-        self._port = HeldPort(settings.hub_host, settings.hub_port)
+        self._port = HeldPort(settings.hub_host, settings.hub_port, pages=True)
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"},
@@ -44,7 +45,8 @@ class HubProcess:
     @property
     def url(self) -> str:
         """Where people and agents find it."""
-        host = "127.0.0.1" if self._settings.hub_host == "0.0.0.0" else self._settings.hub_host
+        host = self._settings.hub_host
+        host = V4 if host == "0.0.0.0" or is_shared(host) else host  # `localhost` may lead to somebody else's [::1]
         return f"http://{host}:{self._port.number}"
 
     @property

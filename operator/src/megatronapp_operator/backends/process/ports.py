@@ -3,7 +3,9 @@
 import contextlib
 import random
 import socket
+from collections.abc import Iterator
 
+from megatronapp_common.loopback import V6, family_of, has_ipv6, is_shared
 from megatronapp_operator.errors import BackendError
 
 PORTS = range(20000, 30000)
@@ -17,26 +19,59 @@ class HeldPort:
     port can stay held while its server lives, and comes back to it after a restart.
     """
 
-    def __init__(self, address: str, number: int = 0) -> None:
+    def __init__(self, address: str, number: int = 0, *, pages: bool = False) -> None:
+        """`pages`: browsers have logins there, which another user who listens while the server is down would get.
+
+        Then the server must set SO_REUSEPORT, which Linux lets sockets of one user share only; and the port is held at
+        [::1], too, if `address` is 127.0.0.1: browsers look there for names below `localhost`. A `number` that is
+        taken at [::1] is held without it.
+        """
         self.address = address
-        self._socket = _bind(address, number) if number else _bind_free(address)
-        self.number = int(self._socket.getsockname()[1])
+        self._option = socket.SO_REUSEPORT if pages else socket.SO_REUSEADDR
+        self._beside = (V6,) if pages and is_shared(address) and has_ipv6() else ()
+        self._sockets = self._bind(number) if number else self._bind_free()
+        self.number = int(self._sockets[0].getsockname()[1])
 
     def close(self) -> None:
         """Let go of it."""
-        self._socket.close()
+        for held in self._sockets:
+            held.close()
+
+    def _bind(self, number: int) -> list[socket.socket]:
+        held = [_bound(self.address, number, self._option)]
+        for address in self._beside:
+            with contextlib.suppress(BackendError):
+                held.append(_bound(address, number, self._option))
+        return held
+
+    def _bind_free(self) -> list[socket.socket]:
+        """At all addresses; where no port is free at all of them, one that is free at the first."""
+        second = None
+        for held in self._samples():
+            if len(held) > len(self._beside):
+                _close(second)
+                return held
+            _close(held if second is not None else None)
+            second = second or held
+        if second is None:
+            text = f"no free port between {PORTS.start} and {PORTS.stop - 1}; stop what listens there"
+            raise BackendError(f"{self.address}: {text}")
+        return second
+
+    def _samples(self) -> Iterator[list[socket.socket]]:
+        for number in random.sample(PORTS, k=200):
+            with contextlib.suppress(BackendError):
+                yield self._bind(number)
 
 
-def _bind_free(address: str) -> socket.socket:
-    for number in random.sample(PORTS, k=200):
-        with contextlib.suppress(BackendError):
-            return _bind(address, number)
-    raise BackendError(f"{address}: no free port between {PORTS.start} and {PORTS.stop - 1}; stop what listens there")
+def _close(held: list[socket.socket] | None) -> None:
+    for one in held or ():
+        one.close()
 
 
-def _bind(address: str, number: int) -> socket.socket:
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _bound(address: str, number: int, option: int) -> socket.socket:
+    held = socket.socket(family_of(address), socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         _probe(address, number)
         held.bind((address, number))
@@ -48,5 +83,5 @@ def _bind(address: str, number: int) -> socket.socket:
 
 def _probe(address: str, number: int) -> None:
     """Raise OSError if the port is taken: without SO_REUSEADDR a port that somebody merely holds is refused, too."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
         probe.bind((address, number))

@@ -1,0 +1,96 @@
+"""At which addresses a hub listens, and when its page may have a name below `localhost`."""
+
+import contextlib
+import socket
+
+import pytest
+
+from megatronapp_analyzer.errors import SettingsError
+from megatronapp_analyzer.hub import server
+from megatronapp_analyzer.hub.server import listening
+
+
+def stranger(address: str, port: int) -> socket.socket:
+    """Somebody else of this machine, who takes what Linux gives."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_nobody_else_gets_either_address_of_a_hub_whose_page_has_a_name(host: str) -> None:
+    with listening(host, 0) as found:
+        assert found.named
+        port = found.sockets[0].getsockname()[1]
+        assert found.url == f"http://127.0.0.1:{port}"
+        for address in ("127.0.0.1", "::1"):
+            with pytest.raises(OSError, match="in use"):
+                stranger(address, port)
+            socket.create_connection((address, port)).close()
+    for address in ("127.0.0.1", "::1"):
+        stranger(address, port).close()
+
+
+def test_a_port_that_somebody_has_at_the_other_address_gives_no_name() -> None:
+    with stranger("::1", 0) as other:
+        port = other.getsockname()[1]
+        with listening("127.0.0.1", port) as found:
+            assert not found.named
+            assert [sock.getsockname()[:2] for sock in found.sockets] == [("127.0.0.1", port)]
+
+
+def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen, others = server._listen, contextlib.ExitStack()
+    seized: list[int] = []
+
+    def quick(host: str, port: int) -> socket.socket:
+        """A stranger is faster at [::1], twice."""
+        if host == "::1" and len(seized) < 2:
+            others.enter_context(stranger(host, port))
+            seized.append(port)
+        return listen(host, port)
+
+    monkeypatch.setattr(server, "_listen", quick)
+    with others, listening("127.0.0.1", 0) as found:
+        assert found.named
+        assert len(seized) == 2
+        assert found.sockets[1].getsockname()[1] == found.sockets[0].getsockname()[1]
+        assert found.sockets[0].getsockname()[1] not in seized
+
+
+def test_a_machine_without_the_other_address_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "has_ipv6", lambda: False)
+    with listening("127.0.0.1", 0) as found:
+        assert (len(found.sockets), found.named) == (1, True)
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.5", "http://127.0.0.5:"), ("::1", "http://[::1]:")])
+def test_an_address_without_names_is_listened_on_alone(host: str, url: str) -> None:
+    with listening(host, 0) as found:
+        assert (len(found.sockets), found.named) == (1, False)
+        assert found.url.startswith(url)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with (
+        stranger("127.0.0.1", 0) as other,
+        pytest.raises(SettingsError, match="choose another --port"),
+        listening("127.0.0.1", other.getsockname()[1]),
+    ):
+        pass
+
+
+def test_two_hubs_do_not_share_a_port() -> None:
+    with (
+        listening("127.0.0.1", 0) as first,
+        pytest.raises(SettingsError, match="cannot listen"),
+        listening("127.0.0.1", first.sockets[0].getsockname()[1]),
+    ):
+        pass
+
+
+def test_a_hub_shares_a_port_that_is_held_for_it() -> None:
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        for _ in range(2):
+            with listening("127.0.0.1", held.getsockname()[1]) as found:
+                assert found.named

@@ -1,0 +1,35 @@
+"""The addresses behind names below `localhost`."""
+
+import errno
+import socket
+
+import pytest
+
+from megatronapp_common import loopback
+
+
+def test_all_addresses_of_a_name_below_localhost_are_told() -> None:
+    """The C library knows such names too (RFC 6761), where it does at all."""
+    assert loopback.addresses()[0] == "127.0.0.1"
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))  # this machine has it
+    assert loopback.addresses() == ("127.0.0.1", "::1")
+    assert [loopback.family_of(one) for one in loopback.addresses()] == [socket.AF_INET, socket.AF_INET6]
+
+
+@pytest.mark.parametrize(
+    ("code", "there"), [(errno.EAFNOSUPPORT, False), (errno.EADDRNOTAVAIL, False), (errno.EPERM, True)]
+)
+def test_what_cannot_be_told_may_be_there(monkeypatch: pytest.MonkeyPatch, code: int, there: bool) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(code, "no")
+
+    monkeypatch.setattr(loopback.socket, "socket", refuse)
+    assert loopback.has_ipv6() is there
+
+
+@pytest.mark.parametrize(
+    ("host", "shared"), [("127.0.0.1", True), ("localhost", True), ("127.0.0.5", False), ("0.0.0.0", False)]
+)
+def test_which_hosts_names_below_localhost_lead_to(host: str, shared: bool) -> None:
+    assert loopback.is_shared(host) is shared
