@@ -48,8 +48,10 @@ describe("a code in the address", () => {
     expect(useLoginTrouble().value).toBe("elsewhere");
   });
 
-  it("at a server that does not answer is no error of its own", async () => {
-    await useCode(worldAt("/#code=x", null).world);
+  it.each([403, 408, 413, 429, 500, 502, 503, null])("that a server could not use (%s) is told", async (status) => {
+    await useCode(worldAt("/#code=x", status).world);
+    expect(useLoginTrouble().value).toBe("failed");
+    await useCode(worldAt("/#code=x", 200).world);
     expect(useLoginTrouble().value).toBeNull();
   });
 

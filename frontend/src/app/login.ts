@@ -4,8 +4,8 @@
  */
 import { readonly, shallowRef } from "vue";
 
-/** Why the code of the address did not log in: it was used or is too old, or a page of another site led here. */
-export type LoginTrouble = "stale" | "elsewhere";
+/** Why the code did not log in: it was used or is too old, a page of another site led here, or the server could not. */
+export type LoginTrouble = "stale" | "elsewhere" | "failed";
 
 /** What logging in needs of the browser; tests give their own. */
 export interface LoginWorld {
@@ -26,7 +26,7 @@ export const codeOf = (hash: string): string | null => new URLSearchParams(hash.
 /** The server marks a page that a link of another site opened: its code may be of somebody who wants to be seen as us. */
 const ELSEWHERE = 'meta[name="megatronapp-led-from"][content="elsewhere"]';
 
-/** Uses the code of the address, if there is one. A server that does not answer is told by the page itself. */
+/** Uses the code of the address, if there is one. */
 export async function useCode({ location, history, document, fetch }: LoginWorld): Promise<void> {
   const code = codeOf(location.hash);
   if (code === null) return;
@@ -38,7 +38,7 @@ export async function useCode({ location, history, document, fetch }: LoginWorld
   const body = new URLSearchParams({ token: code });
   const signal = AbortSignal.timeout(ANSWER_MS);
   const answer = await fetch("login", { method: "POST", body, signal }).catch(() => null);
-  trouble.value = answer?.status === 401 ? "stale" : null;
+  trouble.value = answer?.ok === true ? null : answer?.status === 401 ? "stale" : "failed";
 }
 
 /** Whoever pastes an address with a code into a page that is open already gets the page anew. */

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import json
 import pathlib
-import re
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,11 +51,10 @@ def test_the_pages_open_by_an_address_that_holds_no_token(
     assert token not in text
     address = urllib.parse.urlsplit(text.strip())
     assert urllib.parse.parse_qs(address.query)["job"] == [f"{namespace}/demo"]
-    assert re.fullmatch(rf"door-[0-9a-f]{{16}}\.localhost:{reviewing.url.rpartition(':')[2]}", address.netloc)
+    assert f"http://{address.netloc}" == reviewing.url  # who forwards that port, and from where, is not known
     assert set(urllib.parse.parse_qs(address.query)) == {"job"}
     (ticket,) = urllib.parse.parse_qs(address.fragment)["code"]
     with reviewing.client() as browser:
-        browser.headers["Host"] = address.netloc
         assert browser.post("/login", data={"token": ticket}).status_code == 303
         assert browser.get(job.path).json()["uid"] == job.uid
 
@@ -302,5 +300,5 @@ def test_a_token_that_travels_in_plain_text_is_warned_of(
     arguments = asked(config)
     arguments.door = url
     with opened(arguments) as cluster, doors.reached(cluster) as found:
-        assert (found.page == url.rstrip("/")) is ("127.0.0.1" not in url)
+        assert found.page == url.rstrip("/")
     assert ("can read your token" in capsys.readouterr().err) is warned

@@ -1,50 +1,113 @@
-"""A forwarded port, with a program in place of kubectl that says as much as it does of thousands of connections."""
+"""The port that `megatronapp` has forwarded: its page has a name only where all addresses of the name are kubectl's.
+
+kubectl needs a kubelet, which is not here: a program of its name takes ports and tells of them as it does.
+"""
 
 import argparse
 import pathlib
+import re
+import socket
 import sys
-import time
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
+from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import Cluster
-from megatronapp_operator.cli.cluster.doors import Forward
+from megatronapp_operator.cli.cluster.doors import Door, Forward
+from megatronapp_operator.errors import OperatorError
 
-TALKS = """#!{python}
-import pathlib, sys, time
-print("Forwarding from 127.0.0.1:4321 -> 8080", flush=True)
-for _ in range(8000):  # 240 KiB, and a pipe holds 64
-    print("Handling connection for 4321", flush=True)
-    print("an error occurred forwarding", file=sys.stderr, flush=True)
-pathlib.Path(sys.argv[0]).with_name("said").touch()
-time.sleep(600)
+KUBECTL = """#!{python}
+import pathlib, signal, socket, sys
+addresses = next(word for word in sys.argv if word.startswith("--address=")).partition("=")[2].split(",")
+local, _, remote = sys.argv[-1].partition(":")
+port, seize = int(local or 0), pathlib.Path(__file__).with_name("seize")
+held = []
+try:
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        if address == "::1" and seize.exists():
+            seize.write_text(seize.read_text()[1:]) or seize.unlink()
+            raise OSError("address already in use")
+        held.append(socket.create_server((address, port), family=family))
+        port = held[-1].getsockname()[1]
+        print(f"Forwarding from {{'[::1]' if ':' in address else address}}:{{port}} -> {{remote}}", flush=True)
+except OSError as error:
+    print(f"Unable to listen on port {{port}}: {{error}}", file=sys.stderr)
+    sys.exit(1)
+signal.pause()
 """
-HANGS_S = 60
+SERVICE = {"metadata": {"namespace": "home", "name": "megatronapp"}, "spec": {"ports": [{"port": 8080}]}}
 
 
-class Reached:
-    """All that a forward asks of a cluster."""
-
-    arguments = argparse.Namespace(kubeconfig=None)
-    context = None
-
-
-def test_a_port_is_forwarded_on_after_thousands_of_connections(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def kubectl(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     program = tmp_path / "kubectl"
-    program.write_text(TALKS.format(python=sys.executable), encoding="utf-8")
+    program.write_text(KUBECTL.format(python=sys.executable), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    service = {"metadata": {"namespace": "megatronapp", "name": "megatronapp"}, "spec": {}}
-    forward = Forward(cast(Cluster, Reached()), service)
+    return program
+
+
+@pytest.fixture
+def forward(kubectl: pathlib.Path) -> Iterator[Forward]:
+    class Somewhere:
+        arguments, context = argparse.Namespace(kubeconfig=None), None
+
+    made = Forward(cast(Cluster, Somewhere()), cast(dict[str, Any], SERVICE))
+    yield made
+    made.stop()
+
+
+def door_of(forward: Forward) -> Door:
+    return Door(f"http://127.0.0.1:{forward.port}", forward)
+
+
+def test_a_port_that_is_ours_at_all_addresses_is_opened_under_a_fresh_name(forward: Forward) -> None:
     forward.start()
-    try:
-        assert forward.port == 4321
-        deadline = time.monotonic() + HANGS_S
-        while not (tmp_path / "said").exists():
-            assert time.monotonic() < deadline, "kubectl waits for a reader of what it says"
-            time.sleep(0.02)
-    finally:
-        forward.stop()
+    for address in ("127.0.0.1", "::1"):
+        socket.create_connection((address, forward.port)).close()
+    pages = {door_of(forward).page for _ in range(4)}
+    assert len(pages) == 4
+    assert all(re.fullmatch(rf"http://door-[0-9a-f]{{16}}\.localhost:{forward.port}", page) for page in pages)
+
+
+def test_another_port_is_taken_where_somebody_has_the_other_address(forward: Forward, kubectl: pathlib.Path) -> None:
+    kubectl.with_name("seize").write_text("x" * (doors.TRIES - 1))
+    forward.start()
+    assert forward.named
+    socket.create_connection(("::1", forward.port)).close()
+
+
+def test_a_port_that_is_not_ours_at_all_addresses_has_no_name(forward: Forward, kubectl: pathlib.Path) -> None:
+    kubectl.with_name("seize").write_text("x" * 99)
+    forward.start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("::1", forward.port))
+    assert not forward.named
+    assert door_of(forward).page == f"http://127.0.0.1:{forward.port}"
+
+
+def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: Forward) -> None:
+    forward.start()
+    port = forward.port
+    forward.stop()
+    with socket.create_server(("::1", port), family=socket.AF_INET6):
+        assert "Unable to listen" in (forward._forward() or "")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+    assert forward._forward() is None
+    assert forward.port == port
+
+
+def test_what_kubectl_says_is_told_once(forward: Forward, kubectl: pathlib.Path) -> None:
+    asked = kubectl.with_name("asked")
+    kubectl.write_text(f"#!/bin/sh\necho x >> {asked}\necho error: no such pod >&2\nexit 1\n", encoding="utf-8")
+    with pytest.raises(OperatorError, match="cannot be forwarded: error: no such pod"):
+        forward.start()
+    assert asked.read_text() == "x\n"
+
+
+def test_a_port_that_somebody_else_forwards_keeps_its_address() -> None:
+    assert Door("http://127.0.0.1:8080").page == "http://127.0.0.1:8080"

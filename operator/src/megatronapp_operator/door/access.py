@@ -1,7 +1,8 @@
 """What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
 
-What a cookie opens must come from a page of the door itself, and a forwarded port is opened under a host name of its
-own (see `megatronapp_common.browsers`).
+What a cookie opens must come from a page of the door itself, and `megatronapp ui` opens a forwarded port under a host
+name of its own (see `megatronapp_common.browsers`). The door itself leads nobody to such a name: it cannot know who
+else on the machine of the browser answers to it.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from megatronapp_common.browsers import READING, asked_here, bearer, same_origin
-from megatronapp_operator.door.gate import Caller, Gate
+from megatronapp_operator.door.gate import LOG_IN, Caller, Gate
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.sessions import LIFE_S, Sessions
 
@@ -47,8 +48,11 @@ class Credentials:
 
     async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Gate) -> Response:
         """Set the cookie for a token or ticket. Raises Refusal (401) for one that opens nothing; ApiError."""
-        tokens = self._sessions.redeem(shown) or ((shown,) if shown else ())
-        caller = await gate.identify(tokens)
+        behind = self._sessions.behind(shown)
+        tokens = behind or ((shown,) if shown else ())
+        caller = await gate.identify(tokens)  # a cluster that does not answer uses no ticket up
+        if behind and not self._sessions.redeem(shown):
+            raise Refusal(401, "log-in", "this ticket was used in the meantime", LOG_IN)
         word = self._sessions.log_in(tokens, whose=caller.identity, before=self._word(connection))
         response.set_cookie(
             self._name(connection),

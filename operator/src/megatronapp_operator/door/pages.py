@@ -16,8 +16,6 @@ from megatronapp_common.browsers import (
     is_route,
     login_form,
     marked,
-    opens_page,
-    own_host,
     same_origin,
 )
 from megatronapp_operator.door.access import Credentials
@@ -61,9 +59,6 @@ def build_router(root: pathlib.Path | None, credentials: Credentials, gate_of: C
     async def page(request: Request, path: str) -> Response:
         if path.startswith("api/"):
             raise Refusal(404, "not-found", f"there is no /{path}", WHERE)
-        named = own_host(request.headers.get("host"), "door") if opens_page(request.headers) else None
-        if named is not None:
-            return RedirectResponse(str(request.url.replace(netloc=named)), 307)
         return _file(root, path, () if asked_here(request.headers) else (ELSEWHERE_MARK,))
 
     return router

@@ -101,6 +101,10 @@ class Sessions:
         """A word for an address that somebody opens soon: good for one login."""
         return self._tickets.add(tokens, whose=whose)
 
+    def behind(self, word: str) -> tuple[str, ...]:
+        """The tokens behind a ticket, which stays good."""
+        return self._tickets.look_up(word)
+
     def redeem(self, word: str) -> tuple[str, ...]:
         """The tokens behind a ticket, once."""
         return self._tickets.take(word)

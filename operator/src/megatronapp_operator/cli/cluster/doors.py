@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import ipaddress
 import re
-import secrets
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from typing import IO, Any
 
 import httpx
 
+from megatronapp_common import loopback
+from megatronapp_common.browsers import own_host
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.metadata import NAME_PATTERN
 from megatronapp_common.names import DOOR_PORT, GROUP
@@ -35,11 +36,20 @@ TIMEOUT_S = 15.0
 AGAIN_S = 1.0
 STOP_S = 5.0
 """In which kubectl ends after SIGTERM."""
+TRIES = 4
+"""For a local port that is free at 127.0.0.1 and [::1]."""
+TAKEN = "unable to listen"
+"""In what kubectl says where a port is taken."""
+_FORWARDING = re.compile(r"Forwarding from \[?([0-9a-f.:]+?)\]?:(\d+) -> ")
 _HOW = "name it by --door NAMESPACE/SERVICE, or by --door URL where an Ingress leads to it"
 
 
 class Forward:
-    """`kubectl port-forward` to a Service; on a local port that stays the same when it has to begin again."""
+    """`kubectl port-forward` to a Service; on a local port that stays the same when it has to begin again.
+
+    It is asked for all addresses at which browsers look for a name below `localhost`; kubectl ends where it does not
+    get all that it is asked for by address.
+    """
 
     def __init__(self, cluster: Cluster, service: Object) -> None:
         program = shutil.which("kubectl")
@@ -50,22 +60,45 @@ class Forward:
         self._remote = next((port["port"] for port in service["spec"].get("ports", ())), DOOR_PORT)
         self._process: subprocess.Popen[str] | None = None
         self._readers: list[threading.Thread] = []
+        self._addresses = loopback.addresses()
         self.port = 0
+        self.named = False
+        """Whether names below `localhost` lead to it alone, and to nobody else's [::1] at its port."""
 
     def start(self) -> None:
-        """Begin. Raises OperatorError with kubectl's words."""
-        words = f"{self.port or ''}:{self._remote}"
+        """Begin, at 127.0.0.1 only if no port is free at all addresses. Raises OperatorError with kubectl's words."""
+        wanted = self._addresses
+        complaint = self._forward()
+        for addresses in (*[wanted] * (TRIES - 1), wanted[:1]):
+            if complaint is None or TAKEN not in complaint.lower():
+                break
+            self._addresses = addresses
+            complaint = self._forward()
+        if complaint is not None:
+            raise OperatorError(f"the port to the door cannot be forwarded: {complaint}")
+        self.named = self._addresses == wanted
+
+    def _forward(self) -> str | None:
+        """Try once; what kubectl says if it does not forward from all addresses."""
+        words = (f"--address={','.join(self._addresses)}", f"{self.port or ''}:{self._remote}")
         process = self._process = subprocess.Popen(
-            [*self._command, words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*self._command, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        line = process.stdout.readline()
-        if "->" not in line:
-            _, words = process.communicate()
-            raise OperatorError(f"the port to the door cannot be forwarded: {words.strip() or line.strip()}")
-        self.port = int(line.partition(" -> ")[0].rpartition(":")[2])
+        found = [_FORWARDING.match(process.stdout.readline()) for _ in self._addresses]
+        told = {(one[1], int(one[2])) for one in found if one is not None}
+        ports = {port for _, port in told}
+        if {address for address, _ in told} != set(self._addresses) or len(ports) != 1:
+            process.terminate()
+            return process.communicate()[1].strip() or "kubectl does not tell from where"
+        (self.port,) = ports
         self._readers = [_drained(stream) for stream in (process.stdout, process.stderr)]
+        return None
 
     def hold(self) -> None:
         """Keep it up until Ctrl-C: it ends with the pod that it leads to."""
@@ -73,8 +106,7 @@ class Forward:
             assert self._process is not None
             self._process.wait()
             time.sleep(AGAIN_S)
-            with contextlib.suppress(OperatorError):  # the next pod may not be there yet
-                self.start()
+            self._forward()  # the next pod may not be there yet; never from fewer addresses than before
 
     def stop(self) -> None:
         """End it."""
@@ -113,15 +145,14 @@ class Door:
 
     @property
     def page(self) -> str:
-        """The address for a browser: at a forwarded port under a fresh name, with which alone its cookie goes.
+        """The address for a browser: at a port that we forward under a fresh name, with which alone its cookie goes.
 
-        What is called 127.0.0.1 shares its cookies with every other server of this machine, whatever the port.
+        What is called 127.0.0.1 shares its cookies with every other server of this machine, whatever the port. Of a
+        port that somebody else forwards it is not known whether such a name leads to it alone.
         """
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme != "http" or not _is_this_machine(parts.hostname or ""):
+        if self.forward is None or not self.forward.named:
             return self.url
-        port = "" if parts.port is None else f":{parts.port}"
-        return f"http://door-{secrets.token_hex(8)}.localhost{port}{parts.path}"
+        return f"http://{own_host(urllib.parse.urlsplit(self.url).netloc, 'door')}"
 
 
 def _is_this_machine(host: str) -> bool:
@@ -143,7 +174,7 @@ def reached(cluster: Cluster) -> Iterator[Door]:
     forward = Forward(cluster, service)
     try:
         forward.start()
-        yield Door(f"http://127.0.0.1:{forward.port}", forward, service)
+        yield Door(f"http://{loopback.V4}:{forward.port}", forward, service)
     finally:
         forward.stop()
 

@@ -15,6 +15,10 @@ OTHER_NAME = (
     "a browser that does not find this name (Safari) finds {url}, with the same ending; "
     "its login is then seen by other servers of this machine"
 )
+NO_NAME = (
+    "note: somebody else has [::1] at every port that was tried, so that this address has no name of its own: "
+    "its login is seen by other servers of this machine"
+)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -31,6 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
             print(address, flush=True)
             if page != door.url:
                 print(OTHER_NAME.format(url=door.url), file=sys.stderr)
+            elif door.forward is not None:
+                print(NO_NAME, file=sys.stderr)
             if not arguments.print_only and not webbrowser.open(address):
                 print("no browser was found; open the address above; it is good once, for five minutes")
             if door.forward is not None:

@@ -1,0 +1,65 @@
+"""Tickets at a door whose cluster does not answer, or that two browsers show at once."""
+
+import asyncio
+from typing import cast
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.api import Api, Listing
+from megatronapp_operator.backends.kubernetes.errors import ApiError
+from megatronapp_operator.door.access import Credentials
+from megatronapp_operator.door.catalog import Catalog
+from megatronapp_operator.door.gate import Gate
+from megatronapp_operator.door.problems import Refusal
+from megatronapp_operator.door.sessions import Sessions
+
+KEY = "ab" * 32
+TOKEN = derive(job_secret(KEY, "u"), Role.VIEWER)
+JOB = {"metadata": {"namespace": "team", "name": "gpt", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}}
+pytestmark = pytest.mark.asyncio
+
+
+class Cluster:
+    """An API server with one job, which may be away."""
+
+    def __init__(self) -> None:
+        self.away = False
+
+    async def list_objects(self, *_: object) -> Listing:
+        await asyncio.sleep(0)
+        if self.away:
+            raise ApiError("it does not answer")
+        return Listing([JOB], "1")
+
+
+def browser() -> Request:
+    return Request({"type": "http", "method": "POST", "scheme": "http", "path": "/login", "headers": []})
+
+
+async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
+    cluster, sessions = Cluster(), Sessions()
+    gate, credentials = Gate(Catalog(cast(Api, cluster), key=KEY), None), Credentials(sessions, cookie="c")
+    ticket = sessions.ticket((TOKEN,), whose="job u")
+    cluster.away = True
+    with pytest.raises(ApiError):
+        await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    cluster.away = False
+    answer = await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    word = answer.headers["set-cookie"].partition("=")[2].partition(";")[0]
+    assert sessions.tokens(word) == (TOKEN,)
+    with pytest.raises(Refusal) as refused:
+        await credentials.log_in(browser(), ticket, Response(), gate=gate)
+    assert refused.value.status == 401
+
+
+async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
+    sessions = Sessions()
+    gate, credentials = Gate(Catalog(cast(Api, Cluster()), key=KEY), None), Credentials(sessions, cookie="c")
+    ticket = sessions.ticket((TOKEN,), whose="job u")
+    shown = [credentials.log_in(browser(), ticket, Response(), gate=gate) for _ in range(4)]
+    answers = await asyncio.gather(*shown, return_exceptions=True)
+    assert [isinstance(answer, Response) for answer in answers].count(True) == 1
+    assert {answer.status for answer in answers if isinstance(answer, Refusal)} == {401}
