@@ -31,9 +31,10 @@ OPERATIONS = (
     ("DELETE", "/scope/v1/runs/{run}"),
     ("PATCH", "/scope/v1/runs/{run}"),
     ("POST", "/scope/v1/probes"),
+    ("PUT", "/scope/v1/basis"),
 )
 CASES = [
-    *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS[3:-1]),
+    *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS[3:]),
     ("POST", "/v1/completions", GenerationMode.NEGATIVE),
     ("GET", "/scope/v1/runs/{run}", GenerationMode.NEGATIVE),
 ]
@@ -221,7 +222,7 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
     assert short.status_code == 201
     run = short.json()["run"]
     while (shown := client.get(f"/scope/v1/runs/{run}").json())["state"] != "done":
-        assert shown["state"] in {"queued", "decoding"}
+        assert shown["state"] in {"queued", "prefill", "decoding"}
     assert [len(ids) for ids in shown["ids"]] == [4, 4]
     long = client.post("/scope/v1/runs", json={"prompts": ["hello"], "tokens": 512}).json()["run"]
     assert client.delete(f"/scope/v1/runs/{long}").status_code == 204
@@ -234,7 +235,7 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
         changed.json()["capture"]["preset"] == client.get(f"/scope/v1/runs/{run}").json()["capture"]["preset"] == "lite"
     )
     probed = client.post("/scope/v1/probes", json={"ids": [[1]], "sites": [{"site": "q", "layers": [0]}]})
-    assert (probed.status_code, probed.json()["code"]) == (501, "not-yet")
+    assert (probed.status_code, probed.json()["code"]) == (409, "nothing-looks")
 
 
 def test_all_operations_are_known(client: httpx.Client) -> None:

@@ -70,7 +70,6 @@ class Desk:
         self._engine: Engine | None = None
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
-        self._work = threading.Event()
         self._tickets: dict[str, Ticket] = {}
 
     @property
@@ -99,7 +98,6 @@ class Desk:
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
-        self._work.set()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -108,7 +106,6 @@ class Desk:
         if engine is not None:
             for request_id in ticket.ids:
                 engine.cancel(request_id)
-        self._work.set()
 
     def open(self, engine: Engine) -> None:
         """The model is there: requests are taken from now on."""
@@ -118,9 +115,7 @@ class Desk:
         """Let the engine do a step and tell what came of it; without work wait for some for a while."""
         engine = self._engine
         assert engine is not None
-        if not engine.is_busy:
-            self._work.wait(idle_s)
-            self._work.clear()
+        engine.wait_for_work(idle_s)
         events = engine.step()
         self.tally.count(events)
         for observer in self.observers:

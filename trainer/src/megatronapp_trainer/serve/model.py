@@ -1,12 +1,15 @@
 """What the API knows of the model: its name, its sizes, its tokenizer; and how a request becomes the engine's."""
 
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.text import TextStream
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import CompletionRequest
 
@@ -49,6 +52,13 @@ class ServedModel:
         if not ids and self.end_token is not None:
             ids = [self.end_token]
         return tuple(ids)
+
+    def told(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
+        """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character."""
+        pieces = [] if self.tokenizer is None else list(map(TextStream(self.tokenizer.detokenize).feed, ids))
+        ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
+        pairs = zip(pieces, itertools.pairwise(ends), strict=True)
+        return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
 
     def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each text that is asked for. Raises ApiError, RequestError."""
@@ -109,6 +119,11 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     if isinstance(given, str):
         return [given]
     return [given] if isinstance(given[0], int) else list(given)
+
+
+def utf16_units(text: str) -> int:
+    """Length of a text as JavaScript counts it."""
+    return len(text.encode("utf-16-le")) // 2
 
 
 def new_seed(given: int | None) -> int:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatronapp_trainer.generate.errors import EngineLostError, GenerationError
     from megatronapp_trainer.generate.gang import Gang
     from megatronapp_trainer.report import Progress
+    from megatronapp_trainer.scope.open import Scope
     from megatronapp_trainer.serve.desk import Desk
     from megatronapp_trainer.serve.model import ServedModel
     from megatronapp_trainer.signals import StopWish
@@ -61,10 +62,11 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
     with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
         front = stack.enter_context(open_front(command)) if layout.rank == 0 else None
         gang = load(command, config)
+        scope = look_out(gang, stack)
         if front is None:
             gang.follow()
         else:
-            front.answer(gang, config, wish)
+            front.answer(gang, config, wish, scope)
         destroy_groups()
     return ExitCode.PREEMPTED
 
@@ -94,6 +96,18 @@ def load(command: Command, config: TrainerConfig) -> "Gang":
     return gang
 
 
+def look_out(gang: "Gang", stack: contextlib.ExitStack) -> "Scope | None":
+    """MegaScope of this rank, until the stack ends; None, and nothing loaded, where there is no hub to look for."""
+    folder = os.environ.get(Env.RUN_DIR)
+    if not os.environ.get(Env.HUB_URL) or not folder:
+        return None
+    from megatronapp_trainer.scope.open import open_scope
+
+    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")))
+    stack.callback(scope.close)
+    return scope
+
+
 def capacity_of(command: Command, config: TrainerConfig) -> int:
     """Most tokens of a prompt and what follows it."""
     return command.options.max_length or config.model.positions
@@ -109,7 +123,7 @@ class Front:
     url: str
     page: "Progress | None"
 
-    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish") -> None:
+    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", scope: "Scope | None") -> None:
         """Generate what is asked for until asked to stop. Raises EngineLostError."""
         from megatronapp_trainer.generate.engine import Engine
         from megatronapp_trainer.serve.errors import StoppingError
@@ -121,6 +135,9 @@ class Front:
             end_tokens=() if model.end_token is None else (model.end_token,),
             most_waiting=_most_open(self.command),
         )
+        engine.warm_up()
+        if scope is not None:
+            self._look(engine, scope)
         self.app.state.model = model
         self.desk.open(engine)
         print(f"serving {model.name} at {self.url}", flush=True)
@@ -130,6 +147,14 @@ class Front:
             raise _blamed(engine.failure)
         self.desk.close(StoppingError("the server was asked to stop"))
         engine.close()
+
+    def _look(self, engine: "Engine", scope: "Scope") -> None:
+        from megatronapp_trainer.scope.leader import ScopeLeader
+        from megatronapp_trainer.serve.looking import Looking
+
+        looking = Looking(ScopeLeader(engine, scope.session, scope.publisher.post))
+        self.app.state.runs.looking = looking
+        self.desk.observers.append(looking.observe)
 
     def _work(self, engine: "Engine", wish: "StopWish") -> None:
         due = 0.0

@@ -1,28 +1,27 @@
-"""The routes of MegaScope on rank 0 (docs/scope-protocol.md, section 6), as far as they need no capture."""
+"""The routes of MegaScope on rank 0 (docs/scope-protocol.md, section 6)."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Request
 
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
 from megatronapp_trainer.serve.model import new_seed
-from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.routes_openai import ANSWERS
-from megatronapp_trainer.serve.schemas import Problem, Run, RunStarted
-from megatronapp_trainer.serve.state import DeskOf, ModelOf, RunsOf
+from megatronapp_trainer.serve.schemas import Done, ProbeStarted, Run, RunStarted
+from megatronapp_trainer.serve.state import ModelOf, RunsOf
 
 router = APIRouter(prefix="/scope/v1")
 RunId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex digits")]
-LATER: dict[int | str, dict[str, Any]] = {**ANSWERS, 501: {"model": Problem}}
+FRAME = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
-@router.post("/runs", status_code=201, responses=LATER)
-async def start(body: RunRequest, model: ModelOf, desk: DeskOf, runs: RunsOf) -> RunStarted:
+@router.post("/runs", status_code=201, responses=ANSWERS)
+async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
     """Generate from some prompts."""
     run, seed = runs.new_id(), new_seed(body.sampling.seed)
     requests = await anyio.to_thread.run_sync(model.run_requests, body, run, seed)
-    record = runs.start(run, body, seed, desk, requests)
+    record = runs.start(run, body, seed, model, requests)
     return RunStarted(run=run, position=record.ticket.position)
 
 
@@ -39,24 +38,25 @@ async def shown(run: RunId, runs: RunsOf) -> Run:
 
 
 @router.delete("/runs/{run}", status_code=204, responses=ANSWERS)
-async def cancel(run: RunId, runs: RunsOf, desk: DeskOf) -> None:
+async def cancel(run: RunId, runs: RunsOf) -> None:
     """End a run; one that has ended already stays as it is."""
-    desk.cancel(runs.get(run).ticket)
+    runs.cancel(run)
 
 
 @router.patch("/runs/{run}", responses=ANSWERS)
 async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> Run:
-    """Change what is captured of a run."""
-    record = runs.get(run)
-    record.capture = body.capture
-    return record.shown()
+    """Change what is captured of a run, from the next step on."""
+    return runs.change(run, body.capture).shown()
 
 
-@router.post("/probes", status_code=501, response_model=Problem, responses=LATER)
-async def probe(body: Probe) -> None:
-    """Read known tokens once more: not yet."""
-    raise _later("probes")
+@router.post("/probes", responses=ANSWERS)
+async def probe(body: Probe, model: ModelOf, runs: RunsOf) -> ProbeStarted:
+    """Read known tokens once more, for exact numbers; what is found goes to the hub as PART frames."""
+    return ProbeStarted(probe=runs.probe(body))
 
 
-def _later(what: str) -> ApiError:
-    return ApiError(501, "not-yet", f"{what}: comes with a later release", hint="Leave it out.", param=what)
+@router.put("/basis", responses=ANSWERS, openapi_extra=FRAME)
+async def basis(request: Request, model: ModelOf, runs: RunsOf) -> Done:
+    """Project residual states on the axes of a frame SCOPE_BASIS."""
+    runs.set_basis(await request.body())
+    return Done()

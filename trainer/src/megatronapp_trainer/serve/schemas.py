@@ -177,11 +177,21 @@ class RunStarted(BaseModel):
     """Prompts before it in the queue; null: it does not wait."""
 
 
+class ProbeStarted(BaseModel):
+    """A probe that was taken."""
+
+    probe: str
+
+
+class Done(BaseModel):
+    """Nothing more to say."""
+
+
 class Run(BaseModel):
     """What became of a run."""
 
     run: str
-    state: Literal["queued", "decoding", "done", "cancelled", "failed"]
+    state: Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
     position: int | None
     prompts: list[str]
     capture: dict[str, Any]

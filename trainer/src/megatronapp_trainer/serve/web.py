@@ -35,7 +35,7 @@ def build_api() -> FastAPI:
 def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
     """The application in front of a desk; `app.state.model` is set once there is a model."""
     app = build_api()
-    app.state.desk, app.state.model, app.state.runs = desk, None, Runs()
+    app.state.desk, app.state.model, app.state.runs = desk, None, Runs(desk)
     app.add_middleware(BodyLimit)
     app.add_middleware(TokenGuard, secret=secret)
     app.add_middleware(SafeHeaders)
