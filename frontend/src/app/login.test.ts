@@ -48,12 +48,15 @@ describe("a code in the address", () => {
     expect(useLoginTrouble().value).toBe("elsewhere");
   });
 
-  it.each([403, 408, 413, 429, 500, 502, 503, null])("that a server could not use (%s) is told", async (status) => {
-    await useCode(worldAt("/#code=x", status).world);
-    expect(useLoginTrouble().value).toBe("failed");
-    await useCode(worldAt("/#code=x", 200).world);
-    expect(useLoginTrouble().value).toBeNull();
-  });
+  it.each([403, 408, 413, 429, 500, 502, 503, null])(
+    "that a server could not use (%s) is told",
+    async (status) => {
+      await useCode(worldAt("/#code=x", status).world);
+      expect(useLoginTrouble().value).toBe("failed");
+      await useCode(worldAt("/#code=x", 200).world);
+      expect(useLoginTrouble().value).toBeNull();
+    },
+  );
 
   it("is looked for after # only", async () => {
     const { world, asked } = worldAt("/?code=query&token=t#main");
