@@ -24,7 +24,7 @@ def test_what_cannot_be_told_may_be_there(monkeypatch: pytest.MonkeyPatch, code:
     def refuse(*_: object) -> socket.socket:
         raise OSError(code, "no")
 
-    monkeypatch.setattr(loopback.socket, "socket", refuse)
+    monkeypatch.setattr(socket, "socket", refuse)
     assert loopback.has_ipv6() is there
 
 

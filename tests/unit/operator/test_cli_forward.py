@@ -8,6 +8,7 @@ import pathlib
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -38,6 +39,17 @@ except OSError as error:
     sys.exit(1)
 signal.pause()
 """
+TALKS = """#!{python}
+import pathlib, sys, time
+print("Forwarding from 127.0.0.1:4321 -> 8080", flush=True)
+print("Forwarding from [::1]:4321 -> 8080", flush=True)
+for _ in range(8000):  # 240 KiB, and a pipe holds 64
+    print("Handling connection for 4321", flush=True)
+    print("an error occurred forwarding", file=sys.stderr, flush=True)
+pathlib.Path(sys.argv[0]).with_name("said").touch()
+time.sleep(600)
+"""
+HANGS_S = 60
 SERVICE = {"metadata": {"namespace": "home", "name": "megatronapp"}, "spec": {"ports": [{"port": 8080}]}}
 
 
@@ -99,6 +111,27 @@ def test_a_forward_that_begins_again_is_never_at_fewer_addresses(forward: Forwar
             socket.create_connection(("127.0.0.1", port))
     assert forward._forward() is None
     assert forward.port == port
+
+
+def test_a_port_is_forwarded_on_after_thousands_of_connections(forward: Forward, kubectl: pathlib.Path) -> None:
+    kubectl.write_text(TALKS.format(python=sys.executable), encoding="utf-8")
+    forward.start()
+    assert (forward.port, forward.named) == (4321, True)
+    deadline = time.monotonic() + HANGS_S
+    while not kubectl.with_name("said").exists():
+        assert time.monotonic() < deadline, "kubectl waits for a reader of what it says"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("line", ["Forwarding from 127.0.0.1:4321 -> 8080", "Forwarding from [::1]:99 -> 8080"])
+def test_a_kubectl_that_forwards_from_elsewhere_is_not_believed(
+    forward: Forward, kubectl: pathlib.Path, line: str
+) -> None:
+    lines = ["Forwarding from 127.0.0.1:4321 -> 8080", line]
+    kubectl.write_text(f"#!{sys.executable}\nfor line in {lines}:\n    print(line)\n", encoding="utf-8")
+    with pytest.raises(OperatorError, match="does not tell from where"):
+        forward.start()
+    assert not forward.named
 
 
 def test_what_kubectl_says_is_told_once(forward: Forward, kubectl: pathlib.Path) -> None:
