@@ -160,31 +160,31 @@ async def test_a_page_that_does_not_read_holds_up_nobody(hub: Any, fake_job: Any
     async with agents(hub, fake_job, 1) as (worker,), viewer(hub, max_size=None) as dead, viewer(hub) as live:
         await receive(dead)
         dead.transport.pause_reading()
+        await receive(live)
         for count in range(150):
             await worker.send(FrameType.SCOPE_RUN_STATE, header | {"position": count})
+            assert (await receive(live)).header["position"] == count
 
         async def let_go() -> bool:
             return len(hub.hub.scope.desk._viewers) == 1
 
-        await receive(live)
-        assert [(await receive(live)).header["position"] for _ in range(150)] == list(range(150))
         await until(let_go)
         dead.transport.abort()
 
 
-@pytest.mark.parametrize(
-    "message",
-    [b"\0" * 64, "{", "[]", "7", '{"type": 7}', json.dumps({"type": "credit", "bytes": -1}), "x" * 5000, "[" * 3000],
-)
-async def test_what_is_no_command_is_told_and_ends_the_connection(hub: Any, message: str | bytes) -> None:
-    async with viewer(hub) as page:
-        await receive(page)
-        await page.send(message)
-        refusal = await receive(page)
-        assert (refusal.type, refusal.header["code"]) == (FrameType.ERROR, "bad-message")
-        with pytest.raises(ConnectionClosed):
+NO_COMMANDS = (b"\0" * 64, "{", "[]", "7", '{"type": 7}', '{"type": "credit", "bytes": -1}', "x" * 5000, "[" * 3000)
+
+
+async def test_what_is_no_command_is_told_and_ends_the_connection(hub: Any) -> None:
+    for message in NO_COMMANDS:
+        async with viewer(hub) as page:
             await receive(page)
-        assert page.close_code == 1008
+            await page.send(message)
+            refusal = await receive(page)
+            assert (refusal.type, refusal.header["code"]) == (FrameType.ERROR, "bad-message")
+            with pytest.raises(ConnectionClosed):
+                await receive(page)
+            assert page.close_code == 1008
     async with viewer(hub) as page:
         await page.send(json.dumps({"type": "of-a-newer-page"}))
         assert (await receive(page)).type == FrameType.SCOPE_HELLO

@@ -140,7 +140,9 @@ async def test_of_a_broken_file_what_stands_before_is_shown(tmp_path: pathlib.Pa
         assert f"of {cut}: frame" in said and f"{len(bare) - 1} frames before it were read" in said
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage that is no session at all", frames.encode(Frame(2, {}))])
+@pytest.mark.parametrize(
+    "data", [b"garbage that is no session at all", frames.encode(Frame(2, {}))], ids=["text", "frame"]
+)
 async def test_what_is_no_session_is_refused(tmp_path: pathlib.Path, data: bytes) -> None:
     file = tmp_path / "bad.scope"
     file.write_bytes(data)

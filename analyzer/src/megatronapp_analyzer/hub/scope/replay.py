@@ -7,20 +7,17 @@ import pathlib
 import sys
 import threading
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.hub.app import create_app
-from megatronapp_analyzer.hub.listening import bind, server_of
+from megatronapp_analyzer.hub.listening import server_of
 from megatronapp_analyzer.hub.scope import session_file
 from megatronapp_analyzer.hub.scope.player import Player, settings_of
 from megatronapp_analyzer.hub.scope.service import ScopeService
+from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_common.tokens import Role, derive, new_secret
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
@@ -46,20 +43,19 @@ def replay(file: pathlib.Path, *, speed: str, port: int) -> int:
     hub.scope = ScopeService(settings)
     player = Player(session, hub.scope.desk)
     secret = new_secret()
-    app = create_app(hub, secret=secret, frontend=frontend())
     print(f"token for later: {derive(secret, Role.CONTROLLER)}")
-    asyncio.run(_serve(app, hub, player, speed=speed, port=port))
+    asyncio.run(_serve(hub, player, secret, speed=speed, port=port))
     return 0
 
 
-async def _serve(app: "FastAPI", hub: Hub, player: Player, *, speed: str, port: int) -> None:
-    with bind(HOST, port) as sock:
-        server = server_of(app)
+async def _serve(hub: Hub, player: Player, secret: str, *, speed: str, port: int) -> None:
+    with listening(HOST, port) as found:
+        app = create_app(hub, secret=secret, frontend=frontend(), named=found.named)
         playing = asyncio.create_task(_play(player, hub, speed))
-        url = f"http://{HOST}:{sock.getsockname()[1]}"
-        print(f"{url}/#code={app.state.logins.codes.make(Role.CONTROLLER)}  (good once, within a minute)", flush=True)
+        code = app.state.logins.codes.make(Role.CONTROLLER)
+        print(f"{found.url}/#code={code}  (good once, within a minute)", flush=True)
         try:
-            await server.serve(sockets=[sock])
+            await server_of(app).serve(sockets=list(found.sockets))
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
