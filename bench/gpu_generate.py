@@ -109,7 +109,9 @@ def build_theirs(options: argparse.Namespace, ours: Any, device: Device) -> Any:
         pad_token_id=0,
     )
     with torch.device(device.torch_device):
-        theirs = transformers.LlamaForCausalLM(shape).to(next(ours.parameters()).dtype).eval()
+        # Not built in fp32 and turned to bf16 afterwards, which would round the rotary frequencies, too.
+        build: Any = transformers.AutoModelForCausalLM.from_config
+        theirs = build(shape, dtype=next(ours.parameters()).dtype).eval()
     theirs.load_state_dict(dict(their_weights(ours, options)), strict=False)
     return theirs
 
@@ -150,9 +152,14 @@ def generate_ours(bench: Bench, engine: Engine, prompts: torch.Tensor, **fields:
         wanted: dict[str, Any] = {"max_new_tokens": bench.options.new, "temperature": 0} | fields
         engine.submit(GenerationRequest(id=str(index), prompt=tuple(prompt), **wanted))
     events: list[TokenEvent] = []
+    others: list[object] = []
     while engine.is_busy:
-        events += [event for event in engine.step() if isinstance(event, TokenEvent)]
-    assert len(events) == len(prompts) * bench.options.new
+        for event in engine.step():
+            if isinstance(event, TokenEvent):
+                events.append(event)
+            else:
+                others.append(event)
+    assert len(events) == len(prompts) * bench.options.new, others
     return events
 
 

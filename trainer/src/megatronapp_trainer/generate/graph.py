@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: captured when a shape is met first, replayed afterwards."""
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,13 +19,13 @@ class Graphs:
     """
 
     def __init__(self, *, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._known: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
 
     def run(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What `compute` gives."""
-        if not self._enabled:
+        if not self.enabled:
             return compute()
         if key not in self._known:
             self._known[key] = self._captured(compute)
@@ -45,7 +46,21 @@ class Graphs:
                 compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads go on
-            result = compute()
+        with _own_workspace(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()  # other threads go on
         self._pool = graph.pool()
         return graph, result
+
+
+@contextlib.contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Make cuBLAS take its workspace from the memory of the graph.
+
+    torch keeps one for each stream. A graph that has another's baked in reads freed memory when somebody clears them,
+    as torch.compile does where it makes graphs of its own.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
