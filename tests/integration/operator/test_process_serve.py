@@ -7,12 +7,15 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+
+from megatronapp_common.tokens import Role, derive, read_secret
 
 DEADLINE_S = 120.0
 SUPPORT = pathlib.Path(__file__).parents[2] / "support"
@@ -69,6 +72,13 @@ class Served:
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 
+    def hub(self) -> httpx.Client:
+        """The hub as its page asks it."""
+        key = derive(read_secret(self._folder / "secret"), Role.CONTROLLER)
+        url = json.loads((self._folder / "hub.json").read_text())["url"] + "/api/v1"
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
     def rank(self, rank: int) -> int:
         """The process of a rank."""
         uid = json.loads((self._folder / "backend.json").read_text())["uid"]
@@ -95,7 +105,7 @@ def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> 
 def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
     """As in a terminal, which shows what is written to the file `out`."""
     job = Served(state, name)
-    words = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name)]
+    words = [sys.executable, "-m", "megatronapp_common.cli", *command(model, name), "--no-pages"]
     with (state / "out").open("wb") as out:
         process = subprocess.Popen(words, env=job.environment, stdout=out, stderr=out)
     try:
@@ -106,7 +116,7 @@ def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tu
 
 
 def command(model: pathlib.Path, name: str) -> list[str]:
-    words = ["serve", "--name", name, "--port", "0", "--no-pages", "--load", str(model / "saved")]
+    words = ["serve", "--name", name, "--port", "0", "--load", str(model / "saved")]
     return [*words, "--tokenizer-file", str(model / "tokenizer.json")]
 
 
@@ -126,12 +136,19 @@ def last_event(client: httpx.Client, act: Callable[[], None]) -> tuple[str, str]
     return name, json.loads(data.removeprefix("data: "))["error"]["code"]
 
 
+@pytest.fixture
+def state() -> Iterator[pathlib.Path]:
+    """A folder with a short name: that of a Unix socket may have 107 bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
 def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_end(
-    tmp_path: pathlib.Path, model: pathlib.Path
+    state: pathlib.Path, model: pathlib.Path
 ) -> None:
     with (
-        in_front(tmp_path, model, "one") as (one, process),
-        served(tmp_path, model, "two", "--tensor-model-parallel-size", "2") as two,
+        in_front(state, model, "one") as (one, process),
+        served(state, model, "two", "--tensor-model-parallel-size", "2") as two,
     ):
         one.until_phase("Running", 0)
         with one.client() as client:
@@ -139,19 +156,39 @@ def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_en
             assert [len(tokens) for tokens in wanted] == [8, 8]
             assert last_event(client, lambda: process.send_signal(signal.SIGINT)) == ("event: error", "stopping")
         assert process.wait(DEADLINE_S) == 130
-        text = (tmp_path / "out").read_text()
+        text = (state / "out").read_text()
         assert "api: http://127.0.0.1:" in text
         assert text.splitlines()[-2:] == ["one: Suspended (Interrupted)", "stopped"]
         two.until_phase("Running", 0)
         check_commands(two)
         with two.client() as client:
             assert token_ids(client, model="two") == wanted
+            check_scope(two)
             killed = last_event(client, lambda: os.kill(two.rank(1), signal.SIGKILL))
             assert killed == ("event: error", "engine-lost")
             two.until_phase("Running", 1)
             assert token_ids(client) == wanted
         assert two.status()["restarts"] == 1
         assert two.status()["failures"][0]["rank"] == 1
+
+
+def check_scope(two: Served) -> None:
+    """A run that a page asks for goes to the ranks, and what they see comes back to the hub."""
+    with two.hub() as hub:
+        while hub.get("scope").json()["state"] != "ready":
+            time.sleep(0.05)
+        asked = {"prompts": ["hello world", "whales"], "tokens": 4, "sampling": {"temperature": 0}}
+        taken = hub.post("scope/runs", json=asked)
+        assert taken.status_code == 201, taken.text
+        place = f"scope/runs/{taken.json()['run']}"
+        while (run := hub.get(place).json())["state"] != "done":
+            assert run["state"] in {"queued", "prefill", "decoding"}, run["error"]
+            time.sleep(0.05)
+        assert [len(came) for came in run["generated"]] == [4, 4]
+        question = {"sample": 0, "layer": 1, "position": 0}
+        while (values := hub.get(f"{place}/values/residual", params=question)).status_code == 202:
+            time.sleep(0.05)
+        assert len(values.json()["values"][0]) == 32
 
 
 def check_commands(two: Served) -> None:
