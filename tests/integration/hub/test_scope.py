@@ -130,18 +130,20 @@ async def test_after_a_reconnect_a_page_gets_what_it_missed(hub: Any, fake_job: 
 async def test_without_credit_a_page_gets_tokens_and_is_told_what_is_missing(
     hub: Any, fake_job: Any, until: Any
 ) -> None:
-    async with agents(hub, fake_job) as workers:
+    async with agents(hub, fake_job) as workers, viewer(hub) as page, viewer(hub) as other:
+        await receive(page)
+        await receive(other)
+        viewers = hub.hub.scope.desk._viewers
+        for one in viewers:
+            one.outbox.credit = 0
+        await other.send(json.dumps({"type": "credit", "bytes": 1 << 20}))
+
+        async def granted() -> bool:
+            return any(one.outbox.credit for one in viewers)
+
+        await until(granted)
         await play(hub, workers, until=until)
-        async with viewer(hub) as page, viewer(hub) as other:
-            await receive(page)
-            await receive(other)
-            viewers = hub.hub.scope.desk._viewers
-            for one in viewers:
-                one.outbox.credit = 0
-            await other.send(json.dumps({"type": "credit", "bytes": 1 << 20}))
-            for connection in (other, page):
-                await connection.send(json.dumps({"type": "resume", "run": RUN, "seq": 0}))
-            poor, rich = await until_done(page), await until_done(other)
+        poor, rich = await until_done(page), await until_done(other)
         steps = [frame for frame in poor if frame.type == FrameType.SCOPE_STEP]
         assert [frame.header["ids"] for frame in steps] == [
             list(ids) for ids in zip(*recording().generated, strict=True)

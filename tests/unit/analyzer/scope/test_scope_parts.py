@@ -155,6 +155,23 @@ def test_no_token_is_lost_and_every_hole_is_told(works: list[tuple[str, int]]) -
             assert entry.step in whole or (entry.what, entry.step) in told
 
 
+def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> None:
+    journal = Journal("r", Ring(BIG))
+    for number in range(60):
+        journal.append(step(number, 250_000))
+    outbox, got, owed = Outbox(), [], 0
+    outbox.resume("r", journal.after(0))
+    while len(outbox):
+        sent = outbox.pop()
+        got += [frames.decode(one) for one in sent]
+        owed += sum(map(len, sent))
+        if not sent:
+            outbox.grant(owed)
+            owed = 0
+    assert [frame.header["step"] for frame in got] == list(range(60))
+    assert all(frame.body for frame in got)
+
+
 def test_a_page_that_lets_everything_wait_is_let_go() -> None:
     outbox, journal = Outbox(), Journal("r", Ring(BIG))
     big = Frame(FrameType.SCOPE_RUN, {"run": "r", "state": "queued", "text": "x" * (1 << 20)})

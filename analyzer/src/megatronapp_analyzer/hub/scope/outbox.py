@@ -14,7 +14,6 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import GRANTED_BYTES
 
 MAX_WAITING_BYTES = 8 << 20
-MAX_CREDIT_BYTES = 64 << 20
 MAX_KEPT_BYTES = 16 << 20
 """Of frames that must not be dropped: a page that lets so many wait is let go."""
 
@@ -53,11 +52,13 @@ class Outbox:
         self.credit = credit
         self._limit = limit_bytes
         self._queue: deque[_Waiting] = deque()
+        self._backlog: deque[Entry] = deque()
+        """What was asked for again: frames that the ring holds anyway, sent as fast as the page paints."""
         self._gaps: dict[tuple[str, str], Gap] = {}
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._backlog)
 
     @property
     def overrun(self) -> bool:
@@ -66,7 +67,7 @@ class Outbox:
 
     def grant(self, count: int) -> None:
         """The page has painted so many bytes."""
-        self.credit = min(MAX_CREDIT_BYTES, self.credit + count)
+        self.credit = min(GRANTED_BYTES, self.credit + count)
 
     def push(self, entry: Entry) -> None:
         """Queue a frame."""
@@ -90,20 +91,33 @@ class Outbox:
         """These frames of a run instead of all that wait of it; what the ring let go is a gap."""
         self._queue = deque(waiting for waiting in self._queue if waiting.entry.run != run)
         self.waiting_bytes = sum(waiting.size for waiting in self._queue)
-        for entry in entries:
-            self.push(entry)
+        self._backlog = deque(entry for entry in self._backlog if entry.run != run)
+        self._backlog.extend(entries)
 
     def pop(self) -> list[bytes]:
-        """The next frames to send, in their order; empty if nothing waits."""
-        while self._queue:
-            waiting = self._queue.popleft()
-            self.waiting_bytes -= waiting.size
+        """The next frames to send, in their order; empty if nothing waits, or the page must paint first."""
+        while len(self):
+            if self._must_paint_first():
+                return []
+            waiting = self._next()
             frame = self._take(waiting)
             if frame is not None:
                 gaps = [gap.frame(waiting.entry.seq) for gap in self._gaps.values()]
                 self._gaps.clear()
                 return [*gaps, frame]
         return self._last_gaps()
+
+    def _must_paint_first(self) -> bool:
+        """A page gets all of what it asked for again, in its time."""
+        whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != Drop.NEVER else None
+        return whole is not None and self.credit < min(len(whole), GRANTED_BYTES)
+
+    def _next(self) -> _Waiting:
+        if self._backlog:
+            return _Waiting(self._backlog.popleft())
+        waiting = self._queue.popleft()
+        self.waiting_bytes -= waiting.size
+        return waiting
 
     def _take(self, waiting: _Waiting) -> bytes | None:
         """What is sent of a frame; None if nothing is."""
