@@ -7,6 +7,7 @@ has the distribution of the softmax. The noise of a token is a hash of (seed, po
 same tokens in every batch and layout, but for ties within rounding.
 """
 
+import functools
 import hashlib
 
 import torch
@@ -100,7 +101,13 @@ def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 
 def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
     """[R, temperatures]."""
-    return torch.stack([(logits_RV / temperature).logsumexp(1) for temperature in TEMPERATURES], dim=1)
+    return (logits_RV[:, None] * _inverse_temperatures(logits_RV.device)).logsumexp(2)
+
+
+@functools.cache
+def _inverse_temperatures(device: torch.device) -> torch.Tensor:
+    """fp32 [temperatures, 1]."""
+    return torch.tensor(TEMPERATURES, device=device).reciprocal()[:, None]
 
 
 def _reading(output: Output, row: list[float], most: int, logits_V: torch.Tensor) -> Reading:
