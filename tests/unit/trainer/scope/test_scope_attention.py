@@ -15,7 +15,7 @@ from megatronapp_trainer.scope import attention
 from megatronapp_trainer.scope.attention import Atlas, Rule, bucket
 from megatronapp_trainer.scope.parts import ranges
 from megatronapp_trainer.scope.recipe import recipe_of, residual_measures
-from megatronapp_trainer.scope.runs import Row, Sizes, Stride, tracked_run
+from megatronapp_trainer.scope.runs import Row, Sizes, Stride, Tracked, tracked_run
 from megatronapp_trainer.scope.share import pixel_count
 
 LAYERS, TOKENS, CHANNELS = 3, 37, 16
@@ -125,6 +125,10 @@ def test_pixels_lie_within_shards(width: int, wanted: int, shards: int) -> None:
     assert count <= max(wanted, shards)
 
 
+def told_rows(run: Tracked, plan: Plan) -> list[Row]:
+    return run.rows(run.reads(plan), decode=plan.decode)
+
+
 @settings(max_examples=50)
 @given(st.integers(1, 96), st.integers(1, 96), st.integers(1, 4096))
 def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> None:
@@ -132,7 +136,7 @@ def test_overviews_fit_into_a_message(layers: int, heads: int, length: int) -> N
     assert recipe is not None
     run = tracked_run("a", Capture(), (length,), Sizes(layers=layers, heads=heads))
     segment = Segment(slot=0, start=0, tokens=(0,) * length, request_id="a-0")
-    rows = run.rows(Plan(segments=(segment,), outputs=(), decode=False))
+    rows = told_rows(run, Plan(segments=(segment,), outputs=(), decode=False))
     assert rows[0].position == 0
     assert rows[-1].position == length - 1
     row_bytes = layers * (3 * (32 + 4) + 2 * (64 + 4) + 6 + 3 * heads + 16)
@@ -150,12 +154,12 @@ def test_chunks_tell_every_row_once(lengths: list[int], chunk: int) -> None:
             segment = Segment(slot=sample, start=start, tokens=tokens, request_id=f"a-{sample}")
             plan = Plan(segments=(segment,), outputs=(), decode=False)
             assert not run.all_read
-            told += [(row.sample, row.position) for row in run.rows(plan)]
-            run.advance(plan)
+            told += [(row.sample, row.position) for row in told_rows(run, plan)]
+            run.advance(run.reads(plan))
     assert run.all_read
     assert told == [(sample, place) for sample, length in enumerate(lengths) for place in range(length)]
     decoding = [Segment(slot=s, start=length, tokens=(0,), request_id=f"a-{s}") for s, length in enumerate(lengths)]
-    rows = run.rows(Plan(segments=tuple(decoding), outputs=(), decode=True))
+    rows = told_rows(run, Plan(segments=tuple(decoding), outputs=(), decode=True))
     assert {run.step_of(row) for row in rows} == {1}
     assert not run.more(1, rows)
 

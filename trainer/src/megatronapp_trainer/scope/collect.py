@@ -2,25 +2,26 @@
 
 A hook launches no kernel where all tokens of a step are wanted (decode steps, which may be CUDA graphs): it keeps the
 tensor that the module gave, and one kernel puts all layers side by side when the step is over. Where some rows are
-wanted (prompts), it takes these alone, so that no layer's full activation lives longer than without capture. Tensors
-that megatron-core writes into later are copied at once.
+wanted (prompts), it takes these alone, so that no layer's full activation lives longer than without capture. Where
+megatron-core would add the residual into a tensor in place, the hook marks it as one that wants a gradient, and the sum
+goes elsewhere: the same sum of the same two numbers.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatronapp_trainer.scope.errors import CaptureError
-from megatronapp_trainer.scope.sites import Site, module_at
+from megatronapp_trainer.scope.sites import Kept, Site, module_at
 
 Layers = frozenset[int] | None
 """Numbers of layers in the whole model; None: all of this rank."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Kept:
+class Values:
     """What has come of a site in this step, by layer; layer -1 where it has none."""
 
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -32,9 +33,9 @@ class Collector:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._sites: dict[str, Site] = {}
+        self._sites: Mapping[str, Site] = {}
         self._handles: list[Any] = []
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, Values] = {}
         self._rows: dict[str, torch.Tensor | None] = {}
         self._wanted: Mapping[str, Layers] = {}
 
@@ -43,10 +44,10 @@ class Collector:
         """Sites that are hooked."""
         return frozenset(self._sites)
 
-    def look(self, sites: Iterable[Site]) -> None:
+    def look(self, wanted: Mapping[str, Site]) -> None:
         """Look at these sites from the next step on, and at no others. Raises CaptureError for one that is nowhere."""
-        wanted = {site.name: site for site in sites}
-        if wanted == self._sites:
+        if wanted is self._sites or wanted == self._sites:
+            self._sites = wanted
             return
         self.remove()
         for site in wanted.values():
@@ -58,7 +59,7 @@ class Collector:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._sites.clear()
+        self._sites = {}
         self._kept.clear()
 
     def begin(self, rows: Mapping[str, torch.Tensor | None], wanted: Mapping[str, Layers]) -> None:
@@ -81,9 +82,14 @@ class Collector:
         biases = torch.stack([kept.biases[layer] for layer in order])
         return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
 
-    def forget(self) -> None:
-        """Let the step's tensors go."""
-        self._kept = {}
+    def take(self) -> dict[str, Values]:
+        """What has been kept, which is then no longer here."""
+        kept, self._kept = self._kept, {}
+        return kept
+
+    def put(self, kept: dict[str, Values]) -> None:
+        """Go on with what was taken."""
+        self._kept = kept
 
     def _install(self, site: Site) -> None:
         roots = [(-1, self._model)]
@@ -97,10 +103,12 @@ class Collector:
             raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
 
     def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
-        def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
             wanted = self._wanted.get(site.name)
-            if site.name in self._rows and (wanted is None or layer in wanted):
-                self._keep(site, layer, site.take((*args, *kwargs.values()), output))
+            if site.name not in self._rows or (wanted is not None and layer not in wanted):
+                return None
+            self._keep(site, layer, site.take((*args, *kwargs.values()), output))
+            return _guarded(output) if site.kept is Kept.GUARDED and self._rows[site.name] is None else None
 
         return module.register_forward_hook(keep, with_kwargs=True)
 
@@ -109,9 +117,15 @@ class Collector:
         rows = self._rows[site.name]
         if rows is not None:
             value = value.index_select(0, rows)
-        elif site.changed_later:
+        elif site.kept is Kept.COPIED:
             value = value.clone()
-        kept = self._kept.setdefault(site.name, _Kept())
+        kept = self._kept.setdefault(site.name, Values())
         kept.values[layer] = value
         if bias is not None:
             kept.biases[layer] = bias
+
+
+def _guarded(output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """The same memory, which megatron-core then leaves as it is."""
+    value, bias = output
+    return value.detach().requires_grad_(), bias

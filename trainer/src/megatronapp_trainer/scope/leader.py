@@ -17,7 +17,7 @@ from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.probe import LOGITS
 from megatronapp_trainer.scope.publisher import Ready, Sink
-from megatronapp_trainer.scope.runs import request_id
+from megatronapp_trainer.scope.runs import request_id, run_of
 from megatronapp_trainer.scope.session import TOPIC, BeginProbe, BeginRun, CaptureSession, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.sites import ATTENTION, site_of
 
@@ -136,24 +136,18 @@ class ScopeLeader:
         A step is told when every sample that goes on has its token.
         """
         with self._lock:
-            frames = self._taken(events)
+            told = self._taken(events)
             over = [run for run, one in self._runs.items() if not one.open]
             for run in over:
                 del self._runs[run]
-        if frames:
-            self._sink(Ready(frames))
+        if told:
+            self._sink(_Tokens(told))
         for run in over:
             self._engine.command(TOPIC, EndRun(run=run))
 
-    def forget(self, run: str) -> None:
-        """A run or probe whose requests the engine has refused."""
-        with self._lock:
-            self._runs.pop(run, None)
-        self._engine.command(TOPIC, EndRun(run=run))
-
-    def _taken(self, events: Sequence[Event]) -> list[Frame]:
+    def _taken(self, events: Sequence[Event]) -> "list[_Told]":
         for event in events:
-            run, sample = _run_of(event.request_id)
+            run, sample = run_of(event.request_id)
             if (known := self._runs.get(run)) is None:
                 continue
             if isinstance(event, TokenEvent):
@@ -162,24 +156,10 @@ class ScopeLeader:
                 known.reasons[sample] = event.reason
                 known.open.discard(sample)
         return [
-            self._tokens(run, step, known.tokens.pop(step)) for run, known in self._runs.items() for step in known.due()
+            _Told(run=run, step=step, known=known, came=known.tokens.pop(step), reasons=dict(known.reasons))
+            for run, known in self._runs.items()
+            for step in known.due()
         ]
-
-    def _tokens(self, run: str, step: int, came: Mapping[int, TokenEvent]) -> Frame:
-        known, samples = self._runs[run], sorted(came)
-        events = [came[sample] for sample in samples]
-        texts = [event.text or "" for event in events]
-        header = {
-            "run": run,
-            "step": step,
-            "rows": [[sample, known.lengths[sample] - 1 + step] for sample in samples],
-            "ids": [event.token for event in events],
-            "texts": texts,
-            "offsets": [_offset(known, sample, text) for sample, text in zip(samples, texts, strict=True)],
-            "finished": [known.reasons.get(sample) for sample in samples],
-        }
-        told = known.capture is not None and known.capture.states.probabilities
-        return frame_of(FrameType.SCOPE_TOKENS, header, _distributions(events) if told else [])
 
     def _check(self, capture: Capture) -> None:
         share = self._session.share
@@ -204,9 +184,47 @@ class ScopeLeader:
                 )
 
 
-def _run_of(request: str) -> tuple[str, int]:
-    run, _, sample = request.rpartition("-")
-    return (run, int(sample)) if sample.isdecimal() else (request, -1)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Told:
+    """The tokens of one step."""
+
+    run: str
+    step: int
+    known: _Run
+    came: Mapping[int, TokenEvent]
+    reasons: Mapping[int, str]
+
+    def frame(self) -> Frame:
+        """TOKENS. To be called in the order of the steps, for offsets go on from the step before."""
+        known, samples = self.known, sorted(self.came)
+        events = [self.came[sample] for sample in samples]
+        texts = [event.text or "" for event in events]
+        header = {
+            "run": self.run,
+            "step": self.step,
+            "rows": [[sample, known.lengths[sample] - 1 + self.step] for sample in samples],
+            "ids": [event.token for event in events],
+            "texts": texts,
+            "offsets": [_offset(known, sample, text) for sample, text in zip(samples, texts, strict=True)],
+            "finished": [self.reasons.get(sample) for sample in samples],
+        }
+        told = known.capture is not None and known.capture.states.probabilities
+        return frame_of(FrameType.SCOPE_TOKENS, header, _distributions(events) if told else [])
+
+
+class _Tokens:
+    """TOKENS frames, made in the thread that sends."""
+
+    def __init__(self, told: Sequence[_Told]) -> None:
+        self._told = told
+
+    def ready(self) -> bool:
+        """At once."""
+        return True
+
+    def build(self) -> list[Frame]:
+        """The frames."""
+        return [one.frame() for one in self._told]
 
 
 def _offset(known: _Run, sample: int, text: str) -> list[int] | None:

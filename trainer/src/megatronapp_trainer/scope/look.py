@@ -18,7 +18,7 @@ from megatronapp_trainer.scope.encode import encode_into
 from megatronapp_trainer.scope.parcel import Found
 from megatronapp_trainer.scope.parts import ATLAS, EVERY
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, residual_measures, residual_sites
-from megatronapp_trainer.scope.runs import Read, Tracked
+from megatronapp_trainer.scope.runs import Read, Row, Tracked
 from megatronapp_trainer.scope.share import Share
 from megatronapp_trainer.scope.sites import STAGE_INPUT, Site, site_of
 
@@ -52,6 +52,7 @@ class Looker:
         self._device = keys_LZTGD.device
         self._pixels: dict[Recipe, Pixels] = {}
         self._pins: dict[int, torch.Tensor] = {}
+        self._pinned_last: dict[int, list[tuple[int, int]]] = {}
         self._atlases: dict[str, Atlas] = {}
 
     @property
@@ -78,6 +79,9 @@ class Looker:
         if not pins:
             return 0
         count = 1 << (len(pins) - 1).bit_length()
+        if self._pinned_last.get(count) == list(pins):
+            return count
+        self._pinned_last[count] = list(pins)
         first, group = self._share.heads[0], self._keys_LZTGD.size(3)
         shared = (self._share.heads[1] - first) // group
         table = [(layer - self._share.layers[0], head - first, (head - first) // shared) for layer, head in pins]
@@ -89,14 +93,14 @@ class Looker:
         return count
 
     @torch.no_grad()
-    def decode(self, sight: Sight, recipes: Sequence[Recipe], pins: int, attended: int) -> list[Found]:
+    def decode(self, positions_N: torch.Tensor, recipes: Sequence[Recipe], pins: int, attended: int) -> list[Found]:
         """Of a decode step, for all slots: tensors of each recipe, by the number of its group."""
         found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
         if not any(recipe.attention for recipe in recipes) or not self._seen.layers(QUERIES.name):
             return found
         query_LBHD = self._seen.stacked(QUERIES.name)
-        keys_LBTGD = self._keys_LZTGD[:, : sight.rows, :attended]
-        positions_B1 = sight.positions_N[:, None]
+        keys_LBTGD = self._keys_LZTGD[:, : positions_N.size(0), :attended]
+        positions_B1 = positions_N[:, None]
         measures = self._measures(query_LBHD[:, :, None], keys_LBTGD, positions_B1)
         for group, recipe in enumerate(recipes):
             if recipe.attention:
@@ -229,6 +233,7 @@ class Work:
 
     tracked: Tracked
     reads: Sequence[Read]
+    told: Sequence[Row]
     rows: slice
     """Of it, among all rows that are told of the chunk."""
     tokens_U: torch.Tensor

@@ -6,7 +6,7 @@ asks the event. On a CPU the bytes are there at once.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,31 +63,43 @@ class Post:
         self._last: torch.cuda.Event | None = None
 
     def before_step(self) -> None:
-        """Let the next step's kernels wait for the copies of the last one, whose buffers they may write into."""
+        """Let the next step's kernels wait for those beside the last one, which read what it will write."""
         if self._last is not None:
             torch.cuda.current_stream().wait_event(self._last)
+            self._last = None
 
-    def send(self, parcel: Parcel) -> "Arrival":
-        """Start the copy; returns at once. The answer holds the buffer on the device until it has been opened."""
+    def wait(self) -> None:
+        """Until nothing is under way; for borders of steps at which graphs are thrown away."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def send(self, make: Callable[[], Parcel], held: object = None) -> "Arrival":
+        """Make a parcel beside the model's own work, and start its copy; returns at once.
+
+        The answer holds `held`, whose memory is read meanwhile, until it has been opened.
+        """
         if self._stream is None:
-            return Arrival(parcel, parcel.flat.clone(), None)
-        host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
+            parcel = make()
+            return Arrival(parcel, parcel.flat.clone(), None, held)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            parcel = make()
+            host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(parcel.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._last = event
-        return Arrival(parcel, host, event)
+        return Arrival(parcel, host, event, held)
 
 
 class Arrival:
     """A parcel that has come, or will."""
 
-    def __init__(self, parcel: Parcel, host: torch.Tensor, event: "torch.cuda.Event | None") -> None:
+    def __init__(self, parcel: Parcel, host: torch.Tensor, event: "torch.cuda.Event | None", held: object) -> None:
         self._parcel = parcel
         self._host = host
         self._event = event
+        self._held = held
 
     def ready(self) -> bool:
         """All bytes are there; asks, and does not wait."""

@@ -5,7 +5,9 @@ position and the length of its prompt, and whoever still generates takes part in
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from megatronapp_common.scope.protocol import ATLAS, MAX_MESSAGE_BYTES
 from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
@@ -22,13 +24,14 @@ def request_id(run: str, sample: int) -> str:
     return f"{run}-{sample}"
 
 
-def _owner(segment: Segment) -> tuple[str, int]:
-    run, _, sample = segment.request_id.rpartition("-")
-    return (run, int(sample)) if sample.isdecimal() else (segment.request_id, -1)
+@functools.lru_cache(maxsize=256)
+def run_of(request: str) -> tuple[str, int]:
+    """Run and sample of a request's name; another name stands for itself, with sample -1."""
+    run, _, sample = request.rpartition("-")
+    return (run, int(sample)) if sample.isdecimal() else (request, -1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A token of a run in this step."""
 
     token: int
@@ -37,8 +40,7 @@ class Row:
     position: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Tokens of one prompt that a step reads."""
 
     sample: int
@@ -99,16 +101,16 @@ class Tracked:
         """What a plan reads of it."""
         out, token = [], 0
         for segment in plan.segments:
-            run, sample = _owner(segment)
+            run, sample = run_of(segment.request_id)
             if run == self.name:
                 ends = segment.end == self.lengths[sample]
                 out.append(Read(sample=sample, first_token=token, segment=segment, ends=ends))
             token += len(segment.tokens)
         return out
 
-    def rows(self, plan: Plan) -> list[Row]:
-        """The rows that are told of a plan, in its order."""
-        return [row for read in self.reads(plan) for row in self.rows_of(read, decode=plan.decode)]
+    def rows(self, reads: Sequence[Read], *, decode: bool) -> list[Row]:
+        """The rows that are told of what a plan reads, in its order."""
+        return [row for read in reads for row in self.rows_of(read, decode=decode)]
 
     def rows_of(self, read: Read, *, decode: bool) -> list[Row]:
         """Those of one prompt."""
@@ -121,9 +123,9 @@ class Tracked:
             if stride.takes(position)
         ]
 
-    def advance(self, plan: Plan) -> None:
-        """The plan has been taken."""
-        for read in self.reads(plan):
+    def advance(self, reads: Sequence[Read]) -> None:
+        """This is read."""
+        for read in reads:
             self.read[read.sample] = max(self.read[read.sample], read.segment.end)
 
     def more(self, step: int, rows: Sequence[Row]) -> bool:

@@ -18,17 +18,19 @@ from numpy.typing import NDArray
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
 from megatronapp_trainer.generate.gang import Gang
+from megatronapp_trainer.generate.graph import Graphs
+from megatronapp_trainer.generate.plan import Plan
 from megatronapp_trainer.generate.stage import Stage
 from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import probe
 from megatronapp_trainer.scope.attention import bucket
-from megatronapp_trainer.scope.collect import Collector, Layers
+from megatronapp_trainer.scope.collect import Collector, Layers, Values
 from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, picture_name, recipes_of
 from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
 from megatronapp_trainer.scope.parts import Parts, Told
 from megatronapp_trainer.scope.publisher import Ready, Sink
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
-from megatronapp_trainer.scope.runs import Row, Sizes, Tracked, tracked_probe, tracked_run
+from megatronapp_trainer.scope.runs import Read, Row, Sizes, Tracked, run_of, tracked_probe, tracked_run
 from megatronapp_trainer.scope.share import Share, share_of
 from megatronapp_trainer.scope.sites import Site, known_sites
 
@@ -86,21 +88,56 @@ class SetBasis:
 Said = BeginRun | ChangeRun | EndRun | BeginProbe | SetBasis
 
 
+Looked = Sequence[tuple[Tracked, Sequence[Read]]]
+"""Who is looked at in a step, and what it reads of each."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Step:
     """A step that is being looked at."""
 
     sight: Sight
-    tracked: Sequence[Tracked]
-    rows: Sequence[Sequence[Row]]
-    """Of each of them."""
     recipes: Sequence[Recipe]
+    touched: Sequence[Tracked] = ()
+    """Of decode steps: whose tokens they read."""
     works: Sequence[Work] = ()
     count: int = 0
-    pins: Sequence[tuple[int, int]] = ()
+    view: "_View | None" = None
+    """Of decode steps."""
     pin_places: int = 0
     attended: int = 0
     logit_rows: Sequence[slice] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _View:
+    """What stays the same from one decode step to the next, as long as the same runs look at the same."""
+
+    tracked: tuple[Tracked, ...]
+    captures: tuple[Capture | None, ...]
+    recipes: tuple[Recipe, ...]
+    sites: dict[str, Site]
+    picks: dict[str, torch.Tensor | None]
+    pins: list[tuple[int, int]]
+    groups: list[int]
+    """Of each run."""
+    pinned: list[list[tuple[int, int, int]]]
+    """Of each run: place among the pins, layer, head."""
+
+    def fits(self, tracked: Sequence[Tracked]) -> bool:
+        """These look, and at what they looked at."""
+        return len(tracked) == len(self.tracked) and all(
+            one is known and one.capture is capture
+            for one, known, capture in zip(tracked, self.tracked, self.captures, strict=True)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """What the layers of a decode step gave; in a CUDA graph at the same addresses in each replay."""
+
+    kept: dict[str, Values]
+    positions_N: torch.Tensor
 
 
 class CaptureSession:
@@ -122,6 +159,10 @@ class CaptureSession:
         self._post = Post(self._device)
         self._tracked: dict[str, Tracked] = {}
         self._step: _Step | None = None
+        self._graphs = Graphs(enabled=self._device.type == "cuda" and stage.options.cuda_graphs)
+        self._view: _View | None = None
+        self._alive: dict[int, Held] = {}
+        """What graphs read, by the key of the graph that reads it."""
         self._sizes = Sizes(layers=self.share.num_layers, heads=self.share.num_heads)
 
     def attach(self, gang: Gang) -> None:
@@ -134,7 +175,7 @@ class CaptureSession:
         self._stage.watcher = None
         self._tracked.clear()
         self._seen.remove()
-        self._stage.forget_graphs()
+        self._forget_graphs()
 
     def hello(self) -> Frame:
         """PUBLISHER of this rank."""
@@ -201,73 +242,115 @@ class CaptureSession:
             mean_L1H=torch.from_numpy(said.mean[own].copy())[:, None].to(self._device),
             axes_LHC=torch.from_numpy(said.axes[own].copy()).transpose(1, 2).contiguous().to(self._device),
         )
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        self._post.wait()
         self._stage.forget_graphs()
+        self._graphs.clear()
+        self._alive.clear()
 
     # The calls of a stage, in the order of a step.
 
     def begin(self, sight: Sight) -> Hashable:
         """What of this step is looked at; None: nothing."""
-        plan = sight.plan
-        touched = [one for one in self._tracked.values() if one.reads(plan)]
-        for one in touched:
-            one.advance(plan)
-        tracked = [one for one in touched if one.is_probe or one.recipe is not None]
-        self._tell_unseen([one for one in touched if one not in tracked], sight)
-        if not tracked:
-            return None
         self._post.before_step()
-        rows = [one.rows(plan) for one in tracked]
+        plan = sight.plan
+        owners = {run_of(segment.request_id)[0] for segment in plan.segments} if self._tracked else set()
+        touched = [one for name, one in self._tracked.items() if name in owners]
+        looked = [one for one in touched if one.is_probe or one.recipe is not None]
+        if not looked:
+            self._read(touched, plan)
+            return None
         if plan.decode:
-            return self._begin_decode(sight, tracked, rows)
-        self._begin_prefill(sight, tracked, rows)
+            return self._begin_decode(sight, touched, looked)
+        self._begin_prefill(sight, self._read(touched, plan))
         return "prompts"
 
-    def collect(self) -> Parcel:
-        """Launch all reductions of the step."""
+    def _read(self, touched: Sequence[Tracked], plan: Plan) -> Looked:
+        """Note what a plan reads; of runs that look at nothing the hub hears at once that this rank has none of it."""
+        pairs = [(one, one.reads(plan)) for one in touched]
+        for one, reads in pairs:
+            one.advance(reads)
+        self._tell_unseen([(one, reads) for one, reads in pairs if not one.is_probe and one.recipe is None], plan)
+        return [(one, reads) for one, reads in pairs if one.is_probe or one.recipe is not None]
+
+    def collect(self) -> Parcel | Held:
+        """Of prompts launch all reductions; of a decode step hold what they will read."""
         step = self._step
         assert step is not None
         if step.sight.plan.decode:
-            found = self._looker.decode(step.sight, step.recipes, step.pin_places, step.attended)
-        else:
-            found = self._looker.prefill(step.works, step.sight, step.count)
-            found += self._probed(step)
-        self._seen.forget()
+            return Held(kept=self._seen.take(), positions_N=step.sight.positions_N.clone())
+        found = self._looker.prefill(step.works, step.sight, step.count) + self._probed(step)
+        self._seen.take()
         return wrap(found)
 
-    def finish(self, found: Parcel, _logits: torch.Tensor | None) -> None:
-        """Let the numbers travel, and the publisher send them."""
+    def finish(self, found: Parcel | Held, _logits: torch.Tensor | None) -> None:
+        """Reduce beside the model's own work, let the numbers travel, and the publisher send them.
+
+        What a decode step needs of it is a second CUDA graph, on a stream of its own: tokens are chosen meanwhile.
+        """
         step, self._step = self._step, None
         assert step is not None
-        self._sink(Parts(self._post.send(found), self._told(step)))
+        if isinstance(found, Parcel):
+            arrival = self._post.send(lambda: found)
+        else:
+            if self._graphs.enabled:
+                self._alive[id(found)] = found
+            arrival = self._post.send(lambda: self._graphs.run(id(found), lambda: self._reduced(step, found)), found)
+        self._sink(Parts(arrival, self._told(step)))
 
-    def _begin_decode(self, sight: Sight, tracked: Sequence[Tracked], rows: Sequence[Sequence[Row]]) -> Hashable:
-        recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
-        self._seen.look(self._sites(tracked).values())
-        self._seen.begin(dict.fromkeys(self._seen.names), {})
-        pins = self._pins(tracked)
+    def _reduced(self, step: _Step, held: Held) -> Parcel:
+        self._seen.put(held.kept)
+        parcel = wrap(self._looker.decode(held.positions_N, step.recipes, step.pin_places, step.attended))
+        self._seen.take()
+        return parcel
+
+    def _begin_decode(self, sight: Sight, touched: Sequence[Tracked], tracked: Sequence[Tracked]) -> Hashable:
+        """Only what must be known before the step: the device waits meanwhile."""
+        if self._view is None or not self._view.fits(tracked):
+            self._view = self._viewed(tracked)
+        view = self._view
+        self._seen.look(view.sites)
+        self._seen.begin(view.picks, {})
         attended = bucket(max(segment.end for segment in sight.plan.segments), self._looker.most_keys)
-        places = self._looker.set_pins(pins)
+        places = self._looker.set_pins(view.pins)
         self._step = _Step(
             sight=sight,
-            tracked=tracked,
-            rows=rows,
-            recipes=recipes,
-            pins=pins,
+            touched=touched,
+            recipes=view.recipes,
+            view=view,
             pin_places=places,
             attended=attended,
         )
         version = None if self._looker.basis is None else self._looker.basis.version
-        return (recipes, places, attended, version)
+        return (view.recipes, places, attended, version)
 
-    def _begin_prefill(self, sight: Sight, tracked: Sequence[Tracked], rows: Sequence[Sequence[Row]]) -> None:
+    def _viewed(self, tracked: Sequence[Tracked]) -> "_View":
+        recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
+        pins, sites = self._pins(tracked), self._sites(tracked)
+        wanted = [{(pin.layer, pin.head) for pin in one.capture.pinned} if one.capture else set() for one in tracked]
+        return _View(
+            tracked=tuple(tracked),
+            captures=tuple(one.capture for one in tracked),
+            recipes=recipes,
+            sites=sites,
+            picks=dict.fromkeys(sites),
+            pins=pins,
+            groups=[recipes.index(one.recipe) if one.recipe is not None else 0 for one in tracked],
+            pinned=[[(place, *pin) for place, pin in enumerate(pins) if pin in mine] for mine in wanted],
+        )
+
+    def _begin_prefill(self, sight: Sight, looked: Looked) -> None:
+        tracked, rows = [one for one, _ in looked], [one.rows(reads, decode=False) for one, reads in looked]
         tokens = torch.tensor([row.token for part in rows for row in part], dtype=torch.int64)
         tokens_U = self._to_device(tokens)
         works, place = [], 0
-        for one, part in zip(tracked, rows, strict=True):
+        for (one, reads), part in zip(looked, rows, strict=True):
             span = slice(place, place + len(part))
-            works.append(Work(tracked=one, reads=one.reads(sight.plan), rows=span, tokens_U=tokens_U))
+            works.append(Work(tracked=one, reads=reads, told=part, rows=span, tokens_U=tokens_U))
             place += len(part)
-        self._seen.look(self._sites(tracked).values())
+        self._seen.look(self._sites(tracked))
         picks: dict[str, torch.Tensor | None] = dict.fromkeys(self._seen.names, tokens_U)
         picks[QUERIES.name] = None
         logit_tokens, logit_rows = _logit_rows(sight, rows)
@@ -275,8 +358,6 @@ class CaptureSession:
         self._seen.begin(picks, _layers(works))
         self._step = _Step(
             sight=sight,
-            tracked=tracked,
-            rows=rows,
             recipes=recipes_of(works),
             works=works,
             count=place,
@@ -309,27 +390,24 @@ class CaptureSession:
     def _told(self, step: _Step) -> list[Told]:
         """The frames of a step, in the order in which the hub should have them."""
         out: list[Told] = []
-        for place, (one, rows) in enumerate(zip(step.tracked, step.rows, strict=True)):
-            if one.is_probe:
-                out.append(self._told_probe(step, place, one, rows))
-            elif step.sight.plan.decode:
-                out += self._told_decode(step, one, rows)
+        if step.view is not None:
+            for place, (one, reads) in enumerate(self._read(step.touched, step.sight.plan)):
+                out += self._told_decode(step.view, place, one, one.rows(reads, decode=True))
+        for place, work in enumerate(step.works):
+            if work.tracked.is_probe:
+                out.append(self._told_probe(step, place, work))
             else:
-                out += self._told_prompts(step, place, one, rows)
+                out += self._told_prompts(step, work)
         return out
 
-    def _told_probe(self, step: _Step, place: int, one: Tracked, rows: Sequence[Row]) -> Told:
+    def _told_probe(self, step: _Step, place: int, work: Work) -> Told:
+        one, rows = work.tracked, work.told
         header = self._header(more=not one.all_read) | {"probe": one.name}
         group = len(step.recipes) + place
         return Told(group=group, header=header, rows=rows, select=range(len(rows)), is_probe=True)
 
-    def _told_decode(self, step: _Step, one: Tracked, rows: Sequence[Row]) -> list[Told]:
-        assert one.recipe is not None
-        assert one.capture is not None
-        group = step.recipes.index(one.recipe)
-        wanted = {(pin.layer, pin.head) for pin in one.capture.pinned}
-        pinned = [(place, *pin) for place, pin in enumerate(step.pins) if pin in wanted]
-        out = []
+    def _told_decode(self, view: _View, place: int, one: Tracked, rows: Sequence[Row]) -> list[Told]:
+        out, group, pinned = [], view.groups[place], view.pinned[place]
         for number in sorted({one.step_of(row) for row in rows}):
             part = [row for row in rows if one.step_of(row) == number]
             header = self._header(more=one.more(number, rows)) | {"run": one.name, "step": number}
@@ -337,9 +415,9 @@ class CaptureSession:
             out.append(Told(group=group, header=header, rows=part, select=select, pinned=pinned))
         return out
 
-    def _told_prompts(self, step: _Step, place: int, one: Tracked, rows: Sequence[Row]) -> list[Told]:
+    def _told_prompts(self, step: _Step, work: Work) -> list[Told]:
+        one, rows = work.tracked, work.told
         assert one.recipe is not None
-        work = step.works[place]
         group = step.recipes.index(one.recipe)
         ended = [read for read in work.reads if read.ends and one.recipe.attention]
         header = self._header(more=True) | {"run": one.name, "step": 0}
@@ -353,11 +431,11 @@ class CaptureSession:
             out.append(Told(group=group, header=last, rows=rows, select=select))
         return out
 
-    def _tell_unseen(self, tracked: Sequence[Tracked], sight: Sight) -> None:
+    def _tell_unseen(self, touched: Looked, plan: Plan) -> None:
         """Of runs that look at nothing the hub hears that this rank has none of it."""
         frames = []
-        for one in tracked:
-            rows = one.rows(sight.plan)
+        for one, reads in touched:
+            rows = one.rows(reads, decode=plan.decode)
             for number in sorted({one.step_of(row) for row in rows}):
                 header = self._header(more=one.more(number, rows)) | {"run": one.name, "step": number, "rows": []}
                 frames.append(Frame(FrameType.SCOPE_PART, header | {"tensors": []}))

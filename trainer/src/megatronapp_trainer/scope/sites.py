@@ -38,6 +38,17 @@ class Axis(enum.StrEnum):
     """Every rank has all of them."""
 
 
+class Kept(enum.Enum):
+    """How a tensor is still there when the step is over."""
+
+    ALIVE = "alive"
+    """Nobody writes into it."""
+    GUARDED = "guarded"
+    """megatron-core adds the residual into it in evaluation, unless it seems to want a gradient."""
+    COPIED = "copied"
+    """Nobody knows: it is copied at once."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
     """A place in the model."""
@@ -47,8 +58,7 @@ class Site:
     take: Take
     axis: Axis = Axis.WHOLE
     per_layer: bool = True
-    changed_later: bool = True
-    """Something writes into the tensor after the module has given it, so that it must be copied at once."""
+    kept: Kept = Kept.COPIED
     reducers: tuple[str, ...] = ()
     """What steps tell of it: each as the tensor `name.reducer`. Of built-in ones the capture says so."""
     pixels: int = 16
@@ -85,7 +95,7 @@ def _made(place: int) -> Take:
 
 _ATTENTION = "self_attention.core_attention"
 _ROTATION = f"{_ATTENTION}.rotation"
-_KEPT: Mapping[str, Any] = {"changed_later": False}
+_KEPT: Mapping[str, Any] = {"kept": Kept.ALIVE}
 BUILT_IN = {
     site.name: site
     for site in (
@@ -93,9 +103,8 @@ BUILT_IN = {
         Site(name="q", where=_ROTATION, take=_made(0), axis=Axis.HEADS, **_KEPT),
         Site(name="k", where=_ROTATION, take=_made(1), axis=Axis.KEY_HEADS, **_KEPT),
         Site(name="v", where=_ATTENTION, take=_value, axis=Axis.KEY_HEADS, **_KEPT),
-        # In evaluation megatron-core adds the residual into what these two gave.
-        Site(name="attention_output", where="self_attention.linear_proj", take=_pair),
-        Site(name="mlp2", where="mlp.linear_fc2", take=_pair),
+        Site(name="attention_output", where="self_attention.linear_proj", take=_pair, kept=Kept.GUARDED),
+        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, kept=Kept.GUARDED),
         Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, **_KEPT),
         Site(name="mlp1", where="mlp.linear_fc1", take=_pair, axis=Axis.MLP, **_KEPT),
         Site(name="residual", where="", take=_first, **_KEPT),
