@@ -62,7 +62,8 @@ PARTS = {
         ("run", "serve", "validate", "get", "describe", "logs", "wait", "delete", "inject", "ui"),
     ),
     "data": Part("data", "megatronapp-trainer", ("data",)),
-    "trace": Part("traces", "megatronapp-analyzer", ("trace",)),
+    "checkpoint": Part("checkpoints", "megatronapp-trainer", ("checkpoint",)),
+    "trace": Part("traces and MegaScope", "megatronapp-analyzer", ("trace", "scope")),
 }
 
 
