@@ -1,22 +1,13 @@
 """axe, focus, motion, colours and narrow windows, on the real page in its main states."""
 
-import pathlib
 import re
 from typing import Any
 
 import playwright.sync_api as pw
 import pytest
+from axe import violations
 
 pytestmark = pytest.mark.browser
-AXE = pathlib.Path(__file__).parents[2] / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
-
-
-def violations(page: pw.Page) -> list[str]:
-    """What axe finds, one line per rule and element."""
-    page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = page.evaluate("rules => axe.run(document, {runOnly: rules})", RULES)["violations"]
-    return [f"{rule['impact']} {rule['id']}: {node['html'][:160]}" for rule in found for node in rule["nodes"]]
 
 
 @pytest.fixture

@@ -2,11 +2,17 @@
 import { ref, type Ref } from "vue";
 import type { ApiClient } from "../api/client";
 
-export function useScopeLink(api: ApiClient): Ref<boolean> {
-  const found = ref(false);
-  api.send(`${api.root}scope`, {}).then(
-    () => (found.value = true),
-    () => undefined,
-  );
+/** null: there is none, or not known yet. */
+export type ScopeSource = "live" | "replay" | null;
+
+export function useScopeLink(api: ApiClient): Ref<ScopeSource> {
+  const found = ref<ScopeSource>(null);
+  api
+    .send(`${api.root}scope`, {})
+    .then((answer) => answer.json() as Promise<{ source?: ScopeSource }>)
+    .then(
+      ({ source }) => (found.value = source ?? null),
+      () => undefined,
+    );
   return found;
 }

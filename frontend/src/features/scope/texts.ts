@@ -2,6 +2,7 @@
 import type { Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
 import { rankList } from "../../store/format";
 import type { SampleStore } from "../../scope/sampleStore";
+import { pieces } from "../../scope/tokenText";
 
 const TITLE_LENGTH = 40;
 
@@ -63,4 +64,16 @@ export function gapText(gaps: readonly Gap[]): { title: string; hint: string } |
     title: `${count} ${WHAT[last.what]} were skipped${whose}: ${REASONS[last.reason]}.`,
     hint: "Their places are hatched.",
   };
+}
+
+const ROOM_PX = { flat: 22, most: 66, margin: 14, each: 6.5 };
+const LOOKED_AT = 200;
+
+/** Pixels above a picture for the names of tokens: short ones lie flat, others stand upright. */
+export function labelRoom(sample: SampleStore | null, length: number): number {
+  const labels = sample ? pieces(sample, 0, Math.min(length, LOOKED_AT)) : [];
+  const longest = Math.max(0, ...labels.map(({ label }) => label.length));
+  return longest <= 2
+    ? ROOM_PX.flat
+    : Math.min(ROOM_PX.most, Math.ceil(ROOM_PX.margin + longest * ROOM_PX.each));
 }
