@@ -37,7 +37,7 @@ from megatronapp_common.scope.protocol_requests import (
 from megatronapp_common.scope.reducers import NAMES
 
 LOG = logging.getLogger(__name__)
-RING_BYTES = 512 << 20
+RING_BYTES = 256 << 20
 MAX_RUNS = 32
 """That are kept; the oldest that has ended goes first."""
 PRESETS = {
