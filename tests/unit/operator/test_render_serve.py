@@ -87,3 +87,13 @@ def test_who_may_ask_the_model(source: Place, port: int, *, allowed: bool) -> No
     worker = Place(namespace=meta["namespace"], labels=meta["labels"])
     policies = [obj for resource, obj in OBJECTS if resource == NETWORK_POLICIES]
     assert may_connect(policies, source, worker, port) is allowed
+
+
+@pytest.mark.parametrize(("job", "shared"), [(JOB, True), (TRAINED, False)])
+def test_ranks_that_serve_find_the_socket_of_their_agent(job: Any, shared: bool) -> None:
+    """MegaScope's lies in RUN_DIR; the agent of a training has no business there."""
+    pod = rendered.make_worker(job)
+    mounts = rendered.container(pod, "agent")["volumeMounts"]
+    assert ({"name": "run", "mountPath": "/run/megatronapp/run"} in mounts) is shared
+    assert ({"name": "run", "mountPath": "/run/megatronapp/run"} in rendered.container(pod)["volumeMounts"]) is True
+    assert rendered.environment(pod, "agent").get(Env.RUN_DIR) == ("/run/megatronapp/run" if shared else None)

@@ -6,9 +6,10 @@ starting must not keep the training from it (docs/adr/0010).
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.cluster import Resources
+from megatronapp_common.names import Env
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import storage
-from megatronapp_operator.backends.kubernetes.render.environment import shared_environment
+from megatronapp_operator.backends.kubernetes.render.environment import shared_environment, variables
 from megatronapp_operator.backends.kubernetes.render.security import container_security
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker_draft import AGENT, Draft
@@ -31,14 +32,12 @@ def agent(draft: Draft) -> Object:
 
 
 def reserved_agent(draft: Draft) -> Object:
-    """What nobody may change of it."""
-    return {
-        "name": AGENT,
-        "command": list(COMMAND),
-        "args": None,
-        "env": shared_environment(draft),
-        "volumeMounts": storage.shared_mounts(),
-    }
+    """What nobody may change of it. Where a model is served, ranks send what MegaScope looks at by a socket in RUN_DIR."""
+    environment, mounts = shared_environment(draft), storage.shared_mounts()
+    if draft.serves:
+        environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
+        mounts = storage.trainer_mounts()
+    return {"name": AGENT, "command": list(COMMAND), "args": None, "env": environment, "volumeMounts": mounts}
 
 
 def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:
