@@ -1,6 +1,7 @@
 """What an engine tells of its requests, in order, step by step."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -20,12 +21,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """What a whole distribution tells beside its likeliest tokens; nothing filtered."""
+    """What a whole distribution tells; nothing filtered."""
 
     entropy: float
     """At temperature 1, in nats."""
-    partition: tuple[float, ...]
+    partition: Sequence[float]
     """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
+    tokens: Sequence[float]
+    """The likeliest ones, from the first on; whole numbers."""
+    logprobs: Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

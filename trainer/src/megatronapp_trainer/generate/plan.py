@@ -49,7 +49,8 @@ class Output:
     """Choose nothing and tell of this token."""
     candidates: int = 0
     logits: bool = False
-    measures: bool = False
+    measures: int = 0
+    """Likeliest tokens that measures tell; 0: no measures."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,8 +44,9 @@ class GenerationRequest:
     """Requests of a group generate in step: none before the prompts of all have been read."""
     group_size: int = 1
     """How many they are; at most as many as an engine has slots."""
-    measures: bool = False
-    """Tell entropy and partition sums of the distribution that each token was chosen from."""
+    measures: int = 0
+    """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
+    from, as plain lists; 0: nothing of that."""
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt)

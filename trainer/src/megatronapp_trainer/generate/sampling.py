@@ -80,7 +80,7 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading,
     token_R = _tokens(logits_RV, outputs)
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
-    if most := max(output.candidates for output in outputs):
+    if most := max(max(output.candidates, output.measures) for output in outputs):
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
     if any(output.measures for output in outputs):
@@ -119,8 +119,12 @@ def _reading(output: Output, row: list[float], most: int, logits_V: torch.Tensor
         logprob=row[1],
         candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
         logits=logits_V.clone() if output.logits else None,
-        measures=Measures(entropy=others[0], partition=tuple(others[1:])) if output.measures else None,
+        measures=_measures(tokens, logprobs, others, output.measures) if output.measures else None,
     )
+
+
+def _measures(tokens: list[float], logprobs: list[float], others: list[float], most: int) -> Measures:
+    return Measures(entropy=others[0], partition=others[1:], tokens=tokens[:most], logprobs=logprobs[:most])
 
 
 def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:

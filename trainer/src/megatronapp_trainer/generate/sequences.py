@@ -44,7 +44,7 @@ class Sequence:
             target=request.prompt[following] if in_prompt else None,
             candidates=request.candidates,
             logits=request.logits,
-            measures=request.measures and not in_prompt,
+            measures=0 if in_prompt else request.measures,
         )
 
     def _sampling(self, position: int) -> Sampling | None:
