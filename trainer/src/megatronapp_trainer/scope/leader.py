@@ -80,8 +80,7 @@ class ScopeLeader:
                 id=request_id(run, sample),
                 group=run,
                 group_size=len(lengths),
-                candidates=min(capture.candidates, vocabulary) if wants else request.candidates,
-                measures=wants,
+                measures=min(capture.candidates, vocabulary) if wants else 0,
             )
             for sample, request in enumerate(requests)
         ]
@@ -238,17 +237,17 @@ def _offset(known: _Run, sample: int, text: str) -> list[int] | None:
 
 def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
     """What the distributions tell that tokens were chosen from."""
-    measures = [event.measures for event in events]
-    assert all(one is not None for one in measures)
-    partition = np.array([one.partition for one in measures if one is not None], "<f4")
-    logs = np.array([[one.logprob for one in event.candidates] for event in events])
-    totals = np.array([one.partition[AT_ONE] for one in measures if one is not None])
-    ids = [[one.token for one in event.candidates] for event in events]
+    measures = [event.measures for event in events if event.measures is not None]
+    assert len(measures) == len(events)
+    partition = np.array([one.partition for one in measures], "<f4")
+    logs = np.array([one.logprobs for one in measures])
+    totals = np.array([one.partition[AT_ONE] for one in measures])
+    ids = np.array([one.tokens for one in measures])
     return [
-        Tensor("top.id", "u32", np.array(ids, "<u4")),
+        Tensor("top.id", "u32", ids.astype("<u4")),
         Tensor("top.p", "f16", np.exp(logs).astype("<f2")),
         Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
         Tensor("partition", "f32", partition),
         Tensor("surprise", "f32", np.array([-event.logprob for event in events], "<f4")),
-        Tensor("entropy", "f32", np.array([one.entropy for one in measures if one is not None], "<f4")),
+        Tensor("entropy", "f32", np.array([one.entropy for one in measures], "<f4")),
     ]

@@ -209,7 +209,8 @@ class Looker:
             if read.ends:
                 cells = codes(self._atlases.pop(name).cells)
                 said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
-                yield Found(name=name, values=cells, layers=tuple(range(*self._share.layers)), said=said, group=EVERY)
+                layers = tuple(range(*self._share.layers))
+                yield Found(name=name, values=cells, layers=layers, said=said, group=EVERY, has_rows=False)
 
 
 MEASURES = ("head.entropy", "head.max", "head.sink")

@@ -31,6 +31,12 @@ class Found:
     """Which of the captures of a step it belongs to."""
     said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What a part's header says of it beside its layers."""
+    has_rows: bool = True
+    """No: pictures of heads, and rows of pinned heads, which stand as they are."""
+
+    def rows_first(self) -> torch.Tensor:
+        """[rows, layers, ..]."""
+        return self.values.transpose(0, 1) if self.has_rows and self.layers is not None else self.values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +50,10 @@ class Parcel:
 
 
 def wrap(found: Sequence[Found]) -> Parcel:
-    """Put tensors into one buffer; the widest numbers first, so that all lie as their type needs it."""
-    ordered = sorted(found, key=lambda one: -one.values.dtype.itemsize)
+    """Put tensors into one buffer, rows before layers, as frames have them; the widest numbers first, so that all lie
+    as their type needs it."""
+    turned = [dataclasses.replace(one, values=one.rows_first()) for one in found]
+    ordered = sorted(turned, key=lambda one: -one.values.dtype.itemsize)
     pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
     return Parcel(
         found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
@@ -106,7 +114,7 @@ class Arrival:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def open(self) -> list[tuple[Found, NDArray[Any]]]:
-        """The tensors, as arrays on the host. Only when `ready`."""
+        """The tensors, as arrays on the host, rows first. Only when `ready`."""
         data, place, out = self._host.numpy(), 0, []
         for found, shape, dtype in zip(self._parcel.found, self._parcel.shapes, self._parcel.dtypes, strict=True):
             size = math.prod(shape) * dtype.itemsize

@@ -18,7 +18,7 @@ ATLAS = "atlas "
 """Before run and sample, in the names of pictures on their way."""
 EVERY = -1
 """The group of tensors that frames of all groups may take from."""
-_CODES = {"float32": "f32", "float16": "f16", "uint8": "u8s"}
+_CODES = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", np.dtype("u1"): "u8s"}
 Arrays = Sequence[tuple[Found, NDArray[Any]]]
 
 
@@ -75,7 +75,7 @@ def _frames(told: Told, arrays: Arrays) -> Iterator[Frame]:
     numbers = [(found, values) for found, values in arrays if not found.name.startswith(ATLAS)]
     for first, end, last in _cuts(told, numbers):
         rows, select = told.rows[first:end], told.select[first:end]
-        tensors = list(_tensors(told, numbers, rows, np.asarray(select, dtype=np.intp)))
+        tensors = list(_tensors(told, numbers, rows, select))
         header = {**told.header, "rows": ranges(rows), "more": bool(told.header["more"]) or not last}
         yield frame_of(FrameType.SCOPE_PART, header, tensors)
 
@@ -83,27 +83,27 @@ def _frames(told: Told, arrays: Arrays) -> Iterator[Frame]:
 def _cuts(told: Told, arrays: Arrays) -> Iterator[tuple[int, int, bool]]:
     """Rows of each frame."""
     count = len(told.rows)
-    row_bytes = sum(values.nbytes // max(1, values.shape[0 if found.layers is None else 1]) for found, values in arrays)
+    row_bytes = sum(values.nbytes // max(1, values.shape[0]) for _, values in arrays)
     at_once = max(1, PART_BYTES // max(1, row_bytes)) if told.is_probe else max(1, count)
     for first in range(0, max(1, count), at_once):
         yield first, min(count, first + at_once), first + at_once >= count
 
 
-def _tensors(told: Told, arrays: Arrays, rows: Sequence[Row], select: NDArray[np.intp]) -> Iterator[Tensor]:
+def _tensors(told: Told, arrays: Arrays, rows: Sequence[Row], select: Sequence[int]) -> Iterator[Tensor]:
+    places, first = np.asarray(select, dtype=np.intp), list(range(len(select)))
+    in_order = list(select) == first
     for found, values in arrays:
         if found.name == "pinned":
             keys = max(row.position for row in rows) + 1
             for place, layer, head in told.pinned:
                 said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
-                data = np.ascontiguousarray(values[place, select, None, None, :keys])
+                data = np.ascontiguousarray(values[place, places, None, None, :keys])
                 yield Tensor("attention", "u8s", data, None, said)
-        elif found.layers is None:
-            yield _tensor(found, values[select])
         else:
-            yield _tensor(found, np.take(values, select, axis=1).swapaxes(0, 1))
+            yield _tensor(found, values[: len(first)] if in_order else values[places])
 
 
 def _tensor(found: Found, values: NDArray[Any], name: str | None = None) -> Tensor:
-    code = _CODES[values.dtype.name]
+    code = _CODES[values.dtype]
     layers = {} if found.layers is None else {"layers": list(found.layers)}
     return Tensor(name or found.name, code, np.ascontiguousarray(values), None, {**layers, **found.said})

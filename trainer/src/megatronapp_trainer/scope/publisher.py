@@ -7,8 +7,10 @@ thread tries again and again, and says first who publishes.
 import collections
 import contextlib
 import pathlib
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -18,7 +20,7 @@ from megatronapp_common.frames import Frame, FrameType, encode
 BOUND_BYTES = 8 << 20
 MOST_JOBS = 256
 """Steps whose copies have not come yet; beyond, the oldest goes."""
-_POLL_S = 0.0005
+_POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
 
@@ -59,9 +61,9 @@ class Publisher:
         self._outbox: collections.deque[tuple[bool, bytes]] = collections.deque()
         self._held = 0
         self._socket: socket.socket | None = None
-        self._unsent = b""
+        self._unsent: bytes | memoryview = b""
         self._news = threading.Event()
-        self._closing = threading.Event()
+        self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.dropped = 0
         """Frames that nobody will see."""
@@ -83,9 +85,9 @@ class Publisher:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send what can be sent in this time, and end."""
-        self._closing.set()
+        self._until_s = time.monotonic() + timeout_s
         self._news.set()
-        self._thread.join(timeout_s)
+        self._thread.join(timeout_s + 1)
 
     @property
     def held_bytes(self) -> int:
@@ -97,11 +99,25 @@ class Publisher:
             moved = self._take() | self._send()
             if moved:
                 continue
-            if self._closing.is_set() and not self._jobs:
+            if self._until_s is not None and (self._is_through or time.monotonic() > self._until_s):
                 break
-            self._news.wait(_POLL_S if self._jobs else _IDLE_S if self._socket is not None else _RETRY_S)
-            self._news.clear()
+            self._rest()
         self._disconnect()
+
+    @property
+    def _is_through(self) -> bool:
+        """Everything has been sent, or there is nobody to send it to."""
+        return not self._jobs and (self._socket is None or not (self._outbox or self._unsent))
+
+    def _rest(self) -> None:
+        """Until there may be something to do: a full socket that drains, a copy that comes, a new job, a new try."""
+        wait_s = _POLL_S if self._jobs else _IDLE_S if self._socket is not None else _RETRY_S
+        if self._socket is not None and self._unsent:
+            with contextlib.suppress(OSError, ValueError):
+                select.select([], [self._socket], [], wait_s)
+            return
+        self._news.wait(wait_s)
+        self._news.clear()
 
     def _take(self) -> bool:
         """Build what is ready; whether something was."""
@@ -146,8 +162,9 @@ class Publisher:
         if not self._unsent:
             if not self._outbox:
                 return False
-            _, self._unsent = self._outbox.popleft()
-            self._held -= len(self._unsent)
+            _, data = self._outbox.popleft()
+            self._unsent = memoryview(data)
+            self._held -= len(data)
         try:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
