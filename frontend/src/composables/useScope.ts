@@ -3,16 +3,22 @@ import { computed, inject, onBeforeUnmount, provide, ref, shallowRef, watch, typ
 import { asApiError, isAbort, type ApiClient } from "../api/client";
 import { ScopeClient } from "../scope/client";
 import { FrameStore } from "../scope/frameStore";
-import type { Hello, RunSummary, ScopeStatus } from "../scope/protocol";
+import { hasModel, type EarlyHello, type Hello, type RunSummary, type ScopeStatus } from "../scope/protocol";
 import { ScopeStream } from "../scope/stream";
 import { TileStore } from "../scope/tileStore";
 import { liveUrl, type LiveState } from "../wire/live";
 import type { LoadState } from "./jobState";
 import { useSelection } from "./useSelection";
 
+/** While the model comes up it is asked for so often. */
+const AGAIN_MS = 2000;
+
 function createState() {
   return {
+    /** null: no answer yet, or no model. */
     hello: shallowRef<Hello | null>(null),
+    /** The hub answers, and no rank of the model has come up. */
+    waiting: ref(false),
     load: shallowRef<LoadState>({ kind: "loading" }),
     live: shallowRef<LiveState>({ kind: "connecting" }),
     status: shallowRef<ScopeStatus | null>(null),
@@ -62,11 +68,13 @@ export function createScope(api: ApiClient) {
   const state = createState();
   const store = new FrameStore();
   const { selection } = useSelection();
-  const setHello = (hello: Hello): void => {
+  const setHello = (hello: EarlyHello): void => {
+    state.load.value = { kind: "ready" };
+    state.waiting.value = !hasModel(hello);
+    if (!hasModel(hello)) return loader.again();
     state.hello.value = hello;
     state.runs.value = withNew(hello.runs, store);
     state.status.value = { state: hello.state };
-    state.load.value = { kind: "ready" };
   };
   const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
     onHello: setHello,
@@ -98,8 +106,9 @@ export function createScope(api: ApiClient) {
   };
 }
 
-function createLoader(client: ScopeClient, state: State, setHello: (hello: Hello) => void) {
+function createLoader(client: ScopeClient, state: State, setHello: (hello: EarlyHello) => void) {
   let pending: AbortController | undefined;
+  let timer: ReturnType<typeof setTimeout> | undefined;
   async function load(): Promise<void> {
     pending?.abort();
     const { signal } = (pending = new AbortController());
@@ -110,7 +119,17 @@ function createLoader(client: ScopeClient, state: State, setHello: (hello: Hello
       state.load.value = { kind: "error", error: asApiError(error) };
     }
   }
-  return { load, cancel: () => pending?.abort() };
+  return {
+    load,
+    again: () => {
+      clearTimeout(timer);
+      timer = setTimeout(() => void load(), AGAIN_MS);
+    },
+    cancel: () => {
+      clearTimeout(timer);
+      pending?.abort();
+    },
+  };
 }
 
 export type ScopeApi = ReturnType<typeof createScope>;

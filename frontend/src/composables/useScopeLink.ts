@@ -9,9 +9,9 @@ export function useScopeLink(api: ApiClient): Ref<ScopeSource> {
   const found = ref<ScopeSource>(null);
   api
     .send(`${api.root}scope`, {})
-    .then((answer) => answer.json() as Promise<{ source?: ScopeSource }>)
+    .then((answer) => answer.json() as Promise<{ source?: ScopeSource; model?: unknown }>)
     .then(
-      ({ source }) => (found.value = source ?? null),
+      ({ source, model }) => (found.value = model ? (source ?? null) : null),
       () => undefined,
     );
   return found;

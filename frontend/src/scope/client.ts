@@ -1,6 +1,6 @@
 /** The hub's interface for runs: requests, tiles of attention, exact numbers. Failures are ApiErrors. */
 import { ApiError, type ApiClient } from "../api/client";
-import type { Capture, Hello, RunHeader, RunRequest } from "./protocol";
+import type { Capture, EarlyHello, RunHeader, RunRequest } from "./protocol";
 
 export type Format = "json" | "csv" | "npy";
 
@@ -53,7 +53,7 @@ export class ScopeClient {
     private readonly wait: Wait = sleep,
   ) {}
 
-  hello = async (signal?: AbortSignal): Promise<Hello> => this.json("scope", signal ? { signal } : {});
+  hello = async (signal?: AbortSignal): Promise<EarlyHello> => this.json("scope", signal ? { signal } : {});
 
   start = async (request: RunRequest): Promise<{ run: string; position: number | null }> =>
     this.json("scope/runs", { method: "POST", headers: JSON_BODY, body: JSON.stringify(request) });

@@ -128,6 +128,11 @@ export interface Hello {
   readonly runs: readonly RunSummary[];
 }
 
+/** What the hub tells while no rank has come up yet. */
+export type EarlyHello = Omit<Hello, "model"> & { readonly model: Model | null };
+
+export const hasModel = (hello: EarlyHello): hello is Hello => hello.model !== null;
+
 export interface StepHeader {
   readonly seq?: number;
   readonly run: string;

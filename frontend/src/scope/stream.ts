@@ -2,13 +2,13 @@
 import { LiveConnection, type LiveState, type LiveWorld, browserWorld } from "../wire/live";
 import { FrameType, type Frame } from "../wire/frames";
 import type { FrameStore } from "./frameStore";
-import { ScopeFrame, SUBPROTOCOL, type Hello, type ScopeStatus } from "./protocol";
+import { ScopeFrame, SUBPROTOCOL, type EarlyHello, type ScopeStatus } from "./protocol";
 
 /** A hub with nothing to tell may be silent for long; a closed socket is noticed at once. */
 const SILENCE_MS = 24 * 3600 * 1000;
 
 export interface StreamEvents {
-  readonly onHello: (hello: Hello) => void;
+  readonly onHello: (hello: EarlyHello) => void;
   readonly onStatus: (status: ScopeStatus) => void;
   /** The store has changed: paint, and call `painted` then. */
   readonly onChange: () => void;
@@ -79,7 +79,7 @@ export class ScopeStream {
   private take(frame: Frame): void {
     this.owed += frame.body.buffer.byteLength;
     if (frame.type === ScopeFrame.HELLO) {
-      this.events.onHello(frame.header as unknown as Hello);
+      this.events.onHello(frame.header as unknown as EarlyHello);
       this.greeted = true;
       if (this.followed !== null) this.resume(this.followed);
     } else if (frame.type === ScopeFrame.STATE) {
