@@ -32,7 +32,7 @@ def agent(draft: Draft) -> Object:
 
 
 def reserved_agent(draft: Draft) -> Object:
-    """What nobody may change of it. Where a model is served, ranks send what MegaScope looks at by a socket in RUN_DIR."""
+    """What nobody may change of it. Ranks that serve a model send what MegaScope looks at by a socket in RUN_DIR."""
     environment, mounts = shared_environment(draft), storage.shared_mounts()
     if draft.serves:
         environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
