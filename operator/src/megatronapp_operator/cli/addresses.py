@@ -16,7 +16,7 @@ def hub_access(paths: JobPaths) -> tuple[str, str]:
     if hub is None:
         raise HubError(
             f"{paths.name}: no hub listens; it needs spec.analyzer.enabled: true, and ends with the job "
-            "(after spec.analyzer.retainSeconds)"
+            "(after spec.analyzer.retainSeconds); what it stored is still there for `megatronapp trace export`"
         )
     return hub["url"], derive(read_secret(paths.secret), Role.VIEWER)
 

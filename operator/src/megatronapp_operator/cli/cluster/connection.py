@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from megatronapp_operator.errors import JobNotFoundError, OperatorError
 
 FIELD_MANAGER = "megatronapp"
 REQUEST_S = 30.0
+HOW_TO_NAME_ONE = "name one by --kubeconfig FILE and --context NAME"
 Result = TypeVar("Result")
 
 
@@ -197,12 +199,20 @@ async def _client(kubeconfig: str | None, context: str | None) -> tuple[ApiClien
         if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             return ApiClient(configuration=settings), "default"
+        _require_file(kubeconfig)
         await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
         contexts, active = config.list_kube_config_contexts(config_file=kubeconfig)
     except (ConfigException, OSError, TypeError) as error:
-        raise OperatorError(f"no cluster: {error}; name one by --kubeconfig FILE and --context NAME") from error
+        raise OperatorError(f"no cluster: {error}; {HOW_TO_NAME_ONE}") from error
     chosen = next((one for one in contexts if one["name"] == context), active) or {}
     return ApiClient(configuration=settings), str(chosen.get("context", {}).get("namespace") or "default")
+
+
+def _require_file(kubeconfig: str | None) -> None:
+    """Say plainly that there is no file, of which the library says that it is not valid. Raises OperatorError."""
+    places = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
+    if not any(one and pathlib.Path(one).expanduser().exists() for one in places.split(os.pathsep)):
+        raise OperatorError(f"no cluster: there is no {places}; {HOW_TO_NAME_ONE}")
 
 
 def _event(one: Object) -> dict[str, Any]:

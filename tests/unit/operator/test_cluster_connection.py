@@ -1,0 +1,26 @@
+"""How the subcommands find their cluster."""
+
+import argparse
+import pathlib
+
+import pytest
+
+from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.errors import OperatorError
+
+
+def named(kubeconfig: str | None) -> argparse.Namespace:
+    return argparse.Namespace(kubeconfig=kubeconfig, context=None, namespace=None)
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_a_kubeconfig_that_is_not_there_is_called_so_and_nothing_else(
+    by_flag: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    absent = str(tmp_path / "absent")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("KUBECONFIG", "" if by_flag else absent)
+    refused = pytest.raises(OperatorError, match=f"^no cluster: there is no {absent}; name one by --kubeconfig")
+    with refused, opened(named(absent if by_flag else None)):
+        pytest.fail("there is a cluster")
+    assert caplog.text == ""
