@@ -14,7 +14,7 @@ from megatronapp_trainer.generate.channel import _packed, _unpacked
 from megatronapp_trainer.generate.errors import CacheTooLargeError, RequestError
 from megatronapp_trainer.generate.plan import Output, Sampling
 from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.sampling import choose, gumbel_noise, noise_keys, read
+from megatronapp_trainer.generate.sampling import _kept, choose, gumbel_noise, noise_keys, read
 from megatronapp_trainer.generate.sequences import Board
 from megatronapp_trainer.generate.text import TextStream
 
@@ -82,6 +82,13 @@ def test_filters_keep_the_likeliest() -> None:
     assert drawn(LOGITS, 10, temperature=0)[2] == 1
     kept = torch.tensor([2.0, 1.0]).softmax(0)
     assert drawn(LOGITS, 20_000, top_k=2)[2].item() == pytest.approx(kept[0].item(), abs=0.015)
+
+
+def test_a_neighbour_that_filters_takes_no_token_away() -> None:
+    """Sums of floats reach 1 early where there are many tokens."""
+    logits = torch.cat((torch.tensor([30.0]), torch.linspace(0, -30, 5000)))
+    ordered, free, bound = logits.expand(2, -1), torch.zeros(2, dtype=torch.int64), torch.tensor([1.0, 0.9])
+    assert _kept(ordered, free, bound).sum(1).tolist() == [5001, 1]
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:

@@ -1,11 +1,13 @@
 """What a server is told before it loads anything: flags, the checkpoint's manifest, address, and who may ask."""
 
+import itertools
 import json
 import pathlib
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from starlette.responses import PlainTextResponse
 
 from megatronapp_common.names import ExitCode
@@ -13,6 +15,7 @@ from megatronapp_trainer.errors import CheckpointError, RendezvousError, UsageEr
 from megatronapp_trainer.serve.check import find_problems
 from megatronapp_trainer.serve.guard import MOST_BYTES, BodyLimit, TokenGuard
 from megatronapp_trainer.serve.program import main
+from megatronapp_trainer.serve.schemas import CompletionRequest
 from megatronapp_trainer.serve.settings import configure, read_command
 from megatronapp_trainer.serve.tally import Tally
 from megatronapp_trainer.serve.web import check_address, listen
@@ -153,6 +156,24 @@ async def test_bodies_have_a_limit(size: int, status: int) -> None:
         transport=httpx.ASGITransport(BodyLimit(PlainTextResponse("hello"))), base_url="http://here"
     ) as client:
         assert (await client.post("/", content=bytes(size))).status_code == status
+
+
+@pytest.mark.parametrize("prompt", [[-1] * 100_000, [[-1]] * 1000, [1.5] * 100_000])
+def test_a_long_prompt_is_judged_up_to_its_first_bad_token(prompt: Any) -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert refused.value.error_count() <= 4  # one for each kind of prompt
+
+
+def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
+    from megatronapp_trainer.generate.events import TokenEvent
+
+    clock = itertools.count(0.0, 1.0)
+    tally = Tally(lambda: next(clock))
+    token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
+    for _ in range(1000):
+        tally.count([token])
+    assert len(tally._recent) < 20
 
 
 def test_tokens_per_second_forget_what_is_old() -> None:

@@ -35,8 +35,9 @@ class Graphs:
         return found
 
     def clear(self) -> None:
-        """Capture anew from now on."""
+        """Capture anew from now on, into new memory: what is left of the old one may still be in use."""
         self._known.clear()
+        self._pool = None
 
     def _captured(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, Any]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap

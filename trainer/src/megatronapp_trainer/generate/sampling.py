@@ -71,7 +71,9 @@ def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor
     kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
     probability_RV = torch.where(kept_RV, ordered_RV, float("-inf")).softmax(1)
     before_RV = probability_RV.cumsum(1) - probability_RV
-    return kept_RV & ((before_RV < top_p_R[:, None]) | (place_V == 0))
+    # Sums of floats may reach 1 before the last token, which all are kept for.
+    nucleus_RV = (before_RV < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    return kept_RV & (nucleus_RV | (place_V == 0))
 
 
 def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading, ...]:

@@ -74,11 +74,11 @@ class Looker:
         for name in [name for name in self._atlases if name.startswith(f"{ATLAS}{run} ")]:
             del self._atlases[name]
 
-    def set_pins(self, pins: Pins) -> int:
-        """Write down the pinned heads of this rank for the next step; how many places their buffer has."""
-        if not pins:
+    def set_pins(self, pins: Pins, most: int) -> int:
+        """Write down the pinned heads of this rank for the next step; how many places there are: `most` or more."""
+        if most == 0:
             return 0
-        count = 1 << (len(pins) - 1).bit_length()
+        count = 1 << (most - 1).bit_length()
         if self._pinned_last.get(count) == list(pins):
             return count
         self._pinned_last[count] = list(pins)

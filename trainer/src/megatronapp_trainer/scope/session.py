@@ -31,7 +31,7 @@ from megatronapp_trainer.scope.parts import Parts, Told
 from megatronapp_trainer.scope.publisher import Ready, Sink
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
 from megatronapp_trainer.scope.runs import Read, Row, Sizes, Tracked, run_of, tracked_probe, tracked_run
-from megatronapp_trainer.scope.share import Share, share_of
+from megatronapp_trainer.scope.share import Share, pins_of, share_of
 from megatronapp_trainer.scope.sites import Site, known_sites
 
 TOPIC = "scope"
@@ -119,6 +119,8 @@ class _View:
     sites: dict[str, Site]
     picks: dict[str, torch.Tensor | None]
     pins: list[tuple[int, int]]
+    most_pins: int
+    """Of any rank of the tensor group."""
     groups: list[int]
     """Of each run."""
     pinned: list[list[tuple[int, int, int]]]
@@ -314,7 +316,7 @@ class CaptureSession:
         self._seen.look(view.sites)
         self._seen.begin(view.picks, {})
         attended = bucket(max(segment.end for segment in sight.plan.segments), self._looker.most_keys)
-        places = self._looker.set_pins(view.pins)
+        places = self._looker.set_pins(view.pins, view.most_pins)
         self._step = _Step(
             sight=sight,
             touched=touched,
@@ -328,7 +330,7 @@ class CaptureSession:
 
     def _viewed(self, tracked: Sequence[Tracked]) -> "_View":
         recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
-        pins, sites = self._pins(tracked), self._sites(tracked)
+        (pins, most), sites = self._pins(tracked), self._sites(tracked)
         wanted = [{(pin.layer, pin.head) for pin in one.capture.pinned} if one.capture else set() for one in tracked]
         return _View(
             tracked=tuple(tracked),
@@ -337,6 +339,7 @@ class CaptureSession:
             sites=sites,
             picks=dict.fromkeys(sites),
             pins=pins,
+            most_pins=most,
             groups=[recipes.index(one.recipe) if one.recipe is not None else 0 for one in tracked],
             pinned=[[(place, *pin) for place, pin in enumerate(pins) if pin in mine] for mine in wanted],
         )
@@ -378,14 +381,10 @@ class CaptureSession:
             found |= probe.sites_of(one.sites) if one.recipe is None else self._looker.sites(one.recipe)
         return found
 
-    def _pins(self, tracked: Sequence[Tracked]) -> list[tuple[int, int]]:
-        """Heads of this rank that some run streams."""
-        (first, end), (low, high) = self.share.layers, self.share.heads
-        wanted = {
-            (pin.layer, pin.head) for one in tracked if one.recipe is not None and one.recipe.attention
-            and one.capture is not None for pin in one.capture.pinned
-        }  # fmt: skip
-        return sorted((layer, head) for layer, head in wanted if first <= layer < end and low <= head < high)
+    def _pins(self, tracked: Sequence[Tracked]) -> tuple[list[tuple[int, int]], int]:
+        looked = (one.capture for one in tracked if one.recipe is not None and one.recipe.attention)
+        wanted = {(pin.layer, pin.head) for capture in looked if capture is not None for pin in capture.pinned}
+        return pins_of(wanted, layers=self.share.layers, heads=self.share.heads)
 
     def _told(self, step: _Step) -> list[Told]:
         """The frames of a step, in the order in which the hub should have them."""

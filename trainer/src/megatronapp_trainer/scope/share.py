@@ -1,6 +1,8 @@
 """What of the whole model a rank holds, in the words of docs/scope-protocol.md, and how many pixels fit that."""
 
+import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from megatronapp_trainer.layout import Layout
@@ -104,3 +106,15 @@ def _part(whole: int, index: int, count: int) -> Span:
 def pixel_count(width: int, wanted: int, shards: int) -> int:
     """The number of pixels nearest below `wanted` of which each lies within one of these shards: at least one each."""
     return max(shards, min(wanted, width) // shards * shards)
+
+
+def pins_of(wanted: Iterable[tuple[int, int]], *, layers: Span, heads: Span) -> tuple[list[tuple[int, int]], int]:
+    """Pinned heads (layer, head) of a rank, and how many the rank of its tensor group with the most has.
+
+    The graph of a step depends on that number. Were it another on each rank, one would capture a graph, and so run the
+    group's collectives more often, while another replays.
+    """
+    (first, end), (low, high) = layers, heads
+    of_stage = sorted(pin for pin in wanted if first <= pin[0] < end)
+    counts = collections.Counter(head // (high - low) for _, head in of_stage)
+    return [pin for pin in of_stage if low <= pin[1] < high], max(counts.values(), default=0)

@@ -11,7 +11,8 @@ MOST_PROMPTS = 1024
 MOST_TEXT = 4_000_000
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1, max_length=1_048_576)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=1_048_576)]
+"""Judged up to the first bad one: of a million of them nobody reads a million reasons."""
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -43,9 +44,9 @@ class CompletionRequest(Body):
     """Name as in /v1/models; there is one."""
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Tokens
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     )
     """A text, ids of tokens, or a list of either."""
     max_tokens: Count = 16

@@ -32,7 +32,9 @@ class Tally:
                 self.prompt_tokens += event.prompt_tokens
         if tokens:
             self.generated_tokens += tokens
-            self._recent.append((self._now(), tokens))
+            now = self._now()
+            self._recent.append((now, tokens))
+            self._forget(now)
 
     @property
     def prompts(self) -> int:
@@ -41,10 +43,12 @@ class Tally:
 
     def tokens_per_second(self) -> float:
         """Mean over the last 10 s."""
-        since = self._now() - WINDOW_S
-        while self._recent and self._recent[0][0] < since:
-            self._recent.popleft()
+        self._forget(self._now())
         return sum(tokens for _, tokens in self._recent) / WINDOW_S
+
+    def _forget(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - WINDOW_S:
+            self._recent.popleft()
 
     def exposition(self, *, waiting: int, running: int) -> str:
         """The counts in the text format of Prometheus, version 0.0.4."""
