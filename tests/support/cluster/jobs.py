@@ -112,6 +112,8 @@ def lasting(name: str, claim: str) -> dict[str, Any]:
         "path": [f"{SHARED}/corpus_text_document"], "tokenizer": f"{SHARED}/tokenizer.json", "volume": volume
     }  # fmt: skip
     spec["initializers"] = [{"name": "prepare", "image": name_of_image("trainer"), "command": PREPARE}]
+    # After an upgrade the next gang has another hub, which knows of earlier attempts by its volume alone.
+    spec["analyzer"]["volume"] = {"claim": claim}
     spec["checkpoint"] = {"save": f"{SHARED}/checkpoints", "saveInterval": SAVE_INTERVAL, "keep": 3}
     spec["tolerations"] = [
         {"key": f"node.kubernetes.io/{what}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
