@@ -21,7 +21,6 @@ A small model on a CPU shows that the script works:
 import argparse
 import contextlib
 import json
-import math
 import pathlib
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_generate import WAITS, Bench, flags, median_bounds, prompts_of
+from gpu_generate import WAITS, Bench, flags, median_bounds, options_of, prompts_of
 
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import Tensor, frame_of
@@ -234,21 +233,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--key-heads", type=int, default=8)
-    parser.add_argument("--ffn", type=int, default=5632)
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_capture.json"))
-    options = parser.parse_args()
-    if options.rounds < math.ceil(1 - math.log2(0.05)):
-        parser.error("--rounds must be 6 or more, for bounds of 95 %")
+    options = options_of(__doc__, "rounds", "gpu_capture.json")
     warnings.filterwarnings("ignore", category=FutureWarning)
     work(options)
     return 0

@@ -331,8 +331,9 @@ def measure(bench: Bench, batch: int) -> dict[str, Any]:
     return row
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(description: str | None, turns: str, out: str) -> argparse.Namespace:
+    """The command line of a measurement of this model; `turns` is the word for how often its blocks take turns."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
@@ -341,12 +342,17 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument(f"--{turns}", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_generate.json"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(out))
     options = parser.parse_args()
-    if options.pairs < math.ceil(1 - math.log2(0.05)):
-        parser.error("--pairs must be 6 or more, for bounds of 95 %")
+    if getattr(options, turns) < math.ceil(1 - math.log2(0.05)):
+        parser.error(f"--{turns} must be 6 or more, for bounds of 95 %")
+    return options
+
+
+def main() -> int:
+    options = options_of(__doc__, "pairs", "gpu_generate.json")
     warnings.filterwarnings("ignore", category=FutureWarning)
     work(options)
     return 0

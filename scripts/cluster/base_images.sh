@@ -16,12 +16,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "base_images.sh: $base" >&2
-debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/root" "$mirror" >"$work/log" ||
+debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/tree" "$mirror" >"$work/log" ||
   { tail -20 "$work/log" >&2 && exit 1; }
-rm -rf "$work"/root/{etc/apt/sources.list,etc/hostname,etc/resolv.conf,var/lib/apt/lists,var/cache/apt,var/log,usr/share/doc,usr/share/man}
-mkdir -p "$work"/root/{var/lib/apt/lists/partial,var/cache/apt/archives/partial,var/log}
+rm -rf "$work"/tree/{etc/apt/sources.list,etc/hostname,etc/resolv.conf,var/lib/apt/lists,var/cache/apt,var/log,usr/share/doc,usr/share/man}
+mkdir -p "$work"/tree/{var/lib/apt/lists/partial,var/cache/apt/archives/partial,var/log}
 made=$(buildah from scratch)
-buildah add --quiet "$made" "$work/root" / >/dev/null
+buildah add --quiet "$made" "$work/tree" / >/dev/null
 buildah config --cmd '["python3"]' "$made"
 buildah commit --quiet --rm "$made" "$base" >/dev/null
 
