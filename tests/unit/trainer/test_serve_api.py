@@ -218,16 +218,18 @@ def until_idle(client: httpx.Client) -> None:
 
 
 def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client: httpx.Client) -> None:
-    short = client.post("/scope/v1/runs", json={"prompts": ["hello", "whales"], "tokens": 4})
+    greedy = {"temperature": 0}  # a sampled end of text would be another way to end
+    short = client.post("/scope/v1/runs", json={"prompts": ["hello", "whales"], "tokens": 4, "sampling": greedy})
     assert short.status_code == 201
     run = short.json()["run"]
     while (shown := client.get(f"/scope/v1/runs/{run}").json())["state"] != "done":
         assert shown["state"] in {"queued", "prefill", "decoding"}
     assert [len(ids) for ids in shown["ids"]] == [4, 4]
-    long = client.post("/scope/v1/runs", json={"prompts": ["hello"], "tokens": 512}).json()["run"]
+    endless = {"prompts": ["hello"], "tokens": 512, "sampling": greedy}
+    long = client.post("/scope/v1/runs", json=endless).json()["run"]
     assert client.delete(f"/scope/v1/runs/{long}").status_code == 204
-    while client.get(f"/scope/v1/runs/{long}").json()["state"] != "cancelled":
-        pass
+    while (state := client.get(f"/scope/v1/runs/{long}").json()["state"]) != "cancelled":
+        assert state in {"queued", "prefill", "decoding"}
     assert [one["run"] for one in client.get("/scope/v1/runs").json()][:2] == [long, run]
     assert client.delete("/scope/v1/runs/000000000000").status_code == 404
     changed = client.patch(f"/scope/v1/runs/{run}", json={"capture": {"preset": "lite"}})
