@@ -505,6 +505,20 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * Action
+         * @description What somebody changed through the hub. Ids grow, over restarts of the hub, too.
+         */
+        Action: {
+            /** At */
+            at: string;
+            /** Id */
+            id: number;
+            /** What */
+            what: string;
+            /** Who */
+            who: string;
+        };
+        /**
          * Capture
          * @description What is sent of a run.
          */
@@ -1302,6 +1316,12 @@ export interface components {
          * @description What the operator polls.
          */
         Summary: {
+            /**
+             * Actions
+             * @description The newest 64, oldest first.
+             * @default []
+             */
+            actions: components["schemas"]["Action"][];
             /** Attempt */
             attempt: number;
             /** Hungranks */

@@ -405,7 +405,18 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         assert sent["prompts"] == ["The sea "] and sent["capture"]["preset"] == "default"
         assert (await client.patch(f"{RUNS}/{RUN}", json={"capture": {"preset": "lite"}})).status_code == 204
         assert (await client.delete(f"{RUNS}/{RUN}")).status_code == 204
-        assert [one["action"] for one in hub.hub.scope.asker.actions] == ["start", "change the capture of", "cancel"]
+        door = {"X-Megatronapp-Caller": "jane@example.org"}
+        assert (await client.delete(f"{RUNS}/{RUN}", headers=door)).status_code == 204
+        actions = (await hub.get("/api/v1/summary"))["actions"]
+        assert [(one["who"], one["what"]) for one in actions] == [
+            ("controller token", f"started run {RUN} of 1 prompts"),
+            ("controller token", f"changed what is captured of run {RUN}"),
+            ("controller token", f"cancelled run {RUN}"),
+            ("jane@example.org", f"cancelled run {RUN}"),
+        ]
+        assert actions[0]["at"].endswith("Z")
+        ids = [one["id"] for one in actions]
+        assert ids == sorted(set(ids))
         filters = {"expression": {"qkv": "__import__('os')"}}
         refused: list[dict[str, Any]] = [{"prompts": []}, request | {"capture": filters}]
         for wrong in [*refused, request | {"capture": {"pinned": [{"layer": 9, "head": 0}]}}]:

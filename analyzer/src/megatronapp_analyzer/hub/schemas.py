@@ -208,6 +208,17 @@ class VerdictView(ApiModel):
     sentence: str
 
 
+class Action(ApiModel):
+    """What somebody changed through the hub. Ids grow, over restarts of the hub, too."""
+
+    id: int
+    at: str
+    """RFC 3339."""
+    who: str
+    """Whom the door names, else `controller token`."""
+    what: str
+
+
 class Summary(ApiModel):
     """What the operator polls."""
 
@@ -220,6 +231,7 @@ class Summary(ApiModel):
     hung_ranks: list[int]
     ranks: int
     tracer: TracerHealth
+    actions: Annotated[list[Action], Field(description="The newest 64, oldest first.")] = []
 
 
 class Series(ApiModel):

@@ -1,5 +1,6 @@
 """Answers of the HTTP interface, made from what the hub holds."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -138,6 +139,7 @@ def summary(hub: "Hub") -> schemas.Summary:
         hung_ranks=hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
+        actions=[schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.asker.actions.all()],
     )
 
 

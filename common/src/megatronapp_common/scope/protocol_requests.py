@@ -9,6 +9,8 @@ from megatronapp_common.errors import ExpressionError
 from megatronapp_common.scope.expression import MAX_CHARACTERS
 from megatronapp_common.scope.reducers import parse_reducer
 
+CALLER_HEADER = "X-Megatronapp-Caller"
+"""In which the door tells the hub who asks; it passes none on that a client sends."""
 MAX_PROMPTS = 8
 MAX_TOKENS = 512
 MAX_PINNED = 64

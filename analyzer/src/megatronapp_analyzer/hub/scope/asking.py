@@ -1,15 +1,13 @@
 """What the desk asks of the model: runs, changes, and probes for numbers that it does not hold."""
 
-import logging
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope import encode
+from megatronapp_analyzer.hub.scope.actions import ActionLog
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk
 from megatronapp_analyzer.hub.scope.exact import HEADED
 from megatronapp_analyzer.hub.scope.merge import Piece, Table
@@ -17,20 +15,16 @@ from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
 
-LOG = logging.getLogger(__name__)
 RETRY_MS = 200
-KEPT_ACTIONS = 256
 
 
 class Asker:
     """Between routes and rank 0. `client` None: no model serves here."""
 
-    def __init__(self, desk: ScopeDesk, client: ServeClient | None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, desk: ScopeDesk, client: ServeClient | None) -> None:
         self.desk = desk
         self.client = client
-        self.actions: deque[dict[str, Any]] = deque(maxlen=KEPT_ACTIONS)
-        """What controllers did, newest last, for the events of the job."""
-        self._clock = clock
+        self.actions = ActionLog()
 
     @property
     def serving(self) -> ServeClient:
@@ -41,27 +35,23 @@ class Asker:
             )
         return self.client
 
-    def _note(self, action: str, run: str) -> None:
-        LOG.info("a controller asked to %s run %s", action, run)
-        self.actions.append({"time": self._clock(), "action": action, "run": run})
-
-    async def start(self, request: RunRequest) -> dict[str, Any]:
-        """Queue a run."""
+    async def start(self, request: RunRequest, who: str) -> dict[str, Any]:
+        """Queue a run. `who` asks."""
         self._check_heads(request.capture.pinned)
         answer = await self.serving.start(request)
-        self._note("start", str(answer.get("run")))
+        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {len(request.prompts)} prompts")
         return answer
 
-    async def cancel(self, run: str) -> None:
+    async def cancel(self, run: str, who: str) -> None:
         """End a run."""
         await self.serving.cancel(run)
-        self._note("cancel", run)
+        self.actions.note(who, f"cancelled run {run}")
 
-    async def change(self, run: str, change: CaptureChange) -> None:
+    async def change(self, run: str, change: CaptureChange, who: str) -> None:
         """Change what is captured."""
         self._check_heads(change.capture.pinned)
         await self.serving.change(run, change)
-        self._note("change the capture of", run)
+        self.actions.note(who, f"changed what is captured of run {run}")
 
     def _check_heads(self, heads: Sequence[Any]) -> None:
         model = self.desk.publishers.model

@@ -11,6 +11,7 @@ from megatronapp_analyzer.hub.access import hub_of, role_of
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.schemas import Problem
 from megatronapp_analyzer.hub.scope import exact, schemas, session_file, viewers
+from megatronapp_analyzer.hub.scope.actions import who_of
 from megatronapp_analyzer.hub.scope.asking import RETRY_MS
 from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
@@ -58,6 +59,7 @@ def controller(connection: HTTPConnection) -> None:
 
 ScopeOf = Annotated[ScopeService, Depends(service_of)]
 CONTROLLER = [Depends(controller)]
+Who = Annotated[str, Depends(who_of)]
 RunId = Annotated[str, Path(max_length=64)]
 Index = Annotated[int, Path(ge=0, lt=1 << 20)]
 IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
@@ -95,9 +97,9 @@ async def runs(scope: ScopeOf) -> list[schemas.RunSummary]:
     responses=BODY,
     dependencies=CONTROLLER,
 )
-async def start(scope: ScopeOf, request: RunRequest) -> schemas.Started:
+async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.Started:
     """Generate from some prompts; the answer tells the place in the queue."""
-    answer = await scope.asker.start(request)
+    answer = await scope.asker.start(request, who)
     return schemas.Started(run=str(answer.get("run")), position=answer.get("position"))
 
 
@@ -115,9 +117,9 @@ async def run_detail(scope: ScopeOf, run: RunId) -> schemas.RunDetail:
     responses=CONTROLS,
     dependencies=CONTROLLER,
 )
-async def cancel(scope: ScopeOf, run: RunId) -> None:
+async def cancel(scope: ScopeOf, run: RunId, who: Who) -> None:
     """End a run."""
-    await scope.asker.cancel(run_of(scope, run).id)
+    await scope.asker.cancel(run_of(scope, run).id, who)
 
 
 @router.patch(
@@ -127,9 +129,9 @@ async def cancel(scope: ScopeOf, run: RunId) -> None:
     responses=BODY,
     dependencies=CONTROLLER,
 )
-async def change(scope: ScopeOf, run: RunId, request: CaptureChange) -> None:
+async def change(scope: ScopeOf, run: RunId, request: CaptureChange, who: Who) -> None:
     """Capture something else from the next step on."""
-    await scope.asker.change(run_of(scope, run).id, request)
+    await scope.asker.change(run_of(scope, run).id, request, who)
 
 
 @router.get(
@@ -230,10 +232,11 @@ def _positions(run: Run, sample: int, position: int | None) -> list[int]:
     responses={**BODY, 202: {"model": schemas.Coming}},
     dependencies=CONTROLLER,
 )
-async def refit(scope: ScopeOf, run: RunId, request: schemas.PcaRequest) -> Any:  # noqa: ANN401
+async def refit(scope: ScopeOf, run: RunId, request: schemas.PcaRequest, who: Who) -> Any:  # noqa: ANN401
     """New axes, turned onto the old ones. They come as SCOPE_PCA."""
     known = run_of(scope, run)
     probe = await scope.bases.refit(known, scope.check_layers(request.layers))
+    scope.asker.actions.note(who, f"asked for new axes of PCA from run {known.id}")
     return schemas.Fitted(version=scope.bases.version) if probe is None else _coming(probe)
 
 

@@ -1,0 +1,55 @@
+"""What controllers did, for the events of the job: the operator polls it with the summary."""
+
+import dataclasses
+import datetime
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from starlette.requests import HTTPConnection
+
+from megatronapp_common.scope.protocol_requests import CALLER_HEADER
+
+LOG = logging.getLogger(__name__)
+KEPT = 64
+MAX_WHO = 253
+NOBODY = "controller token"
+"""Who came with the job's own token, not through the door."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """One thing that somebody changed. `at`: RFC 3339."""
+
+    id: int
+    at: str
+    who: str
+    what: str
+
+
+class ActionLog:
+    """The newest of them, oldest first. `clock` gives seconds since 1970."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._kept: deque[Action] = deque(maxlen=KEPT)
+        self._newest = 0
+
+    def note(self, who: str, what: str) -> None:
+        """Somebody did something. Numbers grow over restarts of the hub, too: they begin with the time in ms."""
+        now = self._clock()
+        self._newest = max(self._newest + 1, int(now * 1000))
+        at = datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat(timespec="milliseconds")
+        self._kept.append(Action(id=self._newest, at=at.replace("+00:00", "Z"), who=who, what=what))
+        LOG.info("%s: %s", who, what)
+
+    def all(self) -> list[Action]:
+        """At most KEPT."""
+        return list(self._kept)
+
+
+def who_of(connection: HTTPConnection) -> str:
+    """Whom the door names; whoever has the job's token needs no door, and may write any name."""
+    said = connection.headers.get(CALLER_HEADER, "")
+    return "".join(letter for letter in said if letter.isprintable())[:MAX_WHO].strip() or NOBODY
