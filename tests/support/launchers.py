@@ -59,6 +59,14 @@ if action == "chatter":
 if action == "kill":
     print("last words", end="", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+if action == "watch":
+    import ctypes
+    from megatronapp_trainer.lost import LossWatch
+    held, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    with LossWatch(lambda: print("told of a loss", flush=True)):
+        mark("watches")
+        libc.pthread_mutex_lock(held)
+        libc.pthread_mutex_lock(held)  # for ever, as in a collective: no handler of Python's runs
 if action in ("wait", "polite", "victim"):
     time.sleep(600)
 """

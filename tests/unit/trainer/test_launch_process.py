@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from launchers import Gang, alive, wait_until
+from launchers import DEADLINE_S, Gang, alive, wait_until
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import RECORD, Counter, Kind
@@ -89,6 +89,23 @@ def test_a_victim_that_ends_first_is_not_taken_for_the_culprit(gang: Gang) -> No
         os.kill(pid, signal.SIGKILL)  # what they would do by themselves; spares the test the grace
     assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, ExitCode.NOT_FINITE]
     assert "rank 3 on worker 1 ended with exit code 66" in gang.workers[0].record()["message"]
+
+
+def test_ranks_that_hang_are_told_of_a_lost_peer_and_end_by_themselves(gang: Gang) -> None:
+    gang.start({0: "watch", 1: "watch", 2: "watch", 3: "wait"}, grace_s=DEADLINE_S)
+    pids = gang.running(BOTH)
+    gang.go()
+    watching = [gang.workers[0].run_dir / "state-0", gang.workers[0].run_dir / "state-1"]
+    watching += [gang.workers[1].run_dir / "state-2"]
+    wait_until(lambda: all(path.read_text() == "watches" for path in watching))
+    os.kill(pids[3], signal.SIGKILL)
+    assert [worker.end() for worker in gang.workers] == [ExitCode.PEER_LOST, ExitCode.OWN_FAILURE]
+    for rank, worker in enumerate([gang.workers[0], gang.workers[0], gang.workers[1]]):
+        assert f"rank {rank} ended with exit code {ExitCode.PEER_LOST}" in worker.output()
+        lines = (worker.run_dir / f"rank-{rank}.log").read_text().splitlines()
+        assert lines[-2] == "told of a loss"
+        assert "this one would wait for it for ever" in lines[-1]
+    assert gang.workers[1].record()["rank"] == 3
 
 
 def test_a_killed_launcher_takes_its_ranks_along_and_the_others_stop(gang: Gang) -> None:

@@ -14,6 +14,7 @@ from megatronapp_trainer.launch.evidence import Event, RankEnd, Standing, judge
 from megatronapp_trainer.launch.gang import Gang
 from megatronapp_trainer.launch.messages import Notice, Stop
 from megatronapp_trainer.launch.outcome import Outcome
+from megatronapp_trainer.lost import PEER_LOST
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class RankProcess:
 class Supervisor:
     """Watches ranks and gang. To be made and used inside a running event loop of the main thread.
 
-    After the first sign of a failure the other ranks have `grace_s` to end by themselves and say what they saw; what
-    still runs then is killed. The reason may be learned within that time, too.
+    After the first sign of a failure the other ranks are told of it (`lost.PEER_LOST`) and have `grace_s` to end by
+    themselves and say what they saw; what still runs then is killed. The reason may be learned within that time, too.
     """
 
     def __init__(self, *, worker: int, gang: Gang, grace_s: float, on_stop: Callable[[], None] = lambda: None) -> None:
@@ -50,7 +51,8 @@ class Supervisor:
         self._told: Notice | None = None
 
     def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
-        """Start the ranks."""
+        """Start the ranks. They ignore `PEER_LOST`, as this process does, until they watch for it."""
+        signal.signal(PEER_LOST, signal.SIG_IGN)
         for local_rank in range(num_ranks):
             rank = start_rank(local_rank)
             self._running[rank.pid] = rank
@@ -68,8 +70,7 @@ class Supervisor:
         """Once only: a rank that is about to leave would die of a second signal."""
         self._asked_to_stop = True
         self._on_stop()
-        for rank in self._running.values():
-            process.send(rank.pid, signal.SIGTERM)
+        self._signal_ranks(signal.SIGTERM)
 
     def reap(self) -> None:
         """Take in what has ended."""
@@ -138,6 +139,7 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is None:
             self._kill_at = now + self._grace_s
+            self._signal_ranks(PEER_LOST)
         overdue = now >= self._kill_at
         if judgement.standing is Standing.CERTAIN or (judgement.standing is Standing.SUSPICIOUS and overdue):
             self._tell()
@@ -151,9 +153,12 @@ class Supervisor:
 
     def _kill(self) -> None:
         self._killed = True
+        log.info("killing %s", ", ".join(f"rank {rank.rank}" for rank in self._running.values()))
+        self._signal_ranks(signal.SIGKILL)
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
         for rank in self._running.values():
-            log.info("killing rank %d", rank.rank)
-            process.send(rank.pid, signal.SIGKILL)
+            process.send(rank.pid, number)
 
     async def _wait(self) -> None:
         """Until something happens, or the grace is over."""

@@ -1,0 +1,66 @@
+"""A rank that was lost, as the launcher tells the others: a signal that is heard even while a collective hangs.
+
+gloo raises where a peer is gone; NCCL waits, and torch keeps the main thread inside of it, where Python runs no
+handler. Python's own C handler still writes the signal's number to a file descriptor (`signal.set_wakeup_fd`), on which
+a thread of ours waits.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from megatronapp_common.names import ExitCode
+
+PEER_LOST = signal.SIGUSR1
+"""What a launcher sends to its ranks once a rank of the gang is lost; programs that do not watch for it ignore it."""
+STDERR = 2
+LINGER_S = 1.0
+"""So long the main thread may end by itself, as it does where a collective raises, and answers leave the process."""
+
+
+class LossWatch:
+    """Context manager for the main thread: once a rank is lost, act, and end the process where it does not end itself.
+
+    `act` runs in another thread, while the main thread may hang or be ending; it must not wait. The process then has
+    `LINGER_S` to leave the context, and exits with the code of a lost peer.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._left = threading.Event()
+
+    def __enter__(self) -> "LossWatch":
+        """Hear the signal from now on."""
+        self._reading, self._writing = socket.socketpair()
+        self._writing.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        self._previous = signal.signal(PEER_LOST, lambda _number, _frame: None)
+        threading.Thread(target=self._watch, name="loss-watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hear it no more."""
+        self._left.set()
+        signal.signal(PEER_LOST, self._previous)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._writing.close()
+
+    def _watch(self) -> None:
+        with self._reading:
+            while numbers := self._reading.recv(64):
+                if PEER_LOST in numbers:
+                    self._end()
+                    return
+
+    def _end(self) -> None:
+        try:
+            self._act()
+        finally:
+            if not self._left.wait(LINGER_S):
+                os.write(STDERR, b"error: a rank of the gang was lost, and this one would wait for it for ever\n")
+                os._exit(ExitCode.PEER_LOST)
