@@ -1,4 +1,6 @@
-"""Settings of all tests: generated inputs have no deadline, because a loaded machine is not a failure.
+"""Settings of all tests, and ranks of torch: ``run_ranks(world, function, *arguments)`` gives the ranks' results.
+
+Generated inputs have no deadline, because a loaded machine is not a failure.
 
 In continuous integration the inputs are the same in every run; elsewhere they are new each time and find more.
 
@@ -6,9 +8,16 @@ Signals have their default meaning: a shell that starts us in the background, or
 every process that a test starts would inherit and honour.
 """
 
+import importlib.util
 import os
+import pathlib
 import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared", deadline=None)
@@ -18,3 +27,27 @@ settings.load_profile("ci" if os.environ.get("CI") else "shared")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
+
+_FORK_SERVER = pathlib.Path(__file__).parent / "support" / "torch_forkserver.py"
+
+
+@pytest.fixture(scope="session")
+def forkserver() -> Iterator[Any]:
+    """The fork server of this test session, started at its first use."""
+    spec = importlib.util.spec_from_file_location("torch_forkserver", _FORK_SERVER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["torch_forkserver"] = module
+    spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory() as directory:  # a socket's path must be short, pytest's are not
+        server = module.ForkServer(pathlib.Path(directory))
+        yield server
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(forkserver: Any) -> Callable[..., list[Any]]:
+    """Run a top-level function of the test's file on gloo ranks; ``timeout_s`` and ``environment`` are keywords."""
+    run: Callable[..., list[Any]] = forkserver.run
+    return run
