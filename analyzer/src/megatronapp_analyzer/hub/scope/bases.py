@@ -54,11 +54,15 @@ class BasisDesk:
             LOG.warning("PCA: %s", error)
 
     def _after_prefill(self, run: Run) -> None:
-        """The first prompt that asks for PCA gives the axes."""
+        """The first prompt that asks for PCA gives the axes; later runs are told of them."""
         capture, model = run.header.get("capture") or {}, self._desk.publishers.model
         wanted = capture.get("preset") != "off" and (capture.get("states") or {}).get("pca", True)
-        if wanted and model is not None and self._asker.client is not None and not self.bases:
-            self._start(self.ask(run, range(model["layers"]), refit=False))
+        if wanted and model is not None and self._asker.client is not None:
+            if self.bases:
+                rows = {layer: np.empty((0, len(basis.mean))) for layer, basis in self.bases.items()}
+                self._desk.publish_frame(run, self._frame(run, rows, (), refit=False))
+            else:
+                self._start(self.ask(run, range(model["layers"]), refit=False))
 
     async def refit(self, run: Run, layers: Sequence[int]) -> str | None:
         """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
@@ -105,7 +109,7 @@ class BasisDesk:
 
     def _frame(self, run: Run, rows: Rows, positions: Sequence[int], *, refit: bool) -> Frame:
         room = (MAX_MESSAGE_BYTES - 2 * HEADER_ROOM) // (4 * COMPONENTS * len(rows) + 16)
-        every = -(-len(positions) // room)
+        every = max(1, -(-len(positions) // room))
         points = np.stack([self.bases[layer].project(found)[::every] for layer, found in rows.items()], axis=1)
         header = {
             "run": run.id,
