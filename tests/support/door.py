@@ -127,9 +127,9 @@ class Door:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=DEADLINE_S, trust_env=False, **how)
 
-    def job_token(self, uid: str) -> str:
-        """The viewer's token of a job."""
-        return derive(job_secret(self.key, uid), Role.VIEWER)
+    def job_token(self, uid: str, role: Role = Role.VIEWER) -> str:
+        """A token of a job."""
+        return derive(job_secret(self.key, uid), role)
 
 
 @contextlib.contextmanager
@@ -140,6 +140,7 @@ def door(
     reviews: bool = True,
     page: bool = True,
     built: pathlib.Path | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[Door]:
     """Start a door with the rights of the chart and the built page, or a small one; it is gone at the end."""
     namespace = f"door-{'reviews' if reviews else 'tokens'}-{os.getpid()}-{folder.name}".replace("_", "-")
@@ -156,12 +157,17 @@ def door(
     (dist / "assets").mkdir(parents=True)
     (dist / "index.html").write_text("<!doctype html><html><head><title>page</title></head></html>", encoding="utf-8")
     (dist / "assets" / "app-1.js").write_text("1", encoding="utf-8")
-    flags = [f"--kubeconfig={kubeconfig(plane, folder, token)}", f"--key-file={folder / 'key'}", "--host=127.0.0.1"]
-    flags += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
-    flags += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
+    words = [
+        *flags,
+        f"--kubeconfig={kubeconfig(plane, folder, token)}",
+        f"--key-file={folder / 'key'}",
+        "--host=127.0.0.1",
+    ]
+    words += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
+    words += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
     log = folder / "door.log"
     running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
-    with process([sys.executable, "-m", "megatronapp_operator.door", *flags], log), running.client() as client:
+    with process([sys.executable, "-m", "megatronapp_operator.door", *words], log), running.client() as client:
         wait_for(lambda: _ready(client), log)
         yield running
 

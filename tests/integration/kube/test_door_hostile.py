@@ -13,7 +13,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from megatronapp_common import frames
-from megatronapp_operator.door.routes import CALLERS_SOCKETS
+from megatronapp_common.tokens import Role
+from megatronapp_operator.door.visits import CALLERS_SOCKETS
 
 PASSED = {"content-type", "transfer-encoding", "date", "content-length"}
 OURS = {
@@ -97,6 +98,7 @@ def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
     job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
 ) -> None:
     more = {"X-Forwarded-For": "10.1.2.3", "X-Secret": "s", "Origin": reviewing.url, "Referer": reviewing.url}
+    more["X-Megatronapp-Caller"] = "root"
     with reviewing.client() as browser:
         browser.post("/login", data={"token": token})
         cookie = next(iter(browser.cookies.values()))
@@ -104,9 +106,11 @@ def test_a_hub_hears_its_own_token_and_nothing_of_the_caller(
         browser.post(f"{job.path}/faults", json={"rank": 0}, headers=more)
         browser.delete(f"{job.path}/faults/one", headers=more)
     assert [one.path for one in hub.asked] == ["/api/v1/job?a=1", "/api/v1/faults", "/api/v1/faults/one"]
-    for one in hub.asked:
+    for one, role in zip(hub.asked, (Role.VIEWER, Role.CONTROLLER, Role.CONTROLLER), strict=True):
         said = {name.lower(): value for name, value in one.headers.items()}
-        assert said.pop("authorization") == f"Bearer {reviewing.job_token(job.uid)}"
+        assert said.pop("authorization") == f"Bearer {reviewing.job_token(job.uid, role)}"
+        told = said.pop("x-megatronapp-caller", None)
+        assert told == (None if role is Role.VIEWER else f"system:serviceaccount:{job.namespace}:alice")
         assert set(said) <= {"host", "accept", "accept-encoding", "user-agent", "content-type", "content-length"}
         assert not any(token in value or cookie in value for value in said.values())
 

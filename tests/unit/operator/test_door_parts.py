@@ -24,15 +24,10 @@ from megatronapp_operator.door.live import reason_of
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
 from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
-from megatronapp_operator.door.routes import (
-    CALLERS_SOCKETS,
-    JOBS_SOCKETS,
-    MAX_REQUESTS,
-    MAX_SOCKETS,
-    shares_of_request,
-)
+from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, shares_of_request
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
 from megatronapp_operator.door.shares import Shares
+from megatronapp_operator.door.visits import CALLERS_SOCKETS, JOBS_SOCKETS
 from megatronapp_operator.errors import BackendError
 
 

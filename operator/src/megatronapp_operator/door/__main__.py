@@ -20,11 +20,11 @@ from megatronapp_operator.controller import probes
 from megatronapp_operator.door import protocols
 from megatronapp_operator.door.app import DoorSettings, create_app
 from megatronapp_operator.door.metrics import DoorMetrics
-from megatronapp_operator.door.routes import MAX_SOCKETS
+from megatronapp_operator.door.routes import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.errors import BackendError, OperatorError
 
 MAX_MESSAGE_BYTES = 4 << 10
-"""Of a page's messages on the live socket, which says nothing."""
+"""Of a page's messages: on the live socket it says nothing, on that of MegaScope credit and what it missed."""
 SHUTDOWN_S = 3
 MAX_CONNECTIONS = 1_000
 """Then the door answers 503. Live sockets have a limit of their own."""
@@ -41,6 +41,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-sockets", type=int, default=MAX_SOCKETS, help="live sockets that may be open (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--controls",
+        type=int,
+        default=CONTROLS,
+        help="controlling calls of one caller to one job at once, and as many more in 15 s (default: %(default)s)",
     )
     parser.add_argument("--key-file", type=pathlib.Path, required=True, help="file with the installation's key")
     parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
@@ -82,6 +88,7 @@ async def serve(arguments: argparse.Namespace) -> None:
         frontend=arguments.frontend,
         hub_port=arguments.hub_port,
         max_sockets=arguments.max_sockets,
+        controls=arguments.controls,
     )
     registry = CollectorRegistry()
     metrics = DoorMetrics(registry)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from megatronapp_common.names import HUB_PORT
 from megatronapp_common.safe_headers import SafeHeaders
 from megatronapp_operator.backends.kubernetes.api import Api
-from megatronapp_operator.door import pages, problems, routes
+from megatronapp_operator.door import pages, problems, routes, routes_scope
 from megatronapp_operator.door.access import Credentials, cookie_name
 from megatronapp_operator.door.catalog import Catalog
 from megatronapp_operator.door.gate import Gate
@@ -43,6 +43,8 @@ class DoorSettings:
     hub_port: int = HUB_PORT
     max_sockets: int = routes.MAX_SOCKETS
     """Live sockets that may be open at a time."""
+    controls: int = routes.CONTROLS
+    """Controlling calls of one caller to one job at once, and again in 15 s."""
 
 
 def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
@@ -57,7 +59,8 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
         redirect_slashes=False,
     )
     problems.install(app)
-    for router in (routes.probes, routes.router, routes.sockets):
+    scope = (routes_scope.router, routes_scope.sockets)  # before what takes every path below a job
+    for router in (*scope, routes.probes, routes.router, routes.sockets):
         app.include_router(router)
     return app
 
@@ -79,6 +82,7 @@ def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAP
                 session=session,
                 metrics=metrics,
                 sockets=sockets,
+                controls=settings.controls,
             )
             yield
 

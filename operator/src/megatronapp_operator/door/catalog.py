@@ -1,4 +1,4 @@
-"""The jobs as the door sees them, and the viewer's token of each, which follows from the installation's key."""
+"""The jobs as the door sees them, and the tokens of each, which follow from the installation's key."""
 
 import dataclasses
 import hashlib
@@ -14,6 +14,8 @@ FRESH_S = 2.0
 UNKNOWN_S, MAX_UNKNOWN = 60.0, 2_000
 """How long a token counts as that of no job, which was asked for once: browsers keep those of jobs that are gone."""
 TOKEN_LENGTH = 64
+ROLES = (Role.VIEWER, Role.CONTROLLER)
+"""Of people. The other tokens of a job open nothing here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Of a status."""
 
@@ -48,7 +50,7 @@ class Job:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Listed:
     jobs: tuple[Job, ...]
-    by_token: dict[str, Job]
+    by_token: dict[str, tuple[Job, Role]]
 
 
 class Catalog:
@@ -72,8 +74,8 @@ class Catalog:
             return None
         return await self._one.get((namespace, name))
 
-    async def job_of(self, token: str) -> Job | None:
-        """The job whose viewer's token this is."""
+    async def job_of(self, token: str) -> tuple[Job, Role] | None:
+        """The job whose token this is, and what who shows it may be."""
         if len(token) != TOKEN_LENGTH:
             return None
         mark = _fingerprint(token)
@@ -82,16 +84,17 @@ class Catalog:
             return found
         return (await self._all.get(None)).by_token.get(mark)
 
-    def viewer_token(self, job: Job) -> str:
-        """What the job's hub wants to see."""
-        return derive(job_secret(self._key, job.uid), Role.VIEWER)
+    def token(self, job: Job, role: Role) -> str:
+        """What the job's hub wants to see of somebody with this role."""
+        return derive(job_secret(self._key, job.uid), role)
 
     async def _list(self, _: None) -> _Listed:
         documents: list[Object] = []
         for namespace in self._namespaces or (None,):
             documents += (await self._api.list_objects(JOBS, namespace)).items
         jobs = sorted((Job.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
-        return _Listed(tuple(jobs), {_fingerprint(self.viewer_token(job)): job for job in jobs})
+        marks = {_fingerprint(self.token(job, role)): (job, role) for job in jobs for role in ROLES}
+        return _Listed(tuple(jobs), marks)
 
     async def _is_unknown(self, mark: str) -> bool:
         """Whether the next listing does not have it, either: its job may have just been made."""

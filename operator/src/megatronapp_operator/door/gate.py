@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
+from megatronapp_common.tokens import Role
 from megatronapp_operator.door.catalog import Catalog, Job
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.reviews import Reviews, Right, User, Verb
@@ -11,6 +12,7 @@ from megatronapp_operator.door.reviews import Reviews, Right, User, Verb
 LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
 MAX_TOKEN_BYTES = 8 << 10
 """Tokens of a cluster are a few KiB."""
+TOKEN_HOLDER = "somebody with the job's token"
 AT_ONCE = 16
 """Questions about rights that one list asks at the same time."""
 
@@ -21,7 +23,14 @@ class Caller:
 
     user: User | None
     jobs: frozenset[str]
-    """Uids."""
+    """Uids of the jobs whose tokens they hold."""
+    controlled: frozenset[str] = frozenset()
+    """Those of which they hold the controller's token."""
+
+    @property
+    def name(self) -> str:
+        """Who they are, as a job's events say it. Tokens of jobs name nobody."""
+        return self.user.name if self.user is not None else TOKEN_HOLDER
 
     @property
     def identity(self) -> str:
@@ -40,17 +49,19 @@ class Gate:
         """Who shows these tokens. Raises Refusal (401) if none of them is good."""
         if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
             raise Refusal(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
-        jobs: set[str] = set()
+        jobs, controlled = set[str](), set[str]()
         user = None
         found = await asyncio.gather(*map(self._catalog.job_of, tokens))  # who is not known waits for one listing
-        for token, job in zip(tokens, found, strict=True):
-            if job is not None:
+        for token, known in zip(tokens, found, strict=True):
+            if known is not None:
+                job, role = known
                 jobs.add(job.uid)
+                controlled |= {job.uid} if role is Role.CONTROLLER else set()
             elif self._reviews is not None and user is None:
                 user = await self._reviews.user_of(token)
         if user is None and not jobs:
             raise Refusal(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
-        return Caller(user, frozenset(jobs))
+        return Caller(user, frozenset(jobs), frozenset(controlled))
 
     async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> Job:
         """The job, where the caller may. Raises Refusal: 403 without the right, 404 if there is no such job."""
@@ -68,6 +79,23 @@ class Gate:
             raise Refusal(403, "no-right", f"{caller.user.name} may not {right}", hint)
         if job is None:
             raise Refusal(404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs.")
+        return job
+
+    async def role(self, caller: Caller, job: Job) -> Role:
+        """What somebody who may see the job is towards its hub. Who may update the job may control its model."""
+        if job.uid in caller.controlled:
+            return Role.CONTROLLER
+        if caller.user is None or self._reviews is None:
+            return Role.VIEWER
+        may = await self._reviews.allows(caller.user, Right(Verb.UPDATE, job.namespace, job.name))
+        return Role.CONTROLLER if may else Role.VIEWER
+
+    async def control(self, caller: Caller, namespace: str, name: str) -> Job:
+        """The job, where the caller may generate and pin. Raises Refusal as `admit` does."""
+        job = await self.admit(caller, Verb.UPDATE, namespace, name)
+        if await self.role(caller, job) is not Role.CONTROLLER:
+            hint = "Open it with `megatronapp ui` as somebody who may update the job."
+            raise Refusal(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
         return job
 
     async def visible(self, caller: Caller) -> list[Job]:

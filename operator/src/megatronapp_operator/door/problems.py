@@ -13,13 +13,14 @@ WHERE = "See /api/v1/openapi.json for what there is."
 
 
 class Refusal(OperatorError):
-    """What the door does not do. `status` is the HTTP status."""
+    """What the door does not do. `status` is the HTTP status; `retry_s` says when another try may help."""
 
-    def __init__(self, status: int, code: str, message: str, hint: str) -> None:
+    def __init__(self, status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.hint = hint
+        self.retry_s = retry_s
 
 
 def problem_response(status: int, code: str, message: str, hint: str) -> JSONResponse:
@@ -30,7 +31,10 @@ def problem_response(status: int, code: str, message: str, hint: str) -> JSONRes
 
 def refused(refusal: Refusal) -> JSONResponse:
     """The answer for a refusal."""
-    return problem_response(refusal.status, refusal.code, str(refusal), refusal.hint)
+    answer = problem_response(refusal.status, refusal.code, str(refusal), refusal.hint)
+    if refusal.retry_s is not None:
+        answer.headers["Retry-After"] = str(refusal.retry_s)
+    return answer
 
 
 async def _on_refusal(request: Request, error: Exception) -> JSONResponse:

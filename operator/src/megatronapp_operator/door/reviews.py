@@ -32,7 +32,7 @@ class Verb(enum.StrEnum):
     LIST = "list"
     """See which jobs there are."""
     UPDATE = "update"
-    """Make ranks of a job slow."""
+    """Make ranks of a job slow, generate with its model, and pin heads."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

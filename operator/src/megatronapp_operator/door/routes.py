@@ -1,6 +1,5 @@
 """The door's interface: the list of jobs, and what is below each job, which its hub answers."""
 
-import contextlib
 from typing import Annotated, Any
 
 import aiohttp
@@ -10,16 +9,17 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
 from megatronapp_common.job.metadata import NAME_PATTERN
-from megatronapp_operator.backends.kubernetes.errors import ApiError
-from megatronapp_operator.door import live, relay
+from megatronapp_common.tokens import Role
+from megatronapp_operator.door import live, relay, visits
 from megatronapp_operator.door.access import Credentials
+from megatronapp_operator.door.answers import kind_of
 from megatronapp_operator.door.catalog import Catalog, Job
 from megatronapp_operator.door.gate import Caller, Gate
 from megatronapp_operator.door.hubs import Hubs
 from megatronapp_operator.door.metrics import DoorMetrics
 from megatronapp_operator.door.pages import read_body
-from megatronapp_operator.door.problems import Refusal, of_api, tell
-from megatronapp_operator.door.relay import AT_ONCE
+from megatronapp_operator.door.rates import Rates
+from megatronapp_operator.door.relay import AT_ONCE, Question
 from megatronapp_operator.door.reviews import Verb
 from megatronapp_operator.door.schemas import DoorJob, Health, Problem, Ticket
 from megatronapp_operator.door.shares import Shares
@@ -27,21 +27,24 @@ from megatronapp_operator.door.shares import Shares
 MAX_BODY_BYTES = 64 << 10
 MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
 """To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
-MAX_SOCKETS, CALLERS_SOCKETS, JOBS_SOCKETS = 64, 16, 48
-"""Live sockets: in all, of one caller, of one job. What one may take of memory stands in docs/door.md."""
-_WORD = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
+MAX_SOCKETS = 64
+"""Live sockets in all. What one may take of memory stands in docs/door.md."""
+CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
+"""Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
+callers to one job so many times as often."""
+Word = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
-HubPath = Annotated[str, Path(max_length=200, pattern=f"^{_WORD}(/{_WORD})*$")]
-FaultId = Annotated[str, Path(max_length=100, pattern=f"^{_WORD}$")]
+HubPath = Annotated[str, Path(max_length=200, pattern=f"^{Word}(/{Word})*$")]
+FaultId = Annotated[str, Path(max_length=100, pattern=f"^{Word}$")]
 STATUSES = (400, 401, 403, 404, 408, 413, 422, 503)
 FROM_HUB = (409, 429, 500, 502, 504)
 PROBLEMS: dict[int | str, dict[str, Any]] = {status: {"model": Problem} for status in STATUSES}
 HUB_PROBLEMS = PROBLEMS | {status: {"model": Problem} for status in FROM_HUB}
-FAULT_BODY = {
+OBJECT_BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
 }
-_BEARER = HTTPBearer(auto_error=False, description="A token of the cluster, or a job's viewer token.")
+BEARER = HTTPBearer(auto_error=False, description="A token of the cluster, or a job's viewer token.")
 
 
 class Door:
@@ -57,6 +60,7 @@ class Door:
         session: aiohttp.ClientSession,
         metrics: DoorMetrics,
         sockets: Shares,
+        controls: int = CONTROLS,
     ) -> None:
         self.catalog = catalog
         self.gate = gate
@@ -66,20 +70,35 @@ class Door:
         self.metrics = metrics
         self.requests = Shares("requests", in_all=MAX_REQUESTS)
         self.sockets = sockets
+        self.controls = Rates("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
     async def caller(self, connection: HTTPConnection) -> Caller:
         """Who asks. Raises Refusal (401, 403)."""
         return await self.gate.identify(self.credentials.tokens(connection))
 
     async def ask_hub(
-        self, caller: Caller, job: Job, path: str, query: str = "", *, method: str = "GET", body: bytes | None = None
+        self, caller: Caller, job: Job, path: str, query: str = "", *, role: Role = Role.VIEWER, tag: str | None = None
     ) -> Response:
-        """What the job's hub says. Raises Refusal."""
+        """What the job's hub tells. Raises Refusal."""
         url = relay.address_of(await self.hubs.address(job), path, query)
-        token = self.catalog.viewer_token(job)
+        token = self.catalog.token(job, role)
+        return await self._pass_on(caller, job, Question(url=url, token=token, tag=tag, kind=kind_of(path, query)))
+
+    async def control_hub(
+        self, caller: Caller, job: Job, path: str, *, method: str, body: bytes | None = None
+    ) -> Response:
+        """What the job's hub says to something that changes its job. Raises Refusal."""
+        self.controls.take({f"{caller.identity} at the {hub_of(job)}": 1, hub_of(job): JOBS_CONTROLS})
+        url = relay.address_of(await self.hubs.address(job), path, "")
+        role = await self.gate.role(caller, job)
+        who = caller.name if role is Role.CONTROLLER else None
+        token = self.catalog.token(job, role)
+        return await self._pass_on(caller, job, Question(url=url, token=token, method=method, body=body, who=who))
+
+    async def _pass_on(self, caller: Caller, job: Job, question: Question) -> Response:
         with self.requests.take(shares_of_request(caller, job)) as share:
             with self.metrics.asking_hub():
-                answer = await relay.ask(self.session, url, token=token, method=method, body=body)
+                answer = await relay.ask(self.session, question)
             answer.share = share.pop_all()
             return answer
 
@@ -108,7 +127,7 @@ async def _caller_of(connection: HTTPConnection) -> Caller:
 DoorOf = Annotated[Door, Depends(door_of)]
 CallerOf = Annotated[Caller, Depends(_caller_of)]
 probes = APIRouter(tags=["probes"])
-router = APIRouter(prefix="/api/v1", dependencies=[Security(_BEARER)], responses=PROBLEMS)
+router = APIRouter(prefix="/api/v1", dependencies=[Security(BEARER)], responses=PROBLEMS)
 sockets = APIRouter(prefix="/api/v1")
 
 
@@ -149,12 +168,12 @@ async def one_job(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Na
     return entry(await door.gate.admit(caller, Verb.GET, namespace, name))
 
 
-@router.post("/jobs/{namespace}/{name}/faults", status_code=201, openapi_extra=FAULT_BODY, responses=HUB_PROBLEMS)
+@router.post("/jobs/{namespace}/{name}/faults", status_code=201, openapi_extra=OBJECT_BODY, responses=HUB_PROBLEMS)
 async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Make a rank slow; the hub's own interface says how."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
     body = await read_body(request, MAX_BODY_BYTES)
-    return await door.ask_hub(caller, job, "faults", method="POST", body=body)
+    return await door.control_hub(caller, job, "faults", method="POST", body=body)
 
 
 @router.delete(
@@ -163,7 +182,7 @@ async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace:
 async def end_fault(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End a fault."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    return await door.ask_hub(caller, job, f"faults/{fault}", method="DELETE")
+    return await door.control_hub(caller, job, f"faults/{fault}", method="DELETE")
 
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})
@@ -177,37 +196,7 @@ async def read_hub(request: Request, caller: CallerOf, namespace: Namespace, nam
 @sockets.websocket("/jobs/{namespace}/{name}/live")
 async def follow(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     """The hub's live frames."""
-    door = door_of(socket)
-
-    async def admit() -> tuple[Caller, Job]:
-        try:
-            caller = await door.caller(socket)
-            return caller, await door.gate.admit(caller, Verb.GET, namespace, name)
-        except ApiError as error:
-            raise of_api(error) from error
-
-    async def check() -> None:
-        await admit()
-
-    try:
-        caller, job = await admit()
-    except Refusal as refusal:
-        tell(socket, refusal)
-        await socket.close(live.CLOSE_POLICY, live.reason_of(refusal))
-        return
-    await socket.accept()
-    try:
-        with door.sockets.take({caller.identity: CALLERS_SOCKETS, hub_of(job): JOBS_SOCKETS}):
-            address = await door.hubs.address(job)
-            async with contextlib.AsyncExitStack() as stack:
-                with door.metrics.asking_hub():
-                    token = door.catalog.viewer_token(job)
-                    hub = await stack.enter_async_context(live.listening(address, token))
-                await live.relay(socket, hub, check)
-    except (Refusal, ApiError) as error:
-        why = error if isinstance(error, Refusal) else of_api(error)
-        tell(socket, why)
-        await live.say(socket, why)
+    await visits.welcome(socket, door_of(socket), namespace, name, live.RULES)
 
 
 def entry(job: Job) -> DoorJob:

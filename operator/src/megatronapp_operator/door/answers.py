@@ -1,0 +1,78 @@
+"""What a hub may answer where. JSON may come from everywhere; tiles, tables and sessions from their own paths only.
+
+Which file a browser saves, and under which name, is said by the path that was asked for, never by the hub.
+"""
+
+import dataclasses
+import re
+import urllib.parse
+from collections.abc import Mapping
+
+JSON = "application/json"
+BYTES = "application/octet-stream"
+CSV = "text/csv"
+SAID = {JSON: JSON, BYTES: BYTES, CSV: "text/csv; charset=utf-8"}
+"""How the door calls the types that it lets through."""
+MAX_BYTES, MAX_TILE_BYTES, MAX_SESSION_BYTES = 256 << 20, 64 << 10, 1 << 30
+"""Of an answer, of a tile (256 x 256), and of a recorded session: what a hub's ring holds, and exact numbers."""
+TOTAL_S, SESSION_S = 120.0, 3600.0
+"""So long may an answer take in all. None waits for more than half a minute for its next bytes."""
+ETAG = re.compile(r'(?:W/)?"[!#-~]{0,128}"')
+SHAPE = re.compile(r"[0-9]{1,4},[0-9]{1,4}")
+SECONDS = re.compile(r"[0-9]{1,6}")
+_RUN = r"scope/runs/(?P<run>[^/]+)"
+_SESSION = re.compile(rf"{_RUN}/session")
+_TILE = re.compile(rf"{_RUN}/attention/.+")
+_VALUES = re.compile(rf"{_RUN}/values/(?P<site>[^/]+)")
+TABLES = {"csv": CSV, "npy": BYTES}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What may come back for a path."""
+
+    types: frozenset[str] = frozenset({JSON})
+    file: str | None = None
+    """Name under which a browser saves what is not JSON."""
+    tagged: bool = False
+    """Whether it has an entity tag, by which a browser asks again."""
+    most: int = MAX_BYTES
+    total_s: float = TOTAL_S
+
+    def headers(self, said: str, hub: Mapping[str, str]) -> dict[str, str]:
+        """The door's headers for content of a type, with the few of the hub's that say what they should."""
+        headers = {"content-type": SAID[said]}
+        if self.file is not None and said != JSON:
+            headers["content-disposition"] = f'attachment; filename="{self.file}"'
+        return headers | self.bare(hub)
+
+    def bare(self, hub: Mapping[str, str]) -> dict[str, str]:
+        """Those of an answer without content."""
+        headers = _passed(hub, "Retry-After", SECONDS)
+        if self.tagged:
+            headers |= _passed(hub, "X-Tile-Shape", SHAPE)
+            tag = _passed(hub, "ETag", ETAG)
+            headers |= tag | ({"cache-control": "private, no-cache"} if tag else {})  # asked again: rights may change
+        return headers
+
+
+PLAIN = Kind()
+TILE = Kind(types=frozenset({JSON, BYTES}), tagged=True, most=MAX_TILE_BYTES)
+
+
+def kind_of(path: str, query: str = "") -> Kind:
+    """What may come back for a path below `/api/v1/` of a hub. The path consists of plain words (see `routes`)."""
+    if _TILE.fullmatch(path):
+        return TILE
+    if found := _SESSION.fullmatch(path):
+        types = frozenset({JSON, BYTES})
+        return Kind(types=types, file=f"{found['run']}.scope", most=MAX_SESSION_BYTES, total_s=SESSION_S)
+    form = urllib.parse.parse_qs(query).get("format", [""])[-1]
+    if (found := _VALUES.fullmatch(path)) and form in TABLES:
+        return Kind(types=frozenset({JSON, TABLES[form]}), file=f"{found['run']}-{found['site']}.{form}")
+    return PLAIN
+
+
+def _passed(hub: Mapping[str, str], name: str, pattern: re.Pattern[str]) -> dict[str, str]:
+    value = hub.get(name, "")
+    return {name.lower(): value} if pattern.fullmatch(value) else {}
