@@ -14,6 +14,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.checkpoint.arguments import model_of
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim, read_manifest
 from megatronapp_trainer.config import parse
+from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.errors import CheckpointError, StorageError, UsageError
 
 LLAMA, GPT2 = tiny_folder.LLAMA, tiny_folder.GPT2
@@ -42,7 +43,7 @@ def hf(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_a_conversion_tells_what_it_made(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    (hf / "tokenizer.json").write_text("{}")
+    tokenizers.train(["a text"], 257).backend.save(str(hf / "tokenizer.json"))
     summary = convert(hf, tmp_path / "ours", tensor_size=2)
     folder = tmp_path / "ours" / "iter_0000000"
     assert (summary.family, summary.written, summary.dtype) == ("llama", "megatronapp", "fp32")
@@ -211,14 +212,17 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
 def test_the_tokenizer_of_another_folder(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    for name in ("vocab.json", "merges.txt", "README.md"):
-        (other / name).write_text(name)
+    tokenizers.train(["a text"], 257).backend.model.save(str(other))
+    (other / "README.md").touch()
     summary = convert(hf, tmp_path / "ours", tokenizer=other)
     folder = tmp_path / "ours" / "iter_0000000"
     assert summary.tokenizer == ("--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt"))
     assert not (folder / "README.md").exists()
     convert(tmp_path / "ours", tmp_path / "back")
-    assert (tmp_path / "back" / "merges.txt").read_text() == "merges.txt"
+    assert (tmp_path / "back" / "merges.txt").read_text() == (other / "merges.txt").read_text()
+    (other / "vocab.json").write_text("{")
+    with pytest.raises(CheckpointError, match=f"{other}: the tokenizer there cannot be read"):
+        convert(hf, tmp_path / "third", tokenizer=other)
 
 
 def test_damaged_checkpoints_are_told(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -321,7 +325,7 @@ def command(*words: str) -> int:
 def test_the_command_tells_what_it_made_and_how_to_use_it(
     hf: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (hf / "tokenizer.json").write_text("{}")
+    tokenizers.train(["a text"], 257).backend.save(str(hf / "tokenizer.json"))
     ours, back = str(tmp_path / "ours"), str(tmp_path / "back")
     assert command("--load-dir", str(hf), "--save-dir", ours, "--target-tensor-parallel-size", "2") == 0
     made, serve, train, model = capsys.readouterr().out.splitlines()

@@ -17,7 +17,9 @@ from megatronapp_trainer.convert.keys import read_keys
 from megatronapp_trainer.convert.options import OURS, Options, Summary
 from megatronapp_trainer.convert.rules import Step, steps
 from megatronapp_trainer.convert.shape import Shape
-from megatronapp_trainer.errors import CheckpointError
+from megatronapp_trainer.convert.special import text_tokens_of
+from megatronapp_trainer.data.text_tokens import TextTokens
+from megatronapp_trainer.errors import CheckpointError, DataError
 
 _ITERATION = 0
 
@@ -123,10 +125,11 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     """Write our directory into the empty folder `target`. Raises CheckpointError, UsageError, OSError."""
     folder = target / checkpoint_name(_ITERATION)
     folder.mkdir()
-    pieces = list(_pieces(source, options))
-    store.write(pieces, source.shape.model.num_layers, folder)
     copy_companions(options.load_dir, folder, tokenizer=options.tokenizer, config=True)
     source.origin.write(folder)
+    _text_tokens(folder, options).write(folder)
+    pieces = list(_pieces(source, options))
+    store.write(pieces, source.shape.model.num_layers, folder)
     kinds = {piece.dtype for piece in pieces}
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
@@ -142,6 +145,16 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
         flags=tuple(arguments.model_flags(stored)),
         tokenizer=tuple(word for flag, name in tokenizer.items() for word in (flag, str(final / name))),
     )
+
+
+def _text_tokens(folder: pathlib.Path, options: Options) -> TextTokens:
+    try:
+        return text_tokens_of(folder)
+    except DataError as error:
+        raise CheckpointError(
+            f"{options.tokenizer or options.load_dir}: the tokenizer there cannot be read ({error.__cause__}); give "
+            "another one with --tokenizer-model, or remove it from the folder"
+        ) from error
 
 
 def _pieces(source: Source, options: Options) -> Iterator[store.Piece]:

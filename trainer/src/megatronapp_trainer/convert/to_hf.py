@@ -24,8 +24,10 @@ from megatronapp_trainer.convert.keys import Keys, read_keys
 from megatronapp_trainer.convert.options import HF, Options, Summary
 from megatronapp_trainer.convert.rules import Step, steps
 from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.special import text_tokens_of
 from megatronapp_trainer.convert.store import StoredTensors
-from megatronapp_trainer.errors import CheckpointError, UsageError
+from megatronapp_trainer.data.text_tokens import TextTokens, read_text_tokens
+from megatronapp_trainer.errors import CheckpointError, DataError, UsageError
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -208,25 +210,26 @@ def _kept_config(stored: Stored) -> dict[str, Any] | None:
 
 
 def _new_config(stored: Stored, target: pathlib.Path) -> dict[str, Any]:
-    end = _end_of_document(target)
+    document, given = _of_tokenizer(target)
+    known = read_text_tokens(stored.path)
+    ends = known.ends or given.ends or document
     return {
         "architectures": [stored.family.architecture],
         "model_type": stored.family.model_type,
         "vocab_size": stored.shape.vocab_size,
         **stored.family.write(stored.shape),
-        "bos_token_id": end,
-        "eos_token_id": end,
+        "bos_token_id": next(iter(known.before or given.before or document), None),
+        "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None),
     }
 
 
-def _end_of_document(folder: pathlib.Path) -> int | None:
-    """Id of the token that ends a document, where a tokenizer goes along that has one."""
+def _of_tokenizer(folder: pathlib.Path) -> tuple[tuple[int, ...], TextTokens]:
+    """The token that ends a document, and those around a text, where a tokenizer goes along that can be read."""
     from megatronapp_trainer.data import tokenizer
-    from megatronapp_trainer.errors import DataError
 
-    if not (folder / "tokenizer.json").is_file():
-        return None
+    given = TextTokens()
     try:
-        return tokenizer.load_file(folder).eod
+        given = text_tokens_of(folder)
+        return ((tokenizer.load_file(folder).eod,) if (folder / "tokenizer.json").is_file() else ()), given
     except DataError:
-        return None
+        return (), given

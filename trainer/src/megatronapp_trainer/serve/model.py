@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatronapp_common.scope.protocol_requests import RunRequest
+from megatronapp_trainer.data.text_tokens import TextTokens
 from megatronapp_trainer.data.tokenizer import Tokenizer
+from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.text import TextStream
+from megatronapp_trainer.generate.text import Decode, TextStream
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import CompletionRequest
 
 Prompt = str | Sequence[int]
 SEEDS = 2**63
 _PIECE = "\ufffd"
+_ANCHOR = "a"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,35 +33,65 @@ class ServedModel:
     most_prompts: int
     most_tokens: int
     tokenizer: Tokenizer | None = None
-    end_token: int | None = None
+    tokens: TextTokens = dataclasses.field(default_factory=TextTokens)
+    """What the model expects around a text, and what ends one."""
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Each of them ends what is generated."""
+        return self.tokens.ends or self._document_end
+
+    @property
+    def _document_end(self) -> tuple[int, ...]:
+        """The tokenizer's end-of-document token, where there is one."""
+        try:
+            return () if self.tokenizer is None else (self.tokenizer.eod,)
+        except DataError:
+            return ()
 
     def text_of(self, token: int) -> str:
-        """A token by itself; empty without a tokenizer."""
-        return "" if self.tokenizer is None else self.tokenizer.detokenize([token])
+        """A token as it stands within a text; empty without a tokenizer."""
+        return "" if self.tokenizer is None else going_on(self.tokenizer)([token])
 
     def name_of(self, token: int) -> str:
         """The token's text where that tells it from all others, else its id: several are pieces of characters."""
         text = self.text_of(token)
         return text if text and _PIECE not in text else f"id:{token}"
 
-    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """Ids of a prompt; an empty text begins a document. Raises ApiError."""
+    def ids_of(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
+        """Ids of a prompt; an empty text begins a document. Raises ApiError.
+
+        `special`: a text gets the tokens around it that the model expects; ids are taken as they are.
+        """
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self.tokenizer is None:
             hint = "Give ids, or serve with --tokenizer-file."
             raise ApiError(422, "no-tokenizer", "prompt: this model has no tokenizer", hint=hint, param="prompt")
-        ids = self.tokenizer.tokenize(prompt)
-        if not ids and self.end_token is not None:
-            ids = [self.end_token]
-        return tuple(ids)
+        ids = tuple(self.tokenizer.tokenize(prompt))
+        if special:
+            ids = (*self.tokens.before, *ids, *self.tokens.after)
+        return ids or (self._document_end + self.tokens.ends)[:1]
 
     def told(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
-        """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character."""
-        pieces = [] if self.tokenizer is None else list(map(TextStream(self.tokenizer.detokenize).feed, ids))
+        """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character.
+
+        Tokens that stand around the text are none of its characters.
+        """
+        pieces = [""] * len(ids)
+        if self.tokenizer is not None:
+            first, last = self._inner(ids)
+            pieces[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
         ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
         pairs = zip(pieces, itertools.pairwise(ends), strict=True)
         return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
+
+    def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Where the tokens of a text begin and end among those of a prompt."""
+        before, after = self.tokens.before, self.tokens.after
+        first = len(before) if tuple(ids[: len(before)]) == before else 0
+        last = len(ids) - (len(after) if after and tuple(ids[-len(after) :]) == after else 0)
+        return first, max(first, last)
 
     def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each text that is asked for. Raises ApiError, RequestError."""
@@ -81,7 +114,7 @@ class ServedModel:
                 ignore_end=body.ignore_eos,
                 candidates=body.logprobs or 0,
             )
-            for place, ids in enumerate(map(self.ids_of, prompts))
+            for place, ids in enumerate(self.ids_of(one, special=body.add_special_tokens) for one in prompts)
             for copy in range(body.n)
         ]
 
@@ -111,6 +144,19 @@ class ServedModel:
         if tokens > self.most_tokens:
             words = f"{of_tokens}: {tokens} is over {self.most_tokens}, the most that this server generates"
             raise ApiError(413, "too-long", words, hint="Ask for less.", param=of_tokens)
+
+
+def going_on(tokenizer: Tokenizer) -> Decode:
+    """Text of tokens in the middle of a text.
+
+    Tokenizers with words' beginnings (Llama 2, Mistral) leave out the space before the first word of what they are
+    given, which of a text that goes on from a prompt is none.
+    """
+    anchor = tokenizer.tokenize(_ANCHOR)
+    once = tokenizer.detokenize(anchor)
+    if not once or tokenizer.detokenize(anchor + anchor) == once + once:
+        return tokenizer.detokenize
+    return lambda ids: tokenizer.detokenize([*anchor, *ids]).removeprefix(once)
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.tokens import read_secret
 from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.errors import DataError, TrainerError, UsageError
-from megatronapp_trainer.serve.settings import Command, build_serve_parser, configure, read_command
+from megatronapp_trainer.data.text_tokens import read_text_tokens
+from megatronapp_trainer.errors import TrainerError, UsageError
+from megatronapp_trainer.serve.settings import Command, build_serve_parser, configure, newest_arguments, read_command
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from megatronapp_trainer.data.tokenizer import Tokenizer
     from megatronapp_trainer.generate.engine import Engine
     from megatronapp_trainer.generate.errors import EngineLostError, GenerationError
     from megatronapp_trainer.generate.gang import Gang
@@ -127,12 +127,13 @@ class Front:
         """Generate what is asked for until asked to stop. Raises EngineLostError."""
         from megatronapp_trainer.generate.engine import Engine
         from megatronapp_trainer.serve.errors import StoppingError
+        from megatronapp_trainer.serve.model import going_on
 
         model = describe(self.command, config)
         engine = Engine(
             gang,
-            decode=None if model.tokenizer is None else model.tokenizer.detokenize,
-            end_tokens=() if model.end_token is None else (model.end_token,),
+            decode=None if model.tokenizer is None else going_on(model.tokenizer),
+            end_tokens=model.end_tokens,
             most_waiting=_most_open(self.command),
         )
         engine.warm_up()
@@ -220,7 +221,7 @@ def address_of(command: Command) -> tuple[str, int]:
 
 
 def describe(command: Command, config: TrainerConfig) -> "ServedModel":
-    """The model as people see it. Raises DataError for a tokenizer that cannot be read."""
+    """The model as people see it. Raises DataError, CheckpointError for files beside it that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
     from megatronapp_trainer.serve.model import ServedModel
 
@@ -239,16 +240,8 @@ def describe(command: Command, config: TrainerConfig) -> "ServedModel":
         most_prompts=command.options.max_batch_size,
         most_tokens=command.options.max_tokens,
         tokenizer=tokenizer,
-        end_token=None if tokenizer is None else _end_of(tokenizer),
+        tokens=read_text_tokens(newest_arguments(command.load)[0]),
     )
-
-
-def _end_of(tokenizer: "Tokenizer") -> int | None:
-    """The token that ends a document, where there is one."""
-    try:
-        return tokenizer.eod
-    except DataError:
-        return None
 
 
 def load_secret() -> str | None:

@@ -67,6 +67,8 @@ class CompletionRequest(Body):
     """Sequences of tokens that end the generation."""
     ignore_eos: bool = False
     """Go on after the end of a document."""
+    add_special_tokens: bool = True
+    """A prompt that is a text gets the tokens around it that the model expects (Llama: <|begin_of_text|>)."""
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     """Tell the log-probability of each token, and so many of the likeliest."""
     stream: bool = False

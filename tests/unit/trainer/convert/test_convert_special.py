@@ -1,0 +1,174 @@
+"""A converted model gets the tokens around its prompts that transformers gives it, and ends where transformers ends."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+from convert_folder import LLAMA, write
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+TEXTS = ["the whale and the ship met at sea", "né à Paris, a b c"]
+PROMPTS = ["the whale", "a", "", "ship  at sea\n", "<s>the"]
+END, BEGIN = "</s>", "<s>"
+
+
+def byte_level(*, template: bool) -> Tokenizer:
+    """As GPT-2, Qwen2 and Llama 3 have it; Llama 3 with a template."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=280, special_tokens=[END, BEGIN], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    if template:
+        begins = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 1)])
+        made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begins])
+    return made
+
+
+def sentence_pieces(*, template: bool, end: bool = False) -> Tokenizer:
+    """As Llama 2 and Mistral have it."""
+    letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")} | {"▁", "\n", "<", ">"})
+    vocab = {name: index for index, name in enumerate(["<unk>", BEGIN, END, *letters])}
+    merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens(["<unk>", BEGIN, END])
+    if template:
+        single = f"{BEGIN} $A {END}" if end else f"{BEGIN} $A"
+        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(BEGIN, 1), (END, 2)])
+    return made
+
+
+NAMES = {"bos_token": BEGIN, "eos_token": END}
+KINDS: dict[str, tuple[Tokenizer, dict[str, Any]]] = {
+    "gpt2": (byte_level(template=False), {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    "qwen2": (byte_level(template=False), {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}),
+    "llama3": (byte_level(template=True), {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}),
+    "llama2": (
+        sentence_pieces(template=True),
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, **NAMES},
+    ),
+    "told so by the settings alone, which tokenizer.json overrules": (
+        sentence_pieces(template=False),
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **NAMES},
+    ),
+    "mistral": (sentence_pieces(template=True), {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES}),
+    "with an end": (
+        sentence_pieces(template=True, end=True),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"content": BEGIN, "__type": "AddedToken"}},
+    ),
+}
+
+
+def served(folder: pathlib.Path) -> Any:
+    from megatronapp_trainer.convert.special import text_tokens_of
+    from megatronapp_trainer.data.tokenizer import load_file, load_gpt2
+    from megatronapp_trainer.serve.model import ServedModel
+
+    pair = folder / "vocab.json", folder / "merges.txt"
+    return ServedModel(
+        name="m",
+        created=0,
+        capacity=8,
+        vocab_size=300,
+        most_prompts=1,
+        most_tokens=1,
+        tokenizer=load_gpt2(*pair) if pair[0].exists() else load_file(folder),
+        tokens=text_tokens_of(folder),
+    )
+
+
+def ids_of_transformers(folder: pathlib.Path, prompt: str) -> list[int]:
+    import transformers
+
+    theirs: Any = transformers.AutoTokenizer
+    ids: list[int] = theirs.from_pretrained(folder)(prompt)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_ids_that_transformers_gives_it(kind: str, tmp_path: pathlib.Path) -> None:
+    made, settings = KINDS[kind]
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = served(tmp_path)
+    for prompt in PROMPTS:
+        if wanted := ids_of_transformers(tmp_path, prompt):
+            assert list(model.ids_of(prompt)) == wanted, prompt
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_of_gpt2s_two_files_the_settings_say_what_is_added(begins: bool, tmp_path: pathlib.Path) -> None:
+    made = byte_level(template=False)
+    made.model.save(str(tmp_path))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": begins, "bos_token": END, "eos_token": END}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": END}))
+    wanted = ids_of_transformers(tmp_path, "the whale")
+    assert list(served(tmp_path).ids_of("the whale")) == wanted
+    assert (wanted[0] == 0) == begins
+
+
+def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_beside_its_text(
+    tmp_path: pathlib.Path,
+) -> None:
+    from megatronapp_trainer.serve.model import going_on
+
+    made, _ = KINDS["llama2"]
+    made.save(str(tmp_path / "tokenizer.json"))
+    model = served(tmp_path)
+    ids = model.ids_of("the whale")
+    (word,) = model.ids_of(" a", special=False)
+    assert going_on(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
+    told = model.told("the whale", ids)
+    assert told["offsets"][0] is None and told["offsets"][-1] == [8, 9]
+    assert model.ids_of("the whale", special=False) == ids[1:]
+
+
+ENDS = [
+    ({"eos_token_id": 7}, None, (7,)),
+    ({"eos_token_id": 7}, {"eos_token_id": [3, 5]}, (3, 5)),
+    ({"eos_token_id": [7, 8]}, {"bos_token_id": 1}, (7, 8)),
+    ({}, None, ()),
+]
+
+
+@pytest.mark.parametrize(("config", "generation", "ends"), ENDS)
+def test_the_tokens_that_end_a_text_travel_both_ways(
+    config: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[int, ...], tmp_path: pathlib.Path
+) -> None:
+    from megatronapp_trainer.convert.job import convert
+    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.convert.special import text_tokens_of
+    from megatronapp_trainer.data.text_tokens import read_text_tokens
+
+    write(tmp_path / "hf", LLAMA | config)
+    if generation is not None:
+        (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    convert(Options(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
+    folder = tmp_path / "ours" / "iter_0000000"
+    assert read_text_tokens(folder).ends == ends
+    convert(Options(load_dir=folder, save_dir=tmp_path / "again"))
+    convert(Options(load_dir=folder, save_dir=tmp_path / "other", family="mistral"))
+    for made in (tmp_path / "again", tmp_path / "other"):
+        assert text_tokens_of(made).ends == ends
+    (tmp_path / "other" / "generation_config.json").unlink(missing_ok=True)
+    assert text_tokens_of(tmp_path / "other").ends == ends, "a config.json of ours says it too"
+
+
+def test_an_end_that_is_no_token_is_refused(tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.convert.special import text_tokens_of
+    from megatronapp_trainer.errors import CheckpointError
+
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
+        text_tokens_of(tmp_path)

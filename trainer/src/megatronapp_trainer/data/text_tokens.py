@@ -1,0 +1,48 @@
+"""Tokens that a converted model expects around a text, and those that end one; kept beside its weights.
+
+They are ids, worked out once, when a Hugging Face folder is converted: there they follow from several files together
+(tokenizer.json, tokenizer_config.json, generation_config.json, config.json). A model that was trained here has none of
+it: its documents are joined as they are, and the tokenizer's end-of-document token ends a text.
+"""
+
+import json
+import pathlib
+from dataclasses import asdict, dataclass
+
+from megatronapp_trainer.errors import CheckpointError
+
+FILE = "text_tokens.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextTokens:
+    """Ids of tokens."""
+
+    before: tuple[int, ...] = ()
+    """In front of every prompt that comes as a text, as Llama's <|begin_of_text|>."""
+    after: tuple[int, ...] = ()
+    """Behind it; models that generate have none as a rule."""
+    ends: tuple[int, ...] = ()
+    """Each of them ends what is generated; none: the tokenizer's end-of-document token does."""
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Beside the weights."""
+        (folder / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def read_text_tokens(folder: pathlib.Path) -> TextTokens:
+    """Those of a checkpoint; none for one that was trained here. Raises CheckpointError for a damaged file."""
+    path = folder / FILE
+    if not path.is_file():
+        return TextTokens()
+    try:
+        found = {name: tuple(map(_id, ids)) for name, ids in json.loads(path.read_text(encoding="utf-8")).items()}
+        return TextTokens(**found)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); remove it, or convert the model again") from error
+
+
+def _id(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{json.dumps(value)} is no id of a token")
+    return value
