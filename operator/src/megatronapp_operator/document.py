@@ -33,6 +33,7 @@ def status_document(status: Status) -> dict[str, Any]:
             "slowRanks": [_slow_rank(one) for one in status.slow_ranks],
             "slowNode": status.slow_node,
             "hungRanks": list(status.hung_ranks),
+            "lastControl": status.last_control,
             "failures": [_failure(one) for one in status.failures],
             "initialized": status.initialized,
             "initRestarts": status.init_restarts,

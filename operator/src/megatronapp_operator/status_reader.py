@@ -67,6 +67,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
         slow_ranks=fields.items("slowRanks", _slow_rank),
         slow_node=fields.optional_text("slowNode"),
         hung_ranks=fields.numbers("hungRanks"),
+        last_control=fields.number("lastControl"),
         replicas=_replicas(fields.block("replicaStatuses")),
         failures=fields.items("failures", _failure),
     )

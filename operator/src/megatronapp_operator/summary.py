@@ -10,9 +10,10 @@ from typing import Any
 
 from megatronapp_common.errors import PageError
 from megatronapp_common.pages import PageReader
+from megatronapp_common.texts import one_line
 from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan import Progress
-from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.plan.observed import Control, SlowRank
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 """What reading a document of a wrong shape raises."""
@@ -21,6 +22,9 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
 MAX_TEXT = 1024
+MAX_CONTROLS, MAX_WHO, MAX_WHAT = 64, 256, 512
+MAX_CONTROL_ID = (1 << 53) - 1
+"""Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
 STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
 
 
@@ -33,6 +37,7 @@ class Summary:
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
     hung_ranks: tuple[int, ...] = ()
+    controls: tuple[Control, ...] = ()
 
 
 def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of another process
@@ -43,6 +48,7 @@ def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of ano
             progress=read_progress(document["progress"]),
             slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS]),
             hung_ranks=tuple(int(rank) for rank in document["hungRanks"][:MAX_HUNG]),
+            controls=read_controls(document.get("actions", ())),
         )
     except UNREADABLE:
         return None
@@ -78,6 +84,18 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
         validation_loss=_finite(page.get("validationLoss")),
         updated_at=None if page.get("updatedAt") is None else seconds_of(page["updatedAt"]),
     )
+
+
+def read_controls(entries: Any) -> tuple[Control, ...]:  # noqa: ANN401 - JSON of another process
+    """The newest control actions, each once, oldest first; none where they cannot be read. Older hubs tell none."""
+    found = {}
+    try:
+        for entry in entries[-MAX_CONTROLS:]:
+            number, who, what = int(entry["id"]), one_line(str(entry["who"])), one_line(str(entry["what"]))
+            found[number] = Control(id=number, text=f"{who[:MAX_WHO]} {what[:MAX_WHAT]}")
+    except UNREADABLE:
+        return ()
+    return tuple(found[number] for number in sorted(found) if 0 <= number <= MAX_CONTROL_ID)
 
 
 def newest(pages: Iterable[Progress | None]) -> Progress | None:

@@ -2,11 +2,26 @@
 
 import kube
 import pytest
-from operator_play import manifest, play
+from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, SERVICES
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, PODS, SERVICES
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.plan import Control
+from megatronapp_operator.summary import Summary
 
 pytestmark = pytest.mark.asyncio
+
+
+async def controls(stage: Play, *numbers: int) -> list[str]:
+    """The events of control actions, after the hub has told these, in the order of time."""
+    memory = stage.reconciler.memory((stage.namespace, "job"))
+    assert memory is not None
+    actions = tuple(Control(id=number, text=f"jane cancelled run {number}") for number in numbers)
+    memory.told = Told(summary=Summary(controls=actions))
+    await stage.rest()
+    found = (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items
+    told = sorted((one["eventTime"], one["note"]) for one in found if one["reason"] == "ScopeControl")
+    return [note for _, note in told]
 
 
 async def test_a_served_model_runs_until_it_is_suspended(plane: kube.ControlPlane, namespace: str) -> None:
@@ -36,6 +51,11 @@ async def test_a_served_model_runs_until_it_is_suspended(plane: kube.ControlPlan
         assert status["progress"]["state"] == "serving"
         running = next(one for one in status["conditions"] if one["type"] == "Running")
         assert (running["reason"], running["message"]) == ("Serving", "all 2 workers of attempt 0 serve")
+        assert await controls(stage, 1, 2) == ["jane cancelled run 1", "jane cancelled run 2"]
+        await stage.begin()  # another operator
+        await stage.rest()
+        assert await controls(stage, 1, 2, 3) == [f"jane cancelled run {number}" for number in (1, 2, 3)]
+        stage.tell("job", state="serving", iteration=0)
         await stage.pass_time(7200)
         assert (await stage.job())["status"]["phase"] == "Running", "nobody has asked for two hours"
         await stage.machines.end("job-worker-1", 1, reason="RankKilled")

@@ -72,6 +72,7 @@ RUNNING = Status(
         ),
     ),
     hung_ranks=(3,),
+    last_control=1_763_000_000_000,
     replicas=Replicas(desired=2, running=2),
     failures=(
         Failure(

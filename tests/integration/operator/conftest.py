@@ -89,7 +89,9 @@ HUB = """
             self.wfile.write(data)
 
         def do_GET(self):
-            self.answer(200, {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": [], "ranks": 2})
+            actions = [{"id": 7, "at": "2026-01-01T00:00:00.000Z", "who": "jane", "what": "cancelled run ab"}]
+            answer = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": [], "ranks": 2}
+            self.answer(200, answer | {"actions": actions})
 
         def do_POST(self):
             fault = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")

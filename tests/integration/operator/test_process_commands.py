@@ -43,6 +43,9 @@ def test_get_and_describe_show_the_running_job(shown: Any) -> None:
     text = told(shown, "describe", "job")
     assert re.search(r"^Backend: +running$", text, re.MULTILINE)
     assert "GangCreated" in text
+    shown.until(lambda: "jane cancelled run ab" in told(shown, "describe", "job"), "a control action is told")
+    (line,) = (line for line in told(shown, "describe", "job").splitlines() if "jane" in line)
+    assert "ScopeControl" in line
 
 
 def test_logs_are_of_the_reporting_rank_unless_another_is_named(shown: Any) -> None:

@@ -55,6 +55,7 @@ FULL = Status(
     progress=Progress(attempt=2, iteration=5, total_iterations=10, loss=1.25, tokens_per_second=1234.5),
     slow_ranks=(SLOW,),
     hung_ranks=(3,),
+    last_control=1_763_000_000_000,
     replicas=Replicas(desired=2, running=2),
     failures=(
         Failure(
@@ -113,6 +114,7 @@ def test_every_field_of_the_full_status_is_shown() -> None:
     assert document["slowRanks"][0]["subject"] == {"type": "link", "ranks": [0, 2]}
     assert document["failures"][0]["exitCode"] == 1
     assert document["hungRanks"] == [3]
+    assert document["lastControl"] == 1_763_000_000_000
 
 
 def test_no_worker_is_ready_before_its_attempt_makes_progress() -> None:

@@ -84,7 +84,7 @@ def statuses(draw: st.DrawFn) -> Status:
         excluded_nodes=st.lists(st.builds(ExcludedNode, node=WORDS, reason=WORDS, until=TIMES), max_size=2).map(tuple),
         succeeded=st.sets(st.integers(0, 5000), max_size=8).map(lambda found: tuple(sorted(found))),
         ended=st.lists(ended, max_size=2).map(tuple), slow_ranks=st.lists(SLOW, max_size=2).map(tuple),
-        hung_ranks=st.lists(COUNTS, max_size=3).map(tuple),
+        hung_ranks=st.lists(COUNTS, max_size=3).map(tuple), last_control=st.none() | st.integers(0, 1 << 53),
         replicas=st.builds(Replicas, desired=COUNTS, pending=COUNTS, running=COUNTS, succeeded=COUNTS, failed=COUNTS),
         failures=st.lists(FAILURES, max_size=2).map(tuple),
     )  # fmt: skip

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from megatronapp_common.names import ExitCode
+from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     ConditionType,
+    Control,
     CreateWorker,
     DeleteHub,
     DeleteWorker,
@@ -25,6 +27,7 @@ from megatronapp_operator.plan import (
 from megatronapp_operator.plan.observed import SlowRank
 from megatronapp_operator.plan.restart import backoff_s
 from megatronapp_operator.plan.spec import Backoff
+from megatronapp_operator.status_reader import read_status
 
 Maker = Callable[..., Any]
 
@@ -419,6 +422,29 @@ def test_the_verdict_stays_after_the_job(running: Maker, worker: Maker, said: tu
     assert status.phase is Phase.SUCCEEDED
     assert status.slow_ranks == (slow,)
     assert status.is_true(ConditionType.SLOW_NODE_DETECTED)
+
+
+def test_what_people_change_is_told_once_also_by_the_next_operator_and_after_the_end(
+    running: Maker, worker: Maker
+) -> None:
+    def said(*numbers: int) -> list[str]:
+        controls = tuple(Control(id=number, text=f"jane did {number}") for number in numbers)
+        made.observed = dataclasses.replace(made.observed, controls=controls)
+        document = status_document(made.job.status)
+        made.job = dataclasses.replace(made.job, status=read_status(document))
+        events = [one for one in made.plan().actions if isinstance(one, RecordEvent)]
+        return [one.message for one in events if one.reason == "ScopeControl"]
+
+    made = running()
+    assert said(7, 9) == ["jane did 7", "jane did 9"]
+    assert said(7, 9) == []
+    assert said() == []
+    assert said(9, 12) == ["jane did 12"]
+    made.see(worker(0, "Succeeded", 0), worker(1, "Succeeded", 0))
+    made.plan()
+    assert made.job.status.phase is Phase.SUCCEEDED
+    assert said(9, 12, 13) == ["jane did 13"]
+    assert made.job.status.phase is Phase.SUCCEEDED
 
 
 def test_hung_ranks_end_with_their_attempt(running: Maker, worker: Maker) -> None:

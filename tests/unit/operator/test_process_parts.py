@@ -446,6 +446,19 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
     assert (slow.ranks, slow.cause, slow.since_step, slow.slowdown) == ((1,), "compute", 60, 2.0)
 
 
+def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
+    actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(100)]
+    read = summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])
+    assert [one.id for one in read] == list(range(38, 100))
+    assert {len(one.text) for one in read} == {len("jane ?[1m ") + summary.MAX_WHAT}
+    assert "\x1b" not in read[0].text and "\n" not in read[0].text
+    answer = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
+    odd: list[Any] = [None, 3, "text", {}, [{}], [{"id": "x", "who": 1, "what": 2}], [None]]
+    for actions in odd:
+        told = summary.read_summary(answer | {"actions": actions})
+        assert told is not None and told.controls == (), "what cannot be read takes no verdict away"
+
+
 def test_an_outcome_is_read_or_made_of_the_exit_status(tmp_path: pathlib.Path) -> None:
     record, log = tmp_path / "termination.json", tmp_path / "launcher.log"
     assert read_outcome(record, 3, log).message == ""

@@ -222,6 +222,8 @@ class Status(StatusModel):
     """Machines that the next workers avoid, oldest first."""
     hung_ranks: tuple[int, ...] = ()
     """Ranks without progress."""
+    last_control: int | None = None
+    """The newest of the control actions through the hub that have an event."""
     failures: tuple[Failure, ...] = ()
     """The 10 newest failures, oldest first."""
     initialized: bool = False

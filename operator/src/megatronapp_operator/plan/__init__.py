@@ -15,6 +15,7 @@ from megatronapp_operator.plan.actions import (
     RecordEvent,
 )
 from megatronapp_operator.plan.observed import (
+    Control,
     Deletion,
     Hub,
     HubPhase,
@@ -61,6 +62,7 @@ __all__ = [
     "CleanPodPolicy",
     "Condition",
     "ConditionType",
+    "Control",
     "CreateInit",
     "CreateWorker",
     "DeleteHub",

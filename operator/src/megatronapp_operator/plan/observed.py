@@ -182,6 +182,16 @@ class SlowRank:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What somebody changed through the hub."""
+
+    id: int
+    """Grows, over restarts of the hub, too."""
+    text: str
+    """Who did what."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything of a job that exists now."""
 
@@ -205,3 +215,5 @@ class Observed:
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""
     hung_ranks: tuple[int, ...] | None = None
     """The same of ranks of the current attempt that hang."""
+    controls: tuple[Control, ...] = ()
+    """The newest that the hub has taken down, oldest first."""

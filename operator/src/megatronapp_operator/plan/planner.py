@@ -72,6 +72,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.hub(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
+    report.controls(draft)
     exclusion.expire(draft)
     for policy in POLICIES:
         if policy(draft):

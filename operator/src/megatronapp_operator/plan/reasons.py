@@ -41,6 +41,8 @@ RANK_HUNG = "RankHung"
 PROGRESSING = "Progressing"
 PROGRESS_UNKNOWN = "ProgressUnknown"
 
+SCOPE_CONTROL = "ScopeControl"
+
 NODE_EXCLUDED = "NodeExcluded"
 NODE_READMITTED = "NodeReadmitted"
 SLOW_NODE_EXCLUDED = "SlowNodeExcluded"

@@ -155,6 +155,8 @@ class Status:
     slow_node: str | None = None
     """What is slow now, in a word: a machine, or "rank 3"."""
     hung_ranks: tuple[int, ...] = ()
+    last_control: int | None = None
+    """Id of the newest control action that was told."""
     replicas: Replicas = dataclasses.field(default_factory=Replicas)
     failures: tuple[Failure, ...] = ()
     """The newest ten, oldest first."""

@@ -74,6 +74,7 @@ def observe(
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
         hung_ranks=summary.hung_ranks if summary and current else None,
+        controls=summary.controls if summary else (),
     )
 
 

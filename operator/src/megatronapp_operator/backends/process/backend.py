@@ -206,6 +206,7 @@ class Backend:
             progress=summary.newest([told.progress if told else None, *pages]),
             slow_ranks=told.slow_ranks if told else None,
             hung_ranks=told.hung_ranks if told and current else None,
+            controls=told.controls if told else (),
         )
 
     def _act(self, action: Action, now: float) -> None:
