@@ -8,13 +8,16 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
 from megatronapp_trainer.generate.events import Event, FinishedEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.errors import NotReadyError
 from megatronapp_trainer.serve.tally import Tally
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.generate.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class Desk:
     def __init__(self, *, most_open: int, tally: Tally) -> None:
         self.tally = tally
         self.observers: list[Observer] = []
-        self._most_open = most_open
+        self.most_open = most_open
+        """Prompts that wait or are generated."""
         self._engine: Engine | None = None
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
@@ -92,9 +96,9 @@ class Desk:
             if (problem := self.problem) is not None:
                 raise problem
             assert self._engine is not None
-            if len(self._tickets) + len(requests) > self._most_open:
+            if len(self._tickets) + len(requests) > self.most_open:
                 self.tally.refused += 1
-                raise QueueFullError(f"{len(self._tickets)} prompts are open, and at most {self._most_open} may be")
+                raise QueueFullError(f"{len(self._tickets)} prompts are open, and at most {self.most_open} may be")
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
@@ -107,7 +111,7 @@ class Desk:
             for request_id in ticket.ids:
                 engine.cancel(request_id)
 
-    def open(self, engine: Engine) -> None:
+    def open(self, engine: "Engine") -> None:
         """The model is there: requests are taken from now on."""
         self._engine = engine
 
@@ -141,7 +145,7 @@ class Desk:
         waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
         return waiting, len(ids) - waiting
 
-    def _submit_all(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+    def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:
         taken: list[str] = []
         try:
             for request in requests:
@@ -167,7 +171,7 @@ class Desk:
         for ticket, batch in batches.items():
             ticket.put(batch)
 
-    def _tell_positions(self, engine: Engine) -> None:
+    def _tell_positions(self, engine: "Engine") -> None:
         with self._lock:
             waiting = {ticket for ticket in self._tickets.values() if ticket.position is not None}
         for ticket in waiting:
@@ -177,6 +181,6 @@ class Desk:
                 ticket.put([QueueEvent(position)])
 
     @staticmethod
-    def _position(engine: Engine, ticket: Ticket) -> int | None:
+    def _position(engine: "Engine", ticket: Ticket) -> int | None:
         places = (engine.queue_position(request_id) for request_id in ticket.ids)
         return min((place for place in places if place is not None), default=None)

@@ -1,10 +1,14 @@
 """In front of the application: who may ask, and how much.
 
 Programs prove the `serve` token of the job as a Bearer header. Without a secret there is no token, and the server
-listens on this machine alone; then pages of other sites, which a browser here may show, are kept out by their Origin.
+listens on this machine alone; then pages of other sites, which a browser here may show, are kept out by their Origin,
+and by their Host where a site has its own name lead to this machine, so that Origin and Host are the same (DNS
+rebinding).
 """
 
 import asyncio
+import ipaddress
+import urllib.parse
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,11 +19,13 @@ from megatronapp_trainer.serve.problems import ApiError, error_response
 
 OPEN = frozenset({"/healthz", "/readyz"})
 MOST_BYTES = 4 << 20
+LARGE = {("PUT", "/scope/v1/basis"): 64 << 20}
+"""Bodies that may be larger: a frame of projections of all layers."""
 BODY_S = 30.0
 
 
 class TokenGuard:
-    """Answers 401 without the token, 403 to a page of another site."""
+    """Answers 401 without the token; where there is none, 421 under a foreign name, 403 to pages of other sites."""
 
     def __init__(self, app: ASGIApp, *, secret: str | None) -> None:
         self._app = app
@@ -35,9 +41,7 @@ class TokenGuard:
             return None
         headers = Headers(scope=scope)
         if self._secret is None:
-            if same_origin(headers):
-                return None
-            return ApiError(403, "other-origin", "this request comes from a page of another site")
+            return _foreign(headers)
         token = bearer(headers) or ""
         if token.isascii() and matches(self._secret, Role.SERVE, token):
             return None
@@ -45,8 +49,52 @@ class TokenGuard:
         return ApiError(401, "unauthorised", "missing or wrong key", hint=hint)
 
 
+def _foreign(headers: Headers) -> ApiError | None:
+    """Why a request does not come from this machine, or None."""
+    host = headers.get("host")
+    if host is not None and not is_local(host):
+        hint = "Ask 127.0.0.1 or localhost; for other names serve with a key (`megatronapp serve`)."
+        return ApiError(421, "other-host", "this server has no such name", hint=hint)
+    if not same_origin(headers):
+        return ApiError(403, "other-origin", "this request comes from a page of another site")
+    return None
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header names this machine in a way that nobody's name server can give to another."""
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class RequestLimit:
+    """Works on so many requests at a time and answers 503 to more of them; those that tell how the server is pass."""
+
+    def __init__(self, app: ASGIApp, *, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it here."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._most:
+            error = ApiError(503, "too-many", f"{self._most} requests are being worked on", hint="Try again later.")
+            await error_response(error)(scope, receive, send)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
 class BodyLimit:
-    """Reads a body of at most 4 MiB within 30 s, whole, before anybody works on it; 413 and 408 for others."""
+    """Reads a body of at most 4 MiB (`LARGE`: more) within 30 s, whole, before anybody works on it; or 413, 408."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,20 +104,27 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = LARGE.get((scope["method"], scope["path"]), MOST_BYTES)
         try:
             async with asyncio.timeout(BODY_S):
-                body = await _read(receive)
+                body = None if _told_size(scope) > most else await _read(receive, most)
         except TimeoutError:
             await error_response(ApiError(408, "too-slow", f"the body took over {BODY_S:g} s"))(scope, receive, send)
             return
         if body is None:
-            error = ApiError(413, "too-large", f"the body is over {MOST_BYTES} bytes", hint="Send fewer prompts.")
+            error = ApiError(413, "too-large", f"the body is over {most} bytes", hint="Send less at once.")
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, _replayed(body, receive), send)
 
 
-async def _read(receive: Receive) -> bytes | None:
+def _told_size(scope: Scope) -> int:
+    """What Content-Length says; 0 where it says nothing."""
+    told = Headers(scope=scope).get("content-length", "")
+    return int(told) if told.isascii() and told.isdecimal() else 0
+
+
+async def _read(receive: Receive, most: int) -> bytes | None:
     """The whole body; None where it is too large. What came before a client hung up is no body to work on."""
     parts: list[bytes] = []
     size = 0
@@ -79,7 +134,7 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MOST_BYTES:
+        if size > most:
             return None
         if not message.get("more_body", False):
             return b"".join(parts)

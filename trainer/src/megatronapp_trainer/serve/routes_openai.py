@@ -28,7 +28,7 @@ from megatronapp_trainer.serve.state import DeskOf, ModelOf
 
 router = APIRouter()
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (400, 401, 403, 404, 408, 409, 413, 422, 429, 500, 503)
+    status: {"model": Problem} for status in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
 }
 POSITION = "X-Queue-Position"
 GONE_STATUS = 499

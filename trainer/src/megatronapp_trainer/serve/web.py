@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import pathlib
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,13 +15,18 @@ from megatronapp_common.safe_headers import SafeHeaders
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.serve import problems, routes_openai, routes_probe, routes_scope
 from megatronapp_trainer.serve.desk import Desk
-from megatronapp_trainer.serve.guard import BodyLimit, TokenGuard
+from megatronapp_trainer.serve.guard import BodyLimit, RequestLimit, TokenGuard
+from megatronapp_trainer.serve.protocol import bounded
 from megatronapp_trainer.serve.runs import Runs
 
 API_VERSION = "1"
 LOOPBACK = "127."
 SHUTDOWN_S = 2
-MOST_CONNECTIONS = 1024
+SPARE_REQUESTS = 64
+"""Requests beyond the prompts that may be open: lists, states, what is refused."""
+SPARE_CONNECTIONS = 192
+"""Connections beyond those whose requests are worked on; the oldest that asks nothing gives its place to a new one."""
+SPARE_FILES = 256
 
 
 def build_api() -> FastAPI:
@@ -36,7 +42,9 @@ def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
     """The application in front of a desk; `app.state.model` is set once there is a model."""
     app = build_api()
     app.state.desk, app.state.model, app.state.runs = desk, None, Runs(desk)
+    app.state.most_requests = desk.most_open + SPARE_REQUESTS
     app.add_middleware(BodyLimit)
+    app.add_middleware(RequestLimit, most=app.state.most_requests)
     app.add_middleware(TokenGuard, secret=secret)
     app.add_middleware(SafeHeaders)
     return app
@@ -69,14 +77,16 @@ def listen(host: str, port: int) -> socket.socket:
 def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
     """Serve in a thread; at the end answers that are on their way get 2 s."""
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    connections = app.state.most_requests + SPARE_CONNECTIONS
+    _allow_files(connections + SPARE_FILES)
     config = uvicorn.Config(
         app,
+        http=bounded(connections),
         access_log=False,
         log_config=None,
         server_header=False,
         ws="none",
         lifespan="off",
-        limit_concurrency=MOST_CONNECTIONS,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
     server = uvicorn.Server(config)
@@ -88,6 +98,14 @@ def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
         server.should_exit = True
         thread.join(SHUTDOWN_S + 1)
         sock.close()
+
+
+def _allow_files(wanted: int) -> None:
+    """Let this process open so many files, as far as the system does; each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
 def write_address(path: pathlib.Path, url: str) -> None:
