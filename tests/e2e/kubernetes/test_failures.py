@@ -5,7 +5,6 @@ One job lives through all tests: its initializer has prepared text on a volume, 
 
 import json
 import pathlib
-import shutil
 import statistics
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import pytest
 from cluster import chart, node
 from cluster.images import OURS
 from cluster.images import name as name_of_image
-from cluster.jobs import SAVE_INTERVAL, Job, lasting, space
+from cluster.jobs import SAVE_INTERVAL, Job, lasting, space, volume
 from cluster.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(3600)
@@ -34,7 +33,7 @@ else:
 @pytest.fixture(scope="module")
 def job(cluster: Cluster, release: str) -> Iterator[Job]:
     with space(cluster, NAME) as namespace:
-        make_volume(cluster, namespace)
+        volume(cluster, namespace, NAME)
         yield Job(cluster, namespace, lasting(NAME, NAME))
     cluster.kubectl("delete", "persistentvolume", NAME, "--wait=false")
 
@@ -42,21 +41,6 @@ def job(cluster: Cluster, release: str) -> Iterator[Job]:
 def folder(cluster: Cluster) -> pathlib.Path:
     """The volume, as this machine sees it."""
     return cluster.layout.folder / "volumes" / NAME
-
-
-def make_volume(cluster: Cluster, namespace: str) -> None:
-    """A folder of the machine that both nodes see, as a volume that many may write."""
-    shutil.rmtree(folder(cluster), ignore_errors=True)  # of an earlier run on a standing cluster
-    folder(cluster).mkdir(parents=True)
-    folder(cluster).chmod(0o777)
-    shape = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
-    volume = {**shape, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder(cluster))}}
-    claim = {**shape, "resources": {"requests": {"storage": "1Gi"}}, "volumeName": NAME}
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": NAME}, "spec": volume},
-        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": NAME}, "spec": claim},
-        namespace=namespace,
-    )
 
 
 def goes_on_from(job: Job, attempt: int, first: int) -> None:

@@ -50,13 +50,12 @@ def chromium(cluster: Cluster, folder: pathlib.Path) -> Iterator[pw.Browser]:
         browser.close()
 
 
-def person(cluster: Cluster, namespace: str, role: str) -> str:
+def person(cluster: Cluster, namespace: str, role: str, name: str = "ada") -> str:
     """A token of somebody who has this role in a namespace, and nowhere else."""
-    cluster.kubectl("create", "serviceaccount", "ada", "-n", namespace)
-    cluster.kubectl(
-        "create", "rolebinding", "ada", "-n", namespace, f"--clusterrole={role}", f"--serviceaccount={namespace}:ada"
-    )
-    return cluster.kubectl("create", "token", "ada", "-n", namespace).strip()
+    cluster.kubectl("create", "serviceaccount", name, "-n", namespace)
+    account = f"--serviceaccount={namespace}:{name}"
+    cluster.kubectl("create", "rolebinding", name, "-n", namespace, f"--clusterrole={role}", account)
+    return cluster.kubectl("create", "token", name, "-n", namespace).strip()
 
 
 @contextlib.contextmanager

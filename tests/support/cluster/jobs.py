@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,6 @@ from cluster.images import name as name_of_image
 from cluster.layout import ROOT
 from cluster.runtime import Cluster
 
-EXAMPLE = ROOT / "examples" / "gpt-tiny-cpu.yaml"
 ASK = pathlib.Path(__file__).with_name("ask.py")
 LONG_S = 600
 """Patience with a machine that others use, too."""
@@ -24,6 +24,23 @@ PREPARE = [
     *("--output", f"{SHARED}/corpus", "--train-tokenizer", "--vocab-size", "512", "--append-eod"),
 ]
 """Text that the image has already: sources of Python's library."""
+
+
+def volume(cluster: Cluster, namespace: str, name: str) -> pathlib.Path:
+    """Make a folder of the machine that both nodes see a volume that many may write, with a claim of its name on it."""
+    folder = cluster.layout.folder / "volumes" / name
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run on a standing cluster
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    shape = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+    made = {**shape, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(folder)}}
+    claim = {**shape, "resources": {"requests": {"storage": "1Gi"}}, "volumeName": name}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": made},
+        {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": claim},
+        namespace=namespace,
+    )
+    return folder
 
 
 class Job:
@@ -91,9 +108,9 @@ class Job:
         return json.loads(self.cluster.kubectl("exec", f"{self.name}-hub", "-n", self.namespace, *words))
 
 
-def example() -> dict[str, Any]:
-    """The example of the README."""
-    document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+def example(name: str = "gpt-tiny-cpu") -> dict[str, Any]:
+    """An example; left out: that of the README."""
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text(encoding="utf-8"))
     return document
 
 
