@@ -79,7 +79,7 @@ def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
     secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
     if secret is not None:
         text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
-        yield Shown(derive(text, Role.VIEWER), f"who has the token of job {job.namespace}/{job.name}")
+        yield Shown(derive(text, Role.CONTROLLER), f"who has the token of job {job.namespace}/{job.name}")
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> Shown:
