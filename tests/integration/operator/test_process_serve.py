@@ -14,12 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from served_job import DEADLINE_S, Served, command, make_model, served
 
-from megatronapp_common.tokens import Role, derive, read_secret
-
-DEADLINE_S = 120.0
-SUPPORT = pathlib.Path(__file__).parents[2] / "support"
-MODEL = "import sys; sys.path.insert(0, sys.argv[1]); import served_model; served_model.write_model(sys.argv[2])"
 ASKED: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 pytestmark = pytest.mark.process
@@ -27,78 +23,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("model")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", MODEL, str(SUPPORT), str(folder)], env=environment, check=True)
-    return folder
-
-
-class Served:
-    """A job of `megatronapp serve`."""
-
-    def __init__(self, state: pathlib.Path, name: str) -> None:
-        self.name = name
-        self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
-        self._folder = state / "megatronapp" / "jobs" / name
-
-    def cli(self, *words: str) -> str:
-        command = [sys.executable, "-m", "megatronapp_common.cli", *words]
-        done = subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def status(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads((self._folder / "status.json").read_text())
-        except FileNotFoundError:
-            return {}
-        return found
-
-    def until_phase(self, phase: str, attempt: int) -> None:
-        self._until(lambda: (self.status().get("phase"), self.status().get("attempt")) == (phase, attempt))
-
-    def _until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            logs = [path.read_text() for path in self._folder.glob("attempt-*/worker-*/*.log")]
-            assert time.monotonic() < deadline, (self.status(), *logs)
-            time.sleep(0.05)
-
-    def client(self) -> httpx.Client:
-        lines = self.cli("serve", "--print", self.name).splitlines()
-        url, key = (line.partition("=")[2] for line in lines)
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
-
-    def hub(self) -> httpx.Client:
-        """The hub as its page asks it."""
-        key = derive(read_secret(self._folder / "secret"), Role.CONTROLLER)
-        url = json.loads((self._folder / "hub.json").read_text())["url"] + "/api/v1"
-        headers = {"Authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
-
-    def rank(self, rank: int) -> int:
-        """The process of a rank."""
-        uid = json.loads((self._folder / "backend.json").read_text())["uid"]
-        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                found = path.read_bytes().split(b"\0")
-                if {f"RANK={rank}".encode(), f"MEGATRONAPP_JOB_UID={uid}".encode()} <= set(found):
-                    return int(path.parent.name)
-        raise AssertionError(f"no rank {rank}")
-
-
-@contextlib.contextmanager
-def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> Iterator[Served]:
-    """In the background."""
-    job = Served(state, name)
-    job.cli(*command(model, name), "--detach", *words)
-    try:
-        yield job
-    finally:
-        job.cli("delete", name, "--force")
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager
@@ -113,11 +38,6 @@ def in_front(state: pathlib.Path, model: pathlib.Path, name: str) -> Iterator[tu
     finally:
         process.kill()
         process.wait()
-
-
-def command(model: pathlib.Path, name: str) -> list[str]:
-    words = ["serve", "--name", name, "--port", "0", "--load", str(model / "saved")]
-    return [*words, "--tokenizer-file", str(model / "tokenizer.json")]
 
 
 def token_ids(client: httpx.Client, **body: Any) -> list[list[int]]:

@@ -1,0 +1,104 @@
+"""`megatronapp serve` of a tiny model as people start it: a gang of real ranks with its hub, on this machine."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from megatronapp_common.tokens import Role, derive, read_secret
+
+DEADLINE_S = 120.0
+MODEL = "import sys; sys.path.insert(0, sys.argv[1]); import served_model; served_model.write_model(sys.argv[2])"
+
+
+def make_model(folder: pathlib.Path) -> pathlib.Path:
+    """The folder, with the tiny model and its tokenizer in it, made by a process that imports torch."""
+    command = [sys.executable, "-c", MODEL, str(pathlib.Path(__file__).parent), str(folder)]
+    subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
+    return folder
+
+
+class Served:
+    """A job of `megatronapp serve`."""
+
+    def __init__(self, state: pathlib.Path, name: str) -> None:
+        self.name = name
+        self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
+        self._folder = state / "megatronapp" / "jobs" / name
+
+    def cli(self, *words: str) -> str:
+        command = [sys.executable, "-m", "megatronapp_common.cli", *words]
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def status(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self._folder / "status.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def until_phase(self, phase: str, attempt: int) -> None:
+        self._until(lambda: (self.status().get("phase"), self.status().get("attempt")) == (phase, attempt))
+
+    def _until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            logs = [path.read_text() for path in self._folder.glob("attempt-*/worker-*/*.log")]
+            assert time.monotonic() < deadline, (self.status(), *logs)
+            time.sleep(0.05)
+
+    def client(self) -> httpx.Client:
+        lines = self.cli("serve", "--print", self.name).splitlines()
+        url, key = (line.partition("=")[2] for line in lines)
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
+    def entry(self, role: Role) -> str:
+        """Address of the page that logs somebody of this role in, once."""
+        with self.hub(role) as hub:
+            code = hub.post("codes").raise_for_status().json()["code"]
+            return f"{str(hub.base_url).removesuffix('/api/v1/')}/#code={code}"
+
+    def hub(self, role: Role = Role.CONTROLLER) -> httpx.Client:
+        """The hub as its page asks it."""
+        key = derive(read_secret(self._folder / "secret"), role)
+        url = json.loads((self._folder / "hub.json").read_text())["url"] + "/api/v1"
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        uid = json.loads((self._folder / "backend.json").read_text())["uid"]
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                found = path.read_bytes().split(b"\0")
+                if {f"RANK={rank}".encode(), f"MEGATRONAPP_JOB_UID={uid}".encode()} <= set(found):
+                    return int(path.parent.name)
+        raise AssertionError(f"no rank {rank}")
+
+
+@contextlib.contextmanager
+def served(state: pathlib.Path, model: pathlib.Path, name: str, *words: str) -> Iterator[Served]:
+    """In the background."""
+    job = Served(state, name)
+    job.cli(*command(model, name), "--detach", *words)
+    try:
+        yield job
+    finally:
+        job.cli("delete", name, "--force")
+
+
+def command(model: pathlib.Path, name: str) -> list[str]:
+    words = ["serve", "--name", name, "--port", "0", "--load", str(model / "saved")]
+    return [*words, "--tokenizer-file", str(model / "tokenizer.json")]
