@@ -109,7 +109,7 @@ class Stage:
         _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
         self._hidden: dict[int, torch.Tensor] = {}
-        self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs)
+        self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
 
     def run(self, plan: Plan) -> torch.Tensor | None:
         """Compute a plan together with the other ranks.
@@ -142,10 +142,10 @@ class Stage:
         tokens = [token for segment in plan.segments for token in segment.tokens]
         places = [(one.slot, position) for one in plan.segments for position in range(one.start, one.end)]
         inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
+        looks = self._begin(plan, inputs_3N)
         hidden = self._receive(torch.empty(self._hidden_size(len(tokens)), **self._like_hidden()))
         attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
         rows = self._selected([one.row for one in plan.outputs], len(tokens))
-        looks = self._begin(plan, inputs_3N)
         result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), looks is not None)
         self._finish(found, result, looks is not None)
         return result
@@ -156,14 +156,15 @@ class Stage:
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
-        hidden = self._receive(self._hidden_buffer(slots))
+        # First the watcher: what looks at the last step on a stream of its own reads the buffer that is received into.
         looks = self._begin(plan, self._inputs[slots])
+        hidden = self._receive(self._hidden_buffer(slots))
 
         def forward() -> torch.Tensor:
             attend = self._decode_attention(slots, attended)
             return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
 
-        result, found = self._graphs.run((slots, attended, looks), lambda: self._seen(forward, looks is not None))
+        result, found = self._graphs.run(looks, (slots, attended), lambda: self._seen(forward, looks is not None))
         if self.layout.is_last_stage:
             rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
             result = result if rows is None else result.index_select(0, rows)
@@ -172,6 +173,10 @@ class Stage:
 
     def _begin(self, plan: Plan, inputs_3N: torch.Tensor) -> Hashable:
         return None if self.watcher is None else self.watcher.begin(Sight(plan=plan, positions_N=inputs_3N[1]))
+
+    def _forgotten(self, looks: Hashable) -> None:
+        if self.watcher is not None:
+            self.watcher.forget(looks)
 
     def _seen(self, forward: Callable[[], torch.Tensor], looks: bool) -> tuple[torch.Tensor, Any]:
         result = forward()
@@ -276,7 +281,11 @@ class Stage:
         return {"dtype": self._shape.dtype, "device": self._device.torch_device}
 
     def _receive(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Hidden states of the stage before, written into `hidden`; None on the first stage."""
+        """Hidden states of the stage before, written into `hidden`; None on the first stage.
+
+        NCCL's stream waits for what was launched before, such as the last step that reads the same buffer, and what is
+        launched after waits for it; gloo returns when the numbers are there.
+        """
         if self.layout.is_first_stage:
             return None
         from megatron.core import parallel_state
@@ -286,6 +295,7 @@ class Stage:
         return hidden
 
     def _send(self, hidden: torch.Tensor) -> None:
+        """The next step may write over `hidden`: with NCCL its kernels wait for the transfer; gloo returns after it."""
         from megatron.core import parallel_state
 
         target = parallel_state.get_pipeline_model_parallel_next_rank()

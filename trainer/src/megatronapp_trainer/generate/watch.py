@@ -31,7 +31,8 @@ class Watcher(Protocol):
     """Calls come in this order in each step, all in the thread of the engine."""
 
     def begin(self, sight: Sight) -> Hashable:
-        """A step comes. What of it is looked at: steps of one answer do the same on the device. None: nothing."""
+        """A step comes. What of it is looked at: forward passes of one answer do the same on the device, and every rank
+        of a tensor group gives equal answers in equal order. None: nothing."""
 
     def collect(self) -> Any:  # noqa: ANN401 - the watcher's own
         """The forward pass has been launched; launch what looks at it.
@@ -42,3 +43,6 @@ class Watcher(Protocol):
 
     def finish(self, found: Any, logits: torch.Tensor | None) -> None:  # noqa: ANN401 - the watcher's own
         """Take away what `collect` gave; `logits` [R, V] of the plan's outputs on the last stage."""
+
+    def forget(self, looked: Hashable) -> None:
+        """CUDA graphs of steps with this answer of `begin`, and so what `collect` gave in them, are gone."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from megatronapp_common.scope.codes import Code
+from megatronapp_trainer.generate.recent import Recent
 from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import attention
 from megatronapp_trainer.scope.attention import Atlas, Rule
@@ -26,6 +27,8 @@ QUERIES = dataclasses.replace(site_of("q"), name="attention q")
 """Queries of all tokens, whatever rows are told."""
 Pins = Sequence[tuple[int, int]]
 """Layer and head, of the whole model."""
+MOST_RECIPES = 8
+"""So many are kept ready, or one for each slot where there are more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +43,17 @@ class Basis:
     axes_LHC: torch.Tensor
 
 
+def hooked(recipe: Recipe) -> frozenset[Site]:
+    """Sites at which any rank of a tensor group looks for a recipe: the same on all of them.
+
+    Filters, pixels and what is done with the numbers later are not in it: they change nothing in the forward pass.
+    """
+    names = (["q", "k", "v"] if recipe.qkv else []) + ["mlp1"] * recipe.mlp1 + ["mlp2"] * recipe.mlp2
+    found = {site_of(name, rotary=recipe.rotary) for name in names} | set(residual_sites().values())
+    found |= {QUERIES} if recipe.attention else set()
+    return frozenset(found | {dataclasses.replace(site, reducers=(), pixels=0) for site in recipe.own})
+
+
 class Looker:
     """Reductions of one rank."""
 
@@ -50,7 +64,7 @@ class Looker:
         self._share = share
         self._keys_LZTGD = keys_LZTGD
         self._device = keys_LZTGD.device
-        self._pixels: dict[Recipe, Pixels] = {}
+        self._pixels: Recent[Recipe, Pixels] = Recent(max(MOST_RECIPES, keys_LZTGD.size(1)))
         self._pins: dict[int, torch.Tensor] = {}
         self._pinned_last: dict[int, list[tuple[int, int]]] = {}
         self._atlases: dict[str, Atlas] = {}
@@ -62,7 +76,7 @@ class Looker:
 
     def sites(self, recipe: Recipe) -> dict[str, Site]:
         """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
-        found = dict(self._pixels_of(recipe).sites)
+        found = dict(self.pixels_of(recipe).sites)
         if self._share.is_first_of_tensor:
             found |= residual_sites()
         if recipe.attention:
@@ -125,7 +139,7 @@ class Looker:
         return found
 
     def _of_recipe(self, recipe: Recipe, group: int) -> Iterator[Found]:
-        for one in self._pixels_of(recipe).compute(self._seen):
+        for one in self.pixels_of(recipe).compute(self._seen):
             yield dataclasses.replace(one, group=group)
         if not self._share.is_first_of_tensor or not (layers := self._seen.layers("residual")):
             return
@@ -143,10 +157,9 @@ class Looker:
         chosen = residual_LNH.index_select(0, basis.places).float()
         return torch.bmm(chosen - basis.mean_L1H, basis.axes_LHC)
 
-    def _pixels_of(self, recipe: Recipe) -> Pixels:
-        if recipe not in self._pixels:
-            self._pixels[recipe] = Pixels(recipe, self._share, self._device)
-        return self._pixels[recipe]
+    def pixels_of(self, recipe: Recipe) -> Pixels:
+        """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
+        return self._pixels.get(recipe, lambda: Pixels(recipe, self._share, self._device))
 
     def _measures(
         self, query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor

@@ -25,7 +25,7 @@ from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import probe
 from megatronapp_trainer.scope.attention import bucket
 from megatronapp_trainer.scope.collect import Collector, Layers, Values
-from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, picture_name, recipes_of
+from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, hooked, picture_name, recipes_of
 from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
 from megatronapp_trainer.scope.parts import Parts, Told
 from megatronapp_trainer.scope.publisher import Ready, Sink
@@ -116,6 +116,8 @@ class _View:
     tracked: tuple[Tracked, ...]
     captures: tuple[Capture | None, ...]
     recipes: tuple[Recipe, ...]
+    looks: frozenset[Site]
+    """What the model is hooked for, on any rank of the tensor group: all that the forward pass depends on."""
     sites: dict[str, Site]
     picks: dict[str, torch.Tensor | None]
     pins: list[tuple[int, int]]
@@ -142,6 +144,23 @@ class Held:
     positions_N: torch.Tensor
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Whose graphs of reductions share memory, and are forgotten together."""
+
+    looks: frozenset[Site]
+    recipes: tuple[Recipe, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Reduced:
+    """What reductions gave. As a CUDA graph they go on reading what they were captured with, so that stays alive."""
+
+    parcel: Parcel
+    held: Held
+    pixels: Sequence[Pixels]
+
+
 class CaptureSession:
     """One rank's watcher. Used in the thread of the engine alone."""
 
@@ -163,8 +182,6 @@ class CaptureSession:
         self._step: _Step | None = None
         self._graphs = Graphs(enabled=self._device.type == "cuda" and stage.options.cuda_graphs)
         self._view: _View | None = None
-        self._alive: dict[int, Held] = {}
-        """What graphs read, by the key of the graph that reads it."""
         self._sizes = Sizes(layers=self.share.num_layers, heads=self.share.num_heads)
 
     def attach(self, gang: Gang) -> None:
@@ -177,7 +194,9 @@ class CaptureSession:
         self._stage.watcher = None
         self._tracked.clear()
         self._seen.remove()
-        self._forget_graphs()
+        self._post.wait()
+        self._stage.forget_graphs()
+        self._graphs.clear()
 
     def hello(self) -> Frame:
         """PUBLISHER of this rank."""
@@ -244,13 +263,12 @@ class CaptureSession:
             mean_L1H=torch.from_numpy(said.mean[own].copy())[:, None].to(self._device),
             axes_LHC=torch.from_numpy(said.axes[own].copy()).transpose(1, 2).contiguous().to(self._device),
         )
-        self._forget_graphs()
-
-    def _forget_graphs(self) -> None:
         self._post.wait()
-        self._stage.forget_graphs()
         self._graphs.clear()
-        self._alive.clear()
+
+    def forget(self, looked: Hashable) -> None:
+        """What was held by graphs of the stage is gone, and so are the reductions of it."""
+        self._graphs.drop(lambda family: isinstance(family, _Family) and family.looks == looked)
 
     # The calls of a stage, in the order of a step.
 
@@ -297,16 +315,20 @@ class CaptureSession:
         if isinstance(found, Parcel):
             arrival = self._post.send(lambda: found)
         else:
-            if self._graphs.enabled:
-                self._alive[id(found)] = found
-            arrival = self._post.send(lambda: self._graphs.run(id(found), lambda: self._reduced(step, found)), found)
+            arrival = self._post.send(lambda: self._reduced(step, found), found)
         self._sink(Parts(arrival, self._told(step)))
 
     def _reduced(self, step: _Step, held: Held) -> Parcel:
+        assert step.view is not None
+        family = _Family(looks=step.view.looks, recipes=step.view.recipes)
+        key = (id(held), step.pin_places, step.attended)
+        return self._graphs.run(family, key, lambda: self._reduce(step, held)).parcel
+
+    def _reduce(self, step: _Step, held: Held) -> "_Reduced":
         self._seen.put(held.kept)
         parcel = wrap(self._looker.decode(held.positions_N, step.recipes, step.pin_places, step.attended))
         self._seen.take()
-        return parcel
+        return _Reduced(parcel=parcel, held=held, pixels=[self._looker.pixels_of(one) for one in step.recipes])
 
     def _begin_decode(self, sight: Sight, touched: Sequence[Tracked], tracked: Sequence[Tracked]) -> Hashable:
         """Only what must be known before the step: the device waits meanwhile."""
@@ -325,8 +347,7 @@ class CaptureSession:
             pin_places=places,
             attended=attended,
         )
-        version = None if self._looker.basis is None else self._looker.basis.version
-        return (view.recipes, places, attended, version)
+        return view.looks
 
     def _viewed(self, tracked: Sequence[Tracked]) -> "_View":
         recipes = tuple(dict.fromkeys(one.recipe for one in tracked if one.recipe is not None))
@@ -336,6 +357,7 @@ class CaptureSession:
             tracked=tuple(tracked),
             captures=tuple(one.capture for one in tracked),
             recipes=recipes,
+            looks=frozenset().union(*map(hooked, recipes)),
             sites=sites,
             picks=dict.fromkeys(sites),
             pins=pins,

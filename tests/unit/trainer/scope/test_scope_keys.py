@@ -1,0 +1,91 @@
+"""What a step's graph depends on: the sites that are hooked, on every rank of a tensor group the same."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_trainer.scope.collect import Collector
+from megatronapp_trainer.scope.look import Looker, hooked
+from megatronapp_trainer.scope.recipe import Recipe, recipe_of
+from megatronapp_trainer.scope.share import Share
+from megatronapp_trainer.scope.sites import forget_site, register_site
+
+SHARE = Share(
+    layers=(0, 2),
+    heads=(0, 2),
+    key_heads=(0, 2),
+    mlp=(0, 32),
+    num_layers=2,
+    num_heads=4,
+    num_key_heads=4,
+    head_width=8,
+    hidden=32,
+    ffn=64,
+    gated=True,
+    vocabulary=99,
+    max_length=64,
+    positions="rotary",
+    window=None,
+    scale=1.0,
+    tp=0,
+    tensor_size=2,
+    pp=0,
+    pipeline_size=1,
+)
+SHARES = (SHARE, dataclasses.replace(SHARE, heads=(2, 4), key_heads=(2, 4), mlp=(32, 64), tp=1))
+STATES = ("qkv", "attention", "mlp1", "mlp2", "probabilities", "pca")
+
+
+@st.composite
+def captures(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "preset": draw(st.sampled_from(["default", "lite"])),
+        "states": {name: draw(st.booleans()) for name in STATES},
+        "pixels": {"qkv": draw(st.sampled_from([12, 24])), "mlp": draw(st.sampled_from([4, 16]))},
+        "expression": {"qkv": draw(st.sampled_from(["data.mean(dim=-1)", "data.max()"]))},
+        "rotary": draw(st.sampled_from(["before", "after"])),
+        "pinned": draw(st.sampled_from([[], [{"layer": 0, "head": 1}]])),
+    }
+
+
+def recipe(capture: dict[str, Any]) -> Recipe:
+    pinned: dict[str, Any] = {"pinned": []} if capture.get("preset") == "lite" else {}
+    found = recipe_of(Capture.model_validate(capture | pinned))
+    assert found is not None
+    return found
+
+
+def looker(share: Share) -> Looker:
+    return Looker(Collector(torch.nn.Module()), share, torch.zeros(2, 4, 65, 2, 8))
+
+
+@given(captures())
+def test_a_key_names_what_the_ranks_hook(capture: dict[str, Any]) -> None:
+    register_site("normed", "input_layernorm", reducers=("mean",))
+    try:
+        found = recipe(capture)
+        names = [set(looker(share).sites(found)) for share in SHARES]
+    finally:
+        forget_site("normed")
+    assert {site.name for site in hooked(found)} == names[0] | names[1]
+
+
+@given(captures(), captures())
+def test_only_sites_change_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
+    sites = ("preset", "states", "rotary")
+    alike = recipe(one | {name: other[name] for name in set(one) - set(sites)})
+    assert hooked(recipe(one)) == hooked(alike)
+    states = one["states"] | {"mlp2": not one["states"]["mlp2"]}
+    assert hooked(recipe(one)) != hooked(recipe(one | {"states": states}))
+
+
+def test_filters_are_kept_for_a_few_recipes() -> None:
+    found = looker(SHARE)
+    many = [recipe({"expression": {"qkv": f"data.mean() + {number}"}}) for number in range(12)]
+    kept = [found.pixels_of(one) for one in many]
+    assert [found.pixels_of(one) is known for one, known in zip(many[-8:], kept[-8:], strict=True)] == [True] * 8
+    assert found.pixels_of(many[0]) is not kept[0]
