@@ -55,12 +55,14 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
     """Load, generate until asked to stop, tear down. Raises TrainerError."""
     from megatronapp_trainer.generate.build import generation_layout
     from megatronapp_trainer.groups import destroy_groups
+    from megatronapp_trainer.lost import LossWatch
     from megatronapp_trainer.pretrain import named_errors
     from megatronapp_trainer.signals import StopWish
 
     layout = generation_layout(config)
     with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
         front = stack.enter_context(open_front(command)) if layout.rank == 0 else None
+        stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
         gang = load(command, config)
         scope = look_out(gang, stack)
         if front is None:
@@ -69,6 +71,10 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
             front.answer(gang, config, wish, scope)
         destroy_groups()
     return ExitCode.PREEMPTED
+
+
+def _no_desk() -> None:
+    """Followers have nobody to tell."""
 
 
 def load(command: Command, config: TrainerConfig) -> "Gang":
@@ -148,6 +154,12 @@ class Front:
             raise _blamed(engine.failure)
         self.desk.close(StoppingError("the server was asked to stop"))
         engine.close()
+
+    def lose(self) -> None:
+        """A rank was lost: say so to all who wait. Not in the thread of the engine, which may hang."""
+        from megatronapp_trainer.generate.errors import EngineLostError
+
+        self.desk.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
 
     def _look(self, engine: "Engine", scope: "Scope") -> None:
         from megatronapp_trainer.scope.leader import ScopeLeader
