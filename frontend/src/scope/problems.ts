@@ -24,9 +24,9 @@ function placeOf(entry: unknown, fallback: string): ProblemPlace[] {
   return [{ path: text.replace(/^body\./, ""), message, column: Number.isInteger(column) ? column : null }];
 }
 
-/** `path: sentence` of a message that names its places itself. */
+/** `path: sentence` of a message that names its places itself; sentences may hold semicolons. */
 function fromMessage(message: string): ProblemPlace[] {
-  return message.split(/;\s+|\n/).flatMap((part) => {
+  return message.split(/;\s+(?=[a-zA-Z]+[.[\]\w]*: )|\n/).flatMap((part) => {
     const found = /^(?:body\.)?([a-zA-Z]+(?:[.[\]\w]+)*): (.*)$/.exec(part);
     return found ? placeOf({ path: found[1], message: found[2] }, part) : [];
   });
