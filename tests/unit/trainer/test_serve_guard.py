@@ -1,8 +1,10 @@
 """What stands in front of the API, over real sockets and without a model: connections, sizes, names of hosts."""
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,11 +27,17 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(web, "SPARE_CONNECTIONS", 8)
     with contextlib.ExitStack() as stack:
 
-        def start(secret: str | None, *, head_s: float = 60.0) -> int:
+        def start(
+            secret: str | None, *, head_s: float = 60.0, stall_s: float = 60.0, route: Callable[..., Any] | None = None
+        ) -> int:
             monkeypatch.setattr(protocol, "HEAD_S", head_s)
+            monkeypatch.setattr(protocol, "STALL_S", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
-            stack.enter_context(web.served(web.create_app(Desk(most_open=2, tally=Tally()), secret=secret), sock))
+            app = web.create_app(Desk(most_open=2, tally=Tally()), secret=secret)
+            if route is not None:
+                app.add_api_route("/route", route)
+            stack.enter_context(web.served(app, sock))
             return port
 
         yield start
@@ -82,9 +90,31 @@ def test_a_head_that_does_not_come_ends_its_connection(serve: Any) -> None:
     assert ask(port, "/healthz") == 200
 
 
+def test_who_reads_nothing_of_an_answer_is_cut_off(serve: Any) -> None:
+    from starlette.responses import StreamingResponse
+
+    over = threading.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"a" * MIB
+                await asyncio.sleep(0)
+        finally:
+            over.set()
+
+    async def route() -> StreamingResponse:
+        return StreamingResponse(endless())
+
+    port = serve(SECRET, stall_s=0.2, route=route)
+    with connected(port) as sock:
+        assert ask_on(sock, "/route", authorization=f"Bearer {KEY}") == 200
+        assert over.wait(30)
+
+
 def test_more_requests_than_are_worked_on_are_refused_and_probes_are_not(serve: Any) -> None:
     port = serve(SECRET)
-    key = {"authorization": f"Bearer {KEY}"}
+    key: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(connected(port)) for _ in range(8)]
         told = [ask_on(sock, "/nothing", content_length="1", expect="100-continue", **key) for sock in waiting]

@@ -78,12 +78,14 @@ class Answer:
         return Choice(index=index, text=event.text or "", token_ids=[], finish_reason=event.reason, stop_reason=matched)
 
     def _logprobs(self, event: TokenEvent, offset: int) -> Logprobs:
-        top = {self.model.name_of(one.token): one.logprob for one in event.candidates}
+        tokens = [one.token for one in event.candidates]
+        values = [one.logprob for one in event.candidates]
         return Logprobs(
             tokens=[self.model.text_of(event.token)],
             token_ids=[event.token],
             token_logprobs=[event.logprob],
-            top_logprobs=[top],
+            top_logprobs=[dict(zip(self.model.names_of(tokens), values, strict=True))],
+            top_token_ids=[tokens],
             text_offset=[offset],
         )
 

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
 from megatronapp_trainer.generate.events import Event, FinishedEvent
 from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.serve.errors import NotReadyError
+from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError
 from megatronapp_trainer.serve.tally import Tally
 
 if TYPE_CHECKING:
     from megatronapp_trainer.generate.engine import Engine
+
+MOST_HELD = 4096
+"""Events of an answer that may wait for its reader, beside what the connection holds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,11 +40,16 @@ Observer = Callable[[Sequence[Event]], None]
 
 
 class Ticket:
-    """The prompts of one request over HTTP. Made and read in the event loop."""
+    """The prompts of one request over HTTP. Made and read in the event loop.
 
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+    Who reads too slowly is told so after the events that are kept, and `too_slow` is called once.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None]) -> None:
         self.ids = tuple(request.id for request in requests)
         self.position: int | None = None
+        self._too_slow = too_slow
+        self._is_full = False
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item] = asyncio.Queue()
 
@@ -59,8 +67,19 @@ class Ticket:
             return None
 
     def _put(self, items: tuple[Item, ...]) -> None:
+        if self._is_full:
+            return
+        if self._items.qsize() + len(items) > MOST_HELD:
+            self._is_full = True
+            items = tuple(map(_ended_slow, self.ids))
+            self._too_slow(self)
         for item in items:
             self._items.put_nowait(item)
+
+
+def _ended_slow(request_id: str) -> FinishedEvent:
+    error = SlowReaderError(f"{MOST_HELD} events of this answer wait to be read, and nobody reads them")
+    return FinishedEvent(request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=error)
 
 
 class Desk:
@@ -91,7 +110,7 @@ class Desk:
             QueueFullError: too many are open.
             GenerationError: nothing is taken now (`problem`).
         """
-        ticket = Ticket(requests)
+        ticket = Ticket(requests, self.cancel)
         with self._lock:
             if (problem := self.problem) is not None:
                 raise problem
@@ -146,16 +165,11 @@ class Desk:
         return waiting, len(ids) - waiting
 
     def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:
-        taken: list[str] = []
         try:
-            for request in requests:
-                engine.submit(request)
-                taken.append(request.id)
+            engine.submit(*requests)
         except GenerationError:
             for request in requests:
                 self._tickets.pop(request.id, None)
-            for request_id in taken:
-                engine.cancel(request_id)
             raise
 
     def _deliver(self, events: Sequence[Event]) -> None:

@@ -2,6 +2,7 @@
 
 GenerationError
 ├── NotReadyError       1  the model is being loaded
+├── SlowReaderError     1  a client does not read its answer
 └── StoppingError       1  the server was asked to stop
 """
 
@@ -10,6 +11,10 @@ from megatronapp_trainer.generate.errors import GenerationError
 
 class NotReadyError(GenerationError):
     """The model is being loaded."""
+
+
+class SlowReaderError(GenerationError):
+    """A client does not read its answer."""
 
 
 class StoppingError(GenerationError):

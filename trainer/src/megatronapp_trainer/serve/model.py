@@ -18,6 +18,7 @@ from megatronapp_trainer.serve.schemas import CompletionRequest
 Prompt = str | Sequence[int]
 SEEDS = 2**63
 _PIECE = "\ufffd"
+_BY_ID = "id:"
 _ANCHOR = "a"
 
 
@@ -53,10 +54,17 @@ class ServedModel:
         """A token as it stands within a text; empty without a tokenizer."""
         return "" if self.tokenizer is None else going_on(self.tokenizer)([token])
 
-    def name_of(self, token: int) -> str:
-        """The token's text where that tells it from all others, else its id: several are pieces of characters."""
-        text = self.text_of(token)
-        return text if text and _PIECE not in text else f"id:{token}"
+    def names_of(self, tokens: Sequence[int]) -> list[str]:
+        """Each token's text where that tells it from those before it, else `id:N`: several are pieces of characters.
+
+        No two names are the same.
+        """
+        names: list[str] = []
+        for token in tokens:
+            text = self.text_of(token)
+            plain = text and _PIECE not in text and text not in names and not text.startswith(_BY_ID)
+            names.append(text if plain else f"{_BY_ID}{token}")
+        return names
 
     def ids_of(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
         """Ids of a prompt; an empty text begins a document. Raises ApiError.

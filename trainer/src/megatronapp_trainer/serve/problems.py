@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from megatronapp_trainer.generate.errors import EngineLostError, GenerationError, QueueFullError, RequestError
-from megatronapp_trainer.serve.errors import NotReadyError, StoppingError
+from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
 RETRY_S = {429: 1, 503: 5}
@@ -28,6 +28,7 @@ _ANSWERS: dict[type[GenerationError], tuple[int, str, str]] = {
     QueueFullError: (429, "queue-full", "Try again after Retry-After seconds."),
     EngineLostError: (503, "engine-lost", "The ranks are started again; ask anew in a moment."),
     NotReadyError: (503, "not-ready", "/readyz tells when requests are taken."),
+    SlowReaderError: (408, "slow-reader", "Read a stream as it comes, or ask for fewer tokens."),
     StoppingError: (503, "stopping", "Ask another server, or this one once it is back."),
 }
 _FAILED = (500, "generation-failed", "The server's log tells more.")

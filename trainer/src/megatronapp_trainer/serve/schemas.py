@@ -98,6 +98,9 @@ class Logprobs(BaseModel):
     token_ids: list[int]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
+    """By text, the likeliest first; `id:N` for pieces of characters, and for a text that a likelier token has too."""
+    top_token_ids: list[list[int]]
+    """Ids of the same tokens in the same order."""
     text_offset: list[int]
     """Characters of text before it."""
 

@@ -1,0 +1,92 @@
+"""From events to answers, without a model: names of candidates, and clients that do not read."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def model() -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    from megatronapp_trainer.data import tokenizer as ours
+    from megatronapp_trainer.serve.model import ServedModel
+
+    vocab = {"a": 0, "b": 1, "<0xE3>": 2, "<0x61>": 3, "id:0": 4, "</s>": 5, "c": 6}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return ServedModel(
+        name="m",
+        created=0,
+        capacity=8,
+        vocab_size=len(vocab),
+        most_prompts=2,
+        most_tokens=8,
+        tokenizer=ours.Tokenizer(backend),
+    )
+
+
+MODEL = model()
+
+
+@given(st.permutations(range(7)))
+def test_no_candidate_is_lost_where_texts_are_the_same(tokens: list[int]) -> None:
+    names = MODEL.names_of(tokens)
+    assert len(set(names)) == len(names)
+    first = min(tokens.index(0), tokens.index(3))
+    assert names[first] == "a", "the likelier of two keeps the text"
+    assert names[tokens.index(2)] == "id:2"
+    assert names[tokens.index(6)] == "c"
+
+
+def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
+    """An answer, its ticket, and the tickets that were cancelled."""
+    from megatronapp_trainer.generate.request import GenerationRequest
+    from megatronapp_trainer.serve.completion import Answer
+    from megatronapp_trainer.serve.desk import Ticket
+
+    cancelled: list[Any] = []
+    ticket = Ticket([GenerationRequest(id=f"r{index}", prompt=(1,)) for index in range(prompts)], cancelled.append)
+    answer = Answer(model=MODEL, name="n", created=0, seed=1, ids=ticket.ids, with_logprobs=True, prompts=prompts)
+    return answer, ticket, cancelled
+
+
+def token(request_id: str, index: int) -> Any:
+    from megatronapp_trainer.generate.events import Candidate, TokenEvent
+
+    top = (Candidate(token=3, logprob=-0.5), Candidate(token=0, logprob=-0.7))
+    return TokenEvent(request_id=request_id, index=index, token=3, logprob=-0.5, candidates=top, text="a", logits=None)
+
+
+def test_both_of_two_tokens_with_one_text_are_told() -> None:
+    async def told() -> Any:
+        answer, _, _ = answer_of(1)
+        return answer.piece(token("r0", 0)).logprobs
+
+    logprobs = asyncio.run(told())
+    assert logprobs.top_logprobs == [{"a": -0.5, "id:0": -0.7}]
+    assert logprobs.top_token_ids == [[3, 0]]
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts: int) -> None:
+    from megatronapp_trainer.serve.completion import stream
+    from megatronapp_trainer.serve.desk import MOST_HELD
+    from megatronapp_trainer.serve.schemas import StreamOptions
+
+    async def left_unread() -> tuple[list[str], list[Any], Any]:
+        answer, ticket, cancelled = answer_of(prompts)
+        for index in range(MOST_HELD + 10):
+            ticket.put([token(f"r{index % prompts}", index)])
+        await asyncio.sleep(0)
+        return [piece async for piece in stream(answer, ticket, StreamOptions())], cancelled, ticket
+
+    pieces, cancelled, ticket = asyncio.run(left_unread())
+    assert cancelled == [ticket], "generation ends, once"
+    assert len(pieces) == MOST_HELD + 1
+    name, data = pieces[-1].splitlines()[:2]
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["code"] == "slow-reader"
