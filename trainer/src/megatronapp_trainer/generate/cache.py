@@ -6,10 +6,10 @@ Shapes: L layers of this rank, Z slots, T tokens of a slot and one more, G key h
 import dataclasses
 import math
 
-import psutil
 import torch
 
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.host_memory import free_host_bytes
 from megatronapp_trainer.generate.errors import CacheTooLargeError
 
 _SHARE = 0.9
@@ -70,9 +70,9 @@ def check_room(shape: CacheShape, *, free_bytes: int, place: str) -> None:
 
 
 def free_bytes(device: Device) -> int:
-    """Memory of the device that is free now, torch's own unused blocks included."""
+    """Memory of the device that is free now, torch's own unused blocks included; of a host this rank's share of it."""
     if not device.is_cuda:
-        return int(psutil.virtual_memory().available)
+        return free_host_bytes()
     free, _ = torch.cuda.mem_get_info(device.torch_device)
     unused = torch.cuda.memory_reserved(device.torch_device) - torch.cuda.memory_allocated(device.torch_device)
     return int(free + unused)
