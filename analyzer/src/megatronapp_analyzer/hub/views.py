@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 HEATMAP_STEPS = 2000
 """Columns of a heat map at most: the newest of the range; a page has no more pixels."""
 JsonNumber = float | None
+SERVED = {"ready": "Running", "restarting": "Restarting"}
+"""Phase of a job whose ranks have no rings, because they serve, by the state of its model."""
 
 
 def phase(hub: "Hub") -> str:
     """Phase of the job as far as its hub can see; the operator knows better."""
     states = hub.rank_states()
     if not states:
-        return "Pending"
+        return SERVED.get(hub.scope.desk.state, "Pending")
     if all(state == RankState.ENDED for state in states.values()):
         done = hub.progress is not None and hub.progress.state == "done"
         return "Succeeded" if done else "Ended"
