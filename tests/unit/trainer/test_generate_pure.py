@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.generate.cache import CacheShape, check_room
 from megatronapp_trainer.generate.channel import _packed, _unpacked
-from megatronapp_trainer.generate.errors import CacheTooLargeError, RequestError
+from megatronapp_trainer.generate.errors import CacheTooLargeError, QueueFullError, RequestError
 from megatronapp_trainer.generate.plan import Output, Sampling
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.sampling import _kept, choose, gumbel_noise, noise_keys, read
@@ -197,6 +197,28 @@ def test_every_position_is_read_once_and_in_order(
                 line.release(one)
     for index, (length, count, _) in enumerate(requests):
         assert read_by[str(index)] == [*range(length), *[50] * (count - 1)]
+
+
+def test_requests_come_together_or_not_at_all() -> None:
+    line = board(most_waiting=3)
+    group = [GenerationRequest(id=str(index), prompt=(1, 2), group="run") for index in range(2)]
+    with pytest.raises(RequestError, match=r"^id: 0 is open already"):
+        line.add(*group, group[0])
+    with pytest.raises(QueueFullError, match="0 requests wait, 4 came, 3 may wait"):
+        line.add(*(GenerationRequest(id=f"other {index}", prompt=(1,)) for index in range(4)))
+    with pytest.raises(RequestError, match=r"^group: 3 requests of run do not fit 2 slots"):
+        line.add(*group, GenerationRequest(id="third", prompt=(1,), group="run"))
+    assert (list(line.waiting), line.plan()) == ([], None)
+    line.add(*group)
+    line.admit(None)
+    first = line.plan()
+    assert first is not None
+    line.running[0].read = 2
+    line.running[0].generated.append(5)
+    assert line.plan() is None  # the other one's prompt has not been read
+    line.waiting.clear()
+    alone = line.plan()
+    assert alone is not None and alone.plan.decode
 
 
 def shape(**sizes: int) -> CacheShape:

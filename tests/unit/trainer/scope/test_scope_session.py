@@ -86,7 +86,7 @@ def seen_and_unseen(variant: str) -> tuple[bool, list[int]]:
                 opened.begin(Capture(), logits=True)
             else:
                 for request in requests():
-                    same_way = {"logits": True, "group": "unseen", "group_size": 3}
+                    same_way = {"logits": True, "group": "unseen"}
                     opened.engine.submit(GenerationRequest(**{**_fields(request), **same_way}))
             events = opened.engine.step()
             hooks.append(opened.hooks())

@@ -49,25 +49,26 @@ class Engine:
         self.failure: EngineLostError | None = None
         """Set once a rank was lost or failed: the process should end, so that the gang is started again."""
 
-    def submit(self, request: GenerationRequest) -> None:
-        """Take a request; its events come out of `step`.
+    def submit(self, *requests: GenerationRequest) -> None:
+        """Take all of these requests or none; their events come out of `step`. Requests of a group come together.
 
         Raises:
-            RequestError: it cannot be served by this engine.
+            RequestError: one cannot be served by this engine.
             QueueFullError: too many wait.
             EngineLostError: the engine has failed.
         """
         stage = self._gang.stage
-        check_fits(
-            request,
-            capacity=stage.options.capacity,
-            vocab_size=stage.vocab_size,
-            has_text=self._decode is not None,
-        )
+        for request in requests:
+            check_fits(
+                request,
+                capacity=stage.options.capacity,
+                vocab_size=stage.vocab_size,
+                has_text=self._decode is not None,
+            )
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            self._board.add(request)
+            self._board.add(*requests)
             self._work.notify_all()
 
     def cancel(self, request_id: str) -> bool:

@@ -41,9 +41,8 @@ class GenerationRequest:
     logits: bool = False
     """Give the logits of all positions, those of the prompt included: a vocabulary of floats per token."""
     group: str = ""
-    """Requests of a group generate in step: none before the prompts of all have been read."""
-    group_size: int = 1
-    """How many they are; at most as many as an engine has slots."""
+    """Requests of a group are submitted together, at most as many as an engine has slots, and generate in step: none
+    before the prompts of all have been read."""
     measures: int = 0
     """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
     from, as plain lists; 0: nothing of that."""

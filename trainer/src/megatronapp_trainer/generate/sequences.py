@@ -1,5 +1,6 @@
 """The requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
 
+import collections
 import dataclasses
 from collections import deque
 
@@ -93,29 +94,34 @@ class Board:
     def __init__(self, *, slots: int, prefill_chunk: int, most_waiting: int) -> None:
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[Sequence] = []
+        self._slots = slots
         self._free = list(range(slots))
         self._chunk = prefill_chunk
         self._most_waiting = most_waiting
         self._decoded_last = True
-        self._missing: dict[str, int] = {}
 
-    def add(self, request: GenerationRequest) -> None:
-        """Put a request at the end of the line. Raises RequestError for an id in use, QueueFullError."""
-        if request.id in self.open_ids():
-            raise RequestError("id", f"{request.id} is open already; take another")
-        if len(self.waiting) >= self._most_waiting:
-            raise QueueFullError(f"{self._most_waiting} requests wait already; try again later")
-        self.waiting.append(request)
-        if request.group and self._missing.setdefault(request.group, request.group_size) > 1:
-            self._missing[request.group] -= 1
-        else:
-            self._missing.pop(request.group, None)
+    def add(self, *requests: GenerationRequest) -> None:
+        """Put these at the end of the line, or none of them. Raises RequestError for an id in use, QueueFullError."""
+        used = self.open_ids()
+        for request in requests:
+            if request.id in used:
+                raise RequestError("id", f"{request.id} is open already; take another")
+            used.add(request.id)
+        waiting, count = len(self.waiting), len(requests)
+        if waiting + count > self._most_waiting:
+            raise QueueFullError(
+                f"{waiting} requests wait, {count} came, {self._most_waiting} may wait; try again later"
+            )
+        for group, members in collections.Counter(one.group for one in requests if one.group).items():
+            if members > self._slots:
+                raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
+        self.waiting.extend(requests)
 
     def _held(self) -> set[str]:
         """Groups of which some have not been read yet."""
         waiting = {request.group for request in list(self.waiting)}
         reading = {one.request.group for one in self.running if one.is_prefilling}
-        return (waiting | reading | set(self._missing)) - {""}
+        return (waiting | reading) - {""}
 
     def open_ids(self) -> set[str]:
         """Ids of all requests that have not ended."""

@@ -79,7 +79,6 @@ class ScopeLeader:
                 request,
                 id=request_id(run, sample),
                 group=run,
-                group_size=len(lengths),
                 measures=min(capture.candidates, vocabulary) if wants else 0,
             )
             for sample, request in enumerate(requests)
