@@ -1,0 +1,397 @@
+"""Every number that the page can export is plain torch's, whatever layout it came from, by the way that people get it.
+
+Ranks over gloo -> a Unix socket -> a real agent -> a real hub -> WebSocket and HTTP. Tolerances are of the numbers'
+own precision: exact ones within some roundings of 32 bits, coded ones within half a step of their code.
+"""
+
+import asyncio
+import contextlib
+import functools
+import io
+import itertools
+import os
+import pathlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import scope_chain
+import scope_session
+import websockets.asyncio.client
+from numpy.typing import NDArray
+from scope_model import Shape
+from websockets.typing import Subprotocol
+
+from megatronapp_analyzer.hub.scope import exact
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.protocol import SUBPROTOCOL, Tensor, unpack
+from megatronapp_common.tokens import Role, derive
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
+RunRanks = Callable[..., list[Any]]
+Array = NDArray[Any]
+RUNS = "/api/v1/scope/runs"
+LAYERS, HEADS, TILE = 2, 4, 256
+DEADLINE_S = 60
+ENDED = {"done", "cancelled", "failed"}
+AT_ONCE = 24
+"""Probes that wait, of the 40 that the server takes."""
+CASES = [(layout, variant) for layout in scope_chain.LAYOUTS for variant in scope_chain.VARIANTS]
+
+
+@functools.cache
+def models(run_ranks: RunRanks, folder: str) -> str:
+    run_ranks(1, scope_chain.write_models, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return models(run_ranks, str(tmp_path_factory.mktemp("models")))
+
+
+@functools.cache
+def truth(run_ranks: RunRanks, folder: str, variant: str, texts: tuple[tuple[int, ...], ...]) -> list[dict[str, Array]]:
+    """Layouts that generate the same share a reference."""
+    (found,) = run_ranks(1, scope_chain.plain_sites, folder, variant, [list(ids) for ids in texts])
+    return list(found)
+
+
+class Page:
+    """What a page with the controller's role sees and asks."""
+
+    def __init__(self, hub: Any, client: httpx.AsyncClient, connection: Any) -> None:
+        self.hub = hub
+        self._client = client
+        self._connection = connection
+        self._limit = asyncio.Semaphore(AT_ONCE)
+        self.frames: list[Frame] = []
+
+    async def until(self, wanted: Callable[[Frame], bool]) -> Frame:
+        """The next frame that is it; all are kept."""
+        while True:
+            frame = frames.decode(await asyncio.wait_for(self._connection.recv(), DEADLINE_S))
+            self.frames.append(frame)
+            if wanted(frame):
+                return frame
+
+    async def generate(self, request: dict[str, Any]) -> str:
+        """A run, until it is done; asked for again while the model comes up."""
+        async with asyncio.timeout(DEADLINE_S):
+            while (answer := await self._client.post(RUNS, json=request)).status_code == 503:
+                await asyncio.sleep(0.05)
+        assert answer.status_code == 201, answer.text
+        run = str(answer.json()["run"])
+        end = await self.until(lambda one: one.header.get("run") == run and one.header.get("state") in ENDED)
+        assert end.header["state"] == "done", end.header["error"]
+        return run
+
+    async def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return await self._client.post(path, json=body)
+
+    async def get(self, path: str) -> httpx.Response:
+        """An answer, after the probe that brings it."""
+        async with self._limit, asyncio.timeout(DEADLINE_S):
+            while (answer := await self._client.get(path)).status_code == 202:
+                await asyncio.sleep(answer.json()["retryMs"] / 1000)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def opened(hub: Any) -> AsyncIterator[Page]:
+    """A page that may control."""
+    bearer = {"Authorization": f"Bearer {derive(hub.secret, Role.CONTROLLER)}"}
+    url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
+    async with (
+        httpx.AsyncClient(base_url=hub.url, headers=bearer, timeout=DEADLINE_S) as client,
+        websockets.asyncio.client.connect(
+            url, additional_headers=bearer, proxy=None, subprotocols=[Subprotocol(SUBPROTOCOL)], compression=None
+        ) as connection,
+    ):
+        yield Page(hub, client, connection)
+
+
+async def come_up(ranks: asyncio.Task[Any], condition: Callable[[], bool]) -> None:
+    """Wait for something of the ranks; if they end first, that is the failure."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            if ranks.done():
+                pytest.fail(f"the ranks ended: {ranks.result()}")
+            await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def chain(
+    case: tuple[str, str], *, serve: Any, worker: Any, run_ranks: RunRanks, folder: str, place: pathlib.Path
+) -> AsyncIterator[Page]:
+    """Everything between a rank's model and a page."""
+    layout, variant = case
+    run_dir, stop = place / "run", place / "stop"
+    run_dir.mkdir()
+    os.mkfifo(stop)
+    address, (world, _) = run_dir / "serve.url", scope_chain.LAYOUTS[layout]
+    with serve(place / "state") as hub:
+        one = worker(hub.url)
+        one.environment[str(Env.RUN_DIR.value)] = str(run_dir)
+        one.open_rings()
+        arguments = (world, scope_chain.serve_rank, folder, variant, layout, str(stop))
+        async with one.agent() as process:
+            ranks = asyncio.create_task(asyncio.to_thread(run_ranks, *arguments, environment=dict(one.environment)))
+            await come_up(ranks, address.exists)
+            hub.hub.scope.asker.client = ServeClient(address.read_text().strip(), derive(hub.secret, Role.SERVE))
+            await come_up(ranks, lambda: len(hub.hub.scope.desk.publishers.ranks) == world)
+            try:
+                async with opened(hub) as page:
+                    yield page
+            finally:
+                await asyncio.to_thread(stop.write_text, "stop")
+                codes = await ranks
+            assert set(codes) == {ExitCode.PREEMPTED}
+            one.close_rings(unlink=True)
+            await asyncio.wait_for(process.wait(), DEADLINE_S)
+
+
+class Case:
+    """A run as plain torch has it, beside what the page was told of it."""
+
+    def __init__(self, page: Page, run: str, detail: dict[str, Any], sites: list[dict[str, Array]]) -> None:
+        self.page = page
+        self.run = run
+        self.recording = scope_session.Recording(
+            shape=Shape(layers=LAYERS),
+            prompts=[list(one["ids"]) for one in detail["prompts"]],
+            generated=[[cell["id"] for cell in one] for one in detail["generated"]],
+            sites=sites,
+            capture=scope_chain.CAPTURE,
+        )
+        self.sites = sites
+
+    def frames(self, kind: FrameType) -> list[Frame]:
+        return [one for one in self.page.frames if one.type == kind and one.header.get("run") == self.run]
+
+    def tables(self, rows: Iterable[tuple[int, int]]) -> dict[str, Array]:
+        """Before any code; PCA apart."""
+        rows = list(rows)
+        found = [scope_session.tables(self.recording, sample) for sample in range(len(self.sites))]
+        names = set(found[0]) - {"pca"}
+        return {name: np.stack([found[sample][name][place] for sample, place in rows]) for name in names}
+
+
+def close(found: Array, wanted: Array, what: object) -> None:
+    """Within some roundings of the largest number."""
+    largest = max(1.0, float(np.abs(wanted).max()))
+    assert found.shape == wanted.shape, (what, found.shape, wanted.shape)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * largest, err_msg=str(what))
+
+
+def close_coded(tensor: Tensor, wanted: Array, what: object) -> None:
+    """Within half a step of the code."""
+    found: Array = tensor.data.astype(np.float64)
+    atol = 1e-4 * max(1.0, float(np.abs(wanted).max()))
+    if tensor.code == "i8":
+        assert tensor.scales is not None
+        found = decode(Code.I8, tensor.data, tensor.scales)
+        off = np.abs(found - wanted) - 0.51 * tensor.scales[..., None]
+        assert float(off.max()) <= atol, (what, float(off.max()))
+        return
+    rtol = 6e-4 if tensor.code == "f16" else 1e-4
+    if tensor.code == "u8":
+        found, atol = found / 255, 0.51 / 255 + 1e-5
+    np.testing.assert_allclose(found, wanted, rtol=rtol, atol=atol, err_msg=str(what))
+
+
+def check_steps(case: Case) -> None:
+    """Pixels, norms, measures of heads; candidates, probabilities, entropy, partition sums."""
+    steps = case.frames(FrameType.SCOPE_STEP)
+    assert [one.header["step"] for one in steps] == list(range(scope_chain.TOKENS))
+    for step, frame in enumerate(steps):
+        rows = [(sample, place) for sample, place in frame.header["rows"]]
+        assert rows == case.recording.rows(step)
+        found = {tensor.name: tensor for tensor in unpack(frame)}
+        wanted = case.tables(rows)
+        wanted |= {one.name: one.data for one in unpack(scope_session.tokens_frame(case.recording, step))}
+        assert set(found) - {"pca"} == set(wanted)
+        for name, values in wanted.items():
+            close_coded(found[name], values, (name, step))
+
+
+def check_greedy(case: Case) -> None:
+    """What was generated is the most likely token of plain torch, each time."""
+    for ids, came, sites in zip(case.recording.prompts, case.recording.generated, case.sites, strict=True):
+        best = sites["logits"][len(ids) - 1 :]
+        chosen = best[np.arange(len(came)), came]
+        assert (best.max(-1) - chosen <= 1e-4).all()
+
+
+def check_overviews(case: Case) -> None:
+    for frame in case.frames(FrameType.SCOPE_OVERVIEW):
+        sample = frame.header["sample"]
+        length = len(case.recording.prompts[sample])
+        found = {tensor.name: tensor for tensor in unpack(frame)}
+        atlas = scope_session.atlas(case.sites[sample]["attention"][:, :, :length, :length])
+        near(found.pop("atlas").data, atlas)
+        positions = frame.header["positions"]
+        assert positions[0] == 0 and len(positions) >= length // 4
+        wanted = case.tables((sample, place) for place in positions)
+        assert set(found) - {"pca"} == set(wanted)
+        for name, values in wanted.items():
+            close_coded(found[name], values, (name, sample))
+    assert len(case.frames(FrameType.SCOPE_OVERVIEW)) == len(case.recording.prompts)
+
+
+def near(found: Array, codes: Array) -> None:
+    """Codes of probabilities, where a rounding may fall to the other side."""
+    assert found.shape == codes.shape
+    off = np.abs(found.astype(int) - codes.astype(int))
+    assert off.max(initial=0) <= 1 and (off > 0).mean() < 0.02
+
+
+def check_rows(case: Case) -> None:
+    """Rows of pinned heads, as they stream."""
+    told = set()
+    for frame in case.frames(FrameType.SCOPE_ROWS):
+        (flat,) = unpack(frame)
+        ends = np.cumsum([0, *frame.header["keys"]])
+        for key, (first, end) in zip(frame.header["rows"], itertools.pairwise(ends), strict=True):
+            sample, layer, head, place = key
+            wanted = case.sites[sample]["attention"][layer, head, place, : place + 1]
+            near(flat.data[first:end], scope_session.codes_of(wanted))
+            told.add(tuple(key))
+    pins = [(one["layer"], one["head"]) for one in scope_chain.CAPTURE["pinned"]]
+    rows = [row for step in range(1, scope_chain.TOKENS) for row in case.recording.rows(step)]
+    assert told == {(sample, *pin, place) for sample, place in rows for pin in pins}
+
+
+def places(site: str, key_heads: int) -> list[str]:
+    """Where a site is asked for."""
+    if site in exact.LAYERLESS:
+        return [""]
+    if site not in exact.HEADED:
+        return [f"&layer={layer}" for layer in range(LAYERS)]
+    heads = key_heads if site in {"k", "v"} else HEADS
+    return [f"&layer={layer}&head={head}" for layer in range(LAYERS) for head in range(heads)]
+
+
+def wanted_of(sites: dict[str, Array], site: str, where: str) -> Array:
+    found = sites[site] if site == "attention" else np.moveaxis(sites[site], 0, -2)
+    for word in where.split("&")[1:]:
+        found = found[int(word.partition("=")[2])]
+    return found
+
+
+async def check_values(case: Case) -> None:
+    """Exact numbers of every site, layer, head and sample, as files."""
+    key_heads = case.sites[0]["k"].shape[2]
+
+    async def one(site: str, sample: int, where: str) -> None:
+        path = f"{RUNS}/{case.run}/values/{site}?sample={sample}{where}&format="
+        wanted = wanted_of(case.sites[sample], site, where)
+        close(np.load(io.BytesIO((await case.page.get(path + "npy")).content)), wanted, (site, where))
+        if sample == 0:
+            said = (await case.page.get(path + "json")).json()
+            close(np.array(said["values"]), wanted, (site, where, "json"))
+            lines = (await case.page.get(path + "csv")).text.splitlines()[1:]
+            close(np.array([list(map(float, line.split(",")[1:])) for line in lines]), wanted, (site, where, "csv"))
+
+    async with asyncio.TaskGroup() as group:
+        for site, sample in itertools.product(sorted(exact.SITES), (0, 1)):
+            for where in places(site, key_heads):
+                group.create_task(one(site, sample, where))
+
+
+async def check_tiles(case: Case) -> None:
+    """All tiles of every head of the long sample, at level 0 and 1."""
+
+    async def one(layer: int, head: int, level: int, q: int, k: int) -> None:
+        answer = await case.page.get(f"{RUNS}/{case.run}/attention/1/{layer}/{head}/{level}/{q}/{k}")
+        side, span = 1 << level, TILE << level
+        codes = scope_session.codes_of(case.sites[1]["attention"][layer, head])
+        part = codes[q * span : (q + 1) * span, k * span : (k + 1) * span]
+        padded = np.pad(part, [(0, -size % side) for size in part.shape])
+        pooled = padded.reshape(padded.shape[0] // side, side, padded.shape[1] // side, side).max(axis=(1, 3))
+        shape = [int(size) for size in answer.headers["X-Tile-Shape"].split(",")]
+        near(np.frombuffer(answer.content, np.uint8).reshape(shape), pooled)
+
+    async with asyncio.TaskGroup() as group:
+        for layer, head in itertools.product(range(LAYERS), range(HEADS)):
+            for place in ((0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0)):
+                group.create_task(one(layer, head, *place))
+
+
+def projected(case: Case, rows: Iterable[Iterable[int]]) -> Array:
+    """Coordinates in the hub's basis, [rows, layers, 8]."""
+    bases = case.page.hub.hub.scope.bases.bases
+    residual = np.stack([case.sites[sample]["residual"][place] for sample, place in rows]).astype(np.float64)
+    every = [(residual[:, layer] - bases[layer].mean) @ bases[layer].axes.T for layer in range(LAYERS)]
+    return np.stack(every, axis=1)
+
+
+def check_basis(case: Case) -> None:
+    """Axes at right angles, and the shares of the variance that plain torch's states of the first prompt have."""
+    for layer, basis in case.page.hub.hub.scope.bases.bases.items():
+        rows = case.sites[0]["residual"][: len(case.recording.prompts[0]), layer].astype(np.float64)
+        close(basis.mean, rows.mean(axis=0), ("mean", layer))
+        np.testing.assert_allclose(basis.axes @ basis.axes.T, np.eye(len(basis.axes)), atol=1e-6)
+        variance = np.linalg.svd(rows - rows.mean(axis=0), compute_uv=False) ** 2
+        close(basis.explained, (variance / variance.sum())[: len(basis.axes)], ("explained", layer))
+        spread = ((rows - rows.mean(axis=0)) @ basis.axes.T).var(axis=0) * len(rows)
+        close(spread / variance.sum(), basis.explained, ("along the axes", layer))
+
+
+def check_pca(case: Case) -> None:
+    """Coordinates that stream with the steps, and those of the prompt."""
+    check_basis(case)
+    told = 0
+    for frame in case.frames(FrameType.SCOPE_STEP):
+        for tensor in unpack(frame):
+            if tensor.name == "pca":
+                close_coded(tensor, projected(case, frame.header["rows"]), ("pca", frame.header["step"]))
+                told += 1
+    assert told == scope_chain.TOKENS
+    for frame in case.frames(FrameType.SCOPE_OVERVIEW):
+        (tensor,) = [tensor for tensor in unpack(frame) if tensor.name == "pca"]
+        rows = [(frame.header["sample"], place) for place in frame.header["positions"]]
+        close_coded(tensor, projected(case, rows), "pca of a prompt")
+
+
+async def check_refit(case: Case) -> None:
+    """New axes, and where rows lie on them."""
+    answer = await case.page.post(f"{RUNS}/{case.run}/pca", {"layers": list(range(LAYERS)), "refit": True})
+    assert answer.status_code in {200, 202}, answer.text
+    frame = await case.page.until(lambda one: one.header.get("fitted") == "refit")
+    assert (frame.type, frame.header["run"]) == (FrameType.SCOPE_PCA, case.run)
+    (points,) = unpack(frame)
+    close(points.data.astype(np.float64), projected(case, frame.header["rows"]), "refit")
+
+
+@pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
+async def test_every_number(
+    case: tuple[str, str], *, serve: Any, worker: Any, run_ranks: RunRanks, folder: str, tmp_path: pathlib.Path
+) -> None:
+    async with chain(case, serve=serve, worker=worker, run_ranks=run_ranks, folder=folder, place=tmp_path) as page:
+        await page.generate(scope_chain.request_of(1))
+        await page.until(lambda one: one.type == FrameType.SCOPE_PCA)
+        run = await page.generate(scope_chain.request_of())
+        detail = (await page.get(f"{RUNS}/{run}")).json()
+        texts = tuple(
+            (*prompt["ids"], *(cell["id"] for cell in came[:-1]))
+            for prompt, came in zip(detail["prompts"], detail["generated"], strict=True)
+        )
+        sites = await asyncio.to_thread(truth, run_ranks, folder, case[1], texts)
+        found = Case(page, run, detail, sites)
+        assert not found.frames(FrameType.SCOPE_GAP)
+        check_greedy(found)
+        check_steps(found)
+        check_overviews(found)
+        check_rows(found)
+        check_pca(found)
+        await check_values(found)
+        await check_tiles(found)
+        await check_refit(found)
