@@ -209,6 +209,25 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         convert(tmp_path / "ours", tmp_path / "again", iteration=7)
 
 
+def test_numbers_that_a_type_cannot_hold_are_told_in_both_directions(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    import torch
+
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = tiny_folder.read(hf)
+    tensors[name][3, 4] = -131072.0
+    tiny_folder.rewrite(hf, tensors, LLAMA)
+    words = f"{name} holds 1.311e\\+05, and fp16 ends at 6.55e\\+04: .* write --dtype bf16 or fp32"
+    with pytest.raises(CheckpointError, match=words):
+        convert(hf, tmp_path / "half", dtype="fp16")
+    convert(hf, tmp_path / "ours", dtype="bf16")
+    with pytest.raises(CheckpointError, match=words):
+        convert(tmp_path / "ours", tmp_path / "back", dtype="fp16")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "ours"]
+    tensors[name][3, 4] = torch.inf
+    tiny_folder.rewrite(hf, tensors, LLAMA)
+    convert(hf, tmp_path / "half", dtype="fp16")  # what was infinite before stays so
+
+
 def test_the_tokenizer_of_another_folder(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
+from megatronapp_trainer.errors import CheckpointError
+
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -16,3 +18,19 @@ def name_of(dtypes: Iterable[torch.dtype]) -> str:
     """Names of the types, for people."""
     found = set(dtypes)
     return ", ".join(name for name, dtype in _TYPES.items() if dtype in found)
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The tensor in another type. Raises CheckpointError where a number of it is beyond that type's largest."""
+    made = tensor.to(dtype)
+    if made.dtype == tensor.dtype or bool(made.isfinite().all()):
+        return made
+    largest = torch.finfo(dtype).max
+    beyond = tensor.isfinite() & made.isinf()
+    if not beyond.any():  # they were infinite before
+        return made
+    instead = "bf16 or fp32" if dtype is torch.float16 else "fp32"
+    raise CheckpointError(
+        f"{name} holds {float(tensor[beyond].abs().max()):.4g}, and {name_of([dtype])} ends at {largest:.4g}: it would "
+        f"become infinite; write --dtype {instead}, or leave --dtype out to keep the numbers as they are"
+    )

@@ -10,7 +10,7 @@ from megatronapp_trainer.checkpoint import arguments
 from megatronapp_trainer.checkpoint.directory import TRACKER, Manifest, checkpoint_name, seal
 from megatronapp_trainer.convert import store
 from megatronapp_trainer.convert.companions import Origin, copy_companions, tokenizer_arguments
-from megatronapp_trainer.convert.dtypes import name_of, torch_dtype
+from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import HEAD, Family, family_of
 from megatronapp_trainer.convert.hf_folder import CONFIG, TensorFolder
 from megatronapp_trainer.convert.keys import read_keys
@@ -166,7 +166,7 @@ def _pieces(source: Source, options: Options) -> Iterator[store.Piece]:
             size=step.our_size(source.shape),
             dtype=dtype,
             layer=step.layer,
-            read=lambda step=step, dtype=dtype: source.read(step).to(dtype),  # type: ignore[misc]
+            read=lambda step=step, dtype=dtype: converted(source.read(step), dtype, " + ".join(step.names)),  # type: ignore[misc]
         )
 
 

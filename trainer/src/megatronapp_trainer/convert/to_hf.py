@@ -17,7 +17,7 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
-from megatronapp_trainer.convert.dtypes import name_of, torch_dtype
+from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import FAMILIES, HEAD, Family
 from megatronapp_trainer.convert.hf_folder import CONFIG, TensorWriter
 from megatronapp_trainer.convert.keys import Keys, read_keys
@@ -48,7 +48,10 @@ class Stored:
         wanted = None if options.dtype is None else torch_dtype(options.dtype)
         for step in self.steps:
             tensor = self.tensors.read(step.rule.ours, step.layer)
-            parts = [part.to(wanted or part.dtype) for part in step.unpack(tensor, self.shape)]
+            parts = [
+                converted(part, wanted or part.dtype, name)
+                for name, part in zip(step.names, step.unpack(tensor, self.shape), strict=True)
+            ]
             yield from zip(step.names, parts, strict=True)
             if self.repeats_head and step.rule.ours == _EMBEDDING:
                 yield HEAD, parts[0]
