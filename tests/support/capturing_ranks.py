@@ -14,7 +14,7 @@ from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.events import Event
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.leader import ScopeLeader
-from megatronapp_trainer.scope.publisher import Job
+from megatronapp_trainer.scope.publisher import Job, Numbers
 from megatronapp_trainer.scope.session import CaptureSession
 
 RUN = "0123456789ab"
@@ -43,12 +43,20 @@ class Sent:
     """What a rank hands to its publisher."""
 
     jobs: list[Job] = dataclasses.field(default_factory=list)
+    _numbered: Numbers = dataclasses.field(default_factory=Numbers)
+    _built: dict[Job, list[bytes]] = dataclasses.field(default_factory=dict)
 
     def post(self, job: Job) -> None:
         self.jobs.append(job)
 
     def frames(self) -> list[bytes]:
-        return [encode(frame) for job in self.jobs for frame in job.build()]
+        return [data for job in self.jobs for data in self._frames(job)]
+
+    def _frames(self, job: Job) -> list[bytes]:
+        if job not in self._built:
+            frames = [frame for one in job.split() for frame in one.build()]
+            self._built[job] = [encode(self._numbered(frame)) for frame in frames]
+        return self._built[job]
 
 
 def requests(count: int = NEW) -> list[GenerationRequest]:

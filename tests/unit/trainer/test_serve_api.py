@@ -225,6 +225,15 @@ def test_runs_of_megascope_outlive_their_request_until_they_are_cancelled(client
     while (shown := client.get(f"/scope/v1/runs/{run}").json())["state"] != "done":
         assert shown["state"] in {"queued", "prefill", "decoding"}
     assert [len(ids) for ids in shown["ids"]] == [4, 4]
+    header, samples = shown["header"], shown["samples"]
+    assert (header["run"], header["state"], header["steps"]) == (run, "done", 4)
+    for sample, prompt in enumerate(("hello", "whales")):
+        told = samples[sample]
+        assert (told["ids"], "".join(told["texts"])) == (shown["ids"][sample], shown["texts"][sample])
+        assert told["finished"] == [None, None, None, "length"]
+        whole = (prompt + shown["texts"][sample]).encode("utf-16-le")
+        for text, offset in zip(told["texts"], told["offsets"], strict=True):
+            assert text == ("" if offset is None else whole[2 * offset[0] : 2 * offset[1]].decode("utf-16-le"))
     endless = {"prompts": ["hello"], "tokens": 512, "sampling": greedy}
     long = client.post("/scope/v1/runs", json=endless).json()["run"]
     assert client.delete(f"/scope/v1/runs/{long}").status_code == 204

@@ -1,6 +1,7 @@
 """MegaScope's frames on their way through the agent: from the ranks' Unix socket to the hub, as they are.
 
-Ranks never wait: what the hub does not take in time is dropped here, the oldest parts first.
+Nothing is dropped here: while the hub does not take what waits, no more is read. Ranks drop what they have no room for,
+and say so.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import logging
 import os
 import pathlib
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from megatronapp_common import frames
@@ -30,34 +31,38 @@ ENDED = frozenset({"done", "cancelled", "failed"})
 
 
 class ScopeBuffer:
-    """Frames that wait for the hub, in bounded memory. Pure."""
+    """Frames that wait for the hub, in their order. Who pushes waits for room before the next one."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit = limit_bytes
-        self._parts: OrderedDict[int, bytes] = OrderedDict()
-        self._others: OrderedDict[int, bytes] = OrderedDict()
-        self._next = 0
-        self._bytes = 0
-        self.dropped = 0
+        self._frames: deque[bytes] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.held_bytes = 0
 
-    def push(self, kind: int, data: bytes) -> None:
-        """Queue a frame; drops the oldest parts beyond the limit, and then whatever is oldest."""
-        self._next += 1
-        (self._parts if kind == FrameType.SCOPE_PART else self._others)[self._next] = data
-        self._bytes += len(data)
-        while self._bytes > self._limit and len(self._parts) + len(self._others) > 1:
-            _, gone = (self._parts or self._others).popitem(last=False)
-            self._bytes -= len(gone)
-            self.dropped += 1
+    def push(self, data: bytes) -> None:
+        """Queue a frame."""
+        self._frames.append(data)
+        self._count(len(data))
 
     def pop(self) -> bytes | None:
         """The oldest frame."""
-        queues = [queue for queue in (self._parts, self._others) if queue]
-        if not queues:
+        if not self._frames:
             return None
-        _, data = min(queues, key=lambda queue: next(iter(queue))).popitem(last=False)
-        self._bytes -= len(data)
+        data = self._frames.popleft()
+        self._count(-len(data))
         return data
+
+    async def room(self) -> None:
+        """Wait until less than the limit is held."""
+        await self._room.wait()
+
+    def _count(self, added_bytes: int) -> None:
+        self.held_bytes += added_bytes
+        if self.held_bytes < self._limit:
+            self._room.set()
+        else:
+            self._room.clear()
 
 
 class Standing:
@@ -146,6 +151,7 @@ class ScopeSocket:
     async def _read(self, reader: asyncio.StreamReader, ranks: set[int]) -> None:
         """Frames until the stream ends; notes who publishes. Raises FrameError for bytes that are none."""
         while True:
+            await self.buffer.room()
             prefix = await reader.readexactly(PREFIX.size)
             length = frames.frame_length(prefix)
             data = prefix + await reader.readexactly(length - PREFIX.size)
@@ -153,13 +159,19 @@ class ScopeSocket:
             if frame.type not in RANK_TYPES:
                 raise FrameError(f"frame type {frame.type} is none that ranks send")
             if length > MAX_PART_BYTES:
-                self.buffer.dropped += 1
                 LOG.warning("a frame of %d bytes is dropped; ranks send at most %d", length, MAX_PART_BYTES)
-                continue
+                data = _mark(frame)
             if frame.type == FrameType.SCOPE_PUBLISHER:
                 ranks.add(_rank(frame))
-            self.buffer.push(frame.type, data)
+            self.buffer.push(data)
             self._wake()
+
+
+def _mark(frame: Frame) -> bytes:
+    """What the hub hears of a part that is too large. Raises FrameError for other frames, which no rank makes so."""
+    if frame.type != FrameType.SCOPE_PART:
+        raise FrameError(f"a frame of type {frame.type} is larger than any may be")
+    return frames.encode(Frame(frame.type, {**frame.header, "tensors": [], "dropped": True}))
 
 
 def _rank(frame: Frame) -> int:

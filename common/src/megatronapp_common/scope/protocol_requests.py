@@ -139,6 +139,8 @@ class ProbeSite(RequestModel):
     layers: tuple[Index, ...]
     heads: tuple[Index, ...] | None = None
     code: Literal["f32", "f16", "u8s"] = "f32"
+    rotary: Rotary = "after"
+    """Of `q` and `k`: after or before the turn."""
 
 
 class Probe(RequestModel):

@@ -10,27 +10,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.agent.scope import SOCKET, ScopeBuffer, ScopeSocket, Standing
+from megatronapp_analyzer.agent.scope import LIMIT_BYTES, SOCKET, ScopeBuffer, ScopeSocket, Standing
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import MAX_PART_BYTES
 
 DEADLINE_S = 20.0
 PART, TOKENS = FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS
 
 
-@given(st.lists(st.tuples(st.sampled_from([PART, TOKENS]), st.integers(1, 40)), max_size=60))
-def test_tokens_outlive_parts_and_memory_is_bounded(items: list[tuple[int, int]]) -> None:
-    buffer = ScopeBuffer(200)
-    sent = [(kind, bytes([number]) * size) for number, (kind, size) in enumerate(items)]
-    for kind, data in sent:
-        buffer.push(kind, data)
-    got = []
-    while (popped := buffer.pop()) is not None:
-        got.append(popped)
-    assert sum(map(len, got)) <= 200 and len(got) + buffer.dropped == len(sent)
-    assert got == [data for _, data in sent if data in got]
-    if sum(len(data) for kind, data in sent if kind == TOKENS) <= 160:
-        assert [data for kind, data in sent if kind == TOKENS and data not in got] == []
+@given(st.lists(st.one_of(st.integers(1, 90), st.none()), max_size=60))
+def test_who_pushes_waits_for_room_and_nothing_is_dropped(items: list[int | None]) -> None:
+    async def pushed() -> None:
+        buffer, sent, got = ScopeBuffer(200), list[bytes](), list[bytes | None]()
+        for number, size in enumerate(items):
+            if size is None:
+                got.append(buffer.pop())
+                continue
+            waiting = asyncio.ensure_future(buffer.room())
+            await asyncio.sleep(0)
+            assert waiting.done() == (buffer.held_bytes < 200)
+            while not waiting.done():
+                got.append(buffer.pop())
+                await asyncio.sleep(0)
+            sent.append(bytes([number]) * size)
+            buffer.push(sent[-1])
+            assert buffer.held_bytes < 200 + 90
+        while (popped := buffer.pop()) is not None:
+            got.append(popped)
+        assert [data for data in got if data is not None] == sent
+
+    asyncio.run(pushed())
+
+
+@pytest.mark.asyncio
+async def test_a_hub_that_takes_nothing_lets_ranks_wait_and_then_gets_all(tmp_path: pathlib.Path) -> None:
+    scope = ScopeSocket(tmp_path, lambda: None)
+    sent = [frames.encode(Frame(PART, {"part": number}, bytes(1 << 20))) for number in range(24)]
+    async with asyncio.timeout(DEADLINE_S), scope.running():
+        reader, writer = await rank(tmp_path / SOCKET)
+        writer.write(b"".join(sent))
+        while scope.buffer.held_bytes < LIMIT_BYTES:
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert scope.buffer.held_bytes < LIMIT_BYTES + len(sent[0])
+        got: list[bytes] = []
+        while len(got) < len(sent):
+            if (popped := scope.pop()) is not None:
+                got.append(popped)
+            await asyncio.sleep(0)
+        assert got == sent
+        await gone((reader, writer))
+
+
+@pytest.mark.asyncio
+async def test_a_part_that_is_too_large_leaves_a_mark_and_anything_else_its_connection(tmp_path: pathlib.Path) -> None:
+    scope = ScopeSocket(tmp_path, lambda: None)
+    async with asyncio.timeout(DEADLINE_S), scope.running():
+        first = await rank(tmp_path / SOCKET)
+        header = {"rank": 0, "run": "1", "step": 3, "rows": [[0, 1, 2]], "part": 1, "more": True}
+        first[1].write(frames.encode(Frame(PART, header | {"tensors": [{"n": "q"}]}, bytes(MAX_PART_BYTES))))
+        while (data := scope.pop()) is None:
+            await asyncio.sleep(0)
+        assert frames.decode(data).header == header | {"tensors": [], "dropped": True}
+        assert bytes(frames.decode(data).body) == b""
+        first[1].write(frames.encode(Frame(TOKENS, {"run": "1"}, bytes(MAX_PART_BYTES))))
+        assert await first[0].read() == b""
+        assert scope.pop() is None
+        await gone(first)
 
 
 def framed(kind: int, **header: Any) -> bytes:

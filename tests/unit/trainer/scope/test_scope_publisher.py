@@ -4,14 +4,18 @@ import pathlib
 import socket
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
-from megatronapp_trainer.scope.publisher import MOST_JOBS, Publisher, Ready
+from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_trainer.scope.publisher import FRAME_COST, MOST_COMING, Kind, Publisher, Ready
 
 HELLO = Frame(FrameType.SCOPE_PUBLISHER, {"rank": 3})
 BODY = 100 << 10
@@ -55,13 +59,6 @@ def part(number: int) -> Frame:
     return Frame(FrameType.SCOPE_PART, {"step": number}, bytes(BODY))
 
 
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def publisher(path: pathlib.Path) -> Iterator[Publisher]:
     one = Publisher(path, HELLO, bound_bytes=1 << 20)
@@ -80,20 +77,130 @@ def test_frames_come_in_order_behind_who_sends_them(path: pathlib.Path, publishe
     assert publisher.dropped == 0
 
 
-def test_a_peer_that_does_not_read_costs_the_oldest_parts(path: pathlib.Path, publisher: Publisher) -> None:
-    with listening(path) as listener:
-        peer = accepted(listener)
+class Step:
+    """A step, prompt or probe of some numbers on the host; `ready` as it says."""
+
+    def __init__(self, number: int, *, kind: Kind = Kind.STEP, frames: int = 1, body: int = BODY) -> None:
+        self.kind = kind
+        self.nbytes = frames * body
+        self.is_ready = True
+        self._headers = deque(self._header(number, more=place + 1 < frames) for place in range(frames))
+        self._body = bytes(body)
+
+    def _header(self, number: int, *, more: bool) -> dict[str, Any]:
+        name = "probe" if self.kind is Kind.PROBE else "run"
+        return {name: str(number) if self.kind is Kind.PROBE else "r", "step": number, "more": more}
+
+    def split(self) -> "list[Step]":
+        return [self]
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def build(self) -> Iterator[Frame]:
+        while self._headers:
+            yield Frame(FrameType.SCOPE_PART, self._headers[0], self._body)
+            self._headers.popleft()
+
+    def marks(self) -> list[Frame]:
+        return [Frame(FrameType.SCOPE_PART, header | {"dropped": True}) for header in self._headers]
+
+
+def test_a_peer_that_does_not_read_costs_the_oldest_steps_and_they_say_so(
+    path: pathlib.Path, publisher: Publisher
+) -> None:
+    with listening(path) as listener, accepted(listener) as peer:
         publisher.post(Ready([Frame(FrameType.SCOPE_TOKENS, {"step": 0})]))
         for number in range(40):
-            publisher.post(Ready([part(number)]))
-        until(lambda: publisher.dropped > 0 and not publisher._jobs)
-        assert publisher.held_bytes <= 1 << 20
-        with peer:
-            assert read(peer).header == {"rank": 3}
-            assert read(peer).header == {"step": 0}
-            kept = [read(peer).header["step"] for _ in range(40 - publisher.dropped)]
-        assert kept == sorted(kept)
-        assert kept[-1] == 39
+            publisher.post(Step(number))
+            assert publisher.held_bytes <= (1 << 20) + 41 * FRAME_COST
+        assert read(peer).header == {"rank": 3}
+        assert read(peer).header == {"step": 0}
+        told = [read(peer).header for _ in range(40)]
+    assert [one["step"] for one in told] == list(range(40))
+    dropped = [one["step"] for one in told if one.get("dropped")]
+    assert publisher.dropped == len(dropped) >= 25
+    begun = dropped[0]
+    assert dropped == list(range(begun, begun + len(dropped))) and dropped[-1] < 39
+    assert {one["part"] for one in told} == {0}
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_slow_reader_loses_nothing_of_probes_and_prompts(data: st.DataObject) -> None:
+    kinds = st.sampled_from([Kind.STEP, Kind.PROMPTS, Kind.PROBE])
+    wanted = data.draw(st.lists(st.tuples(kinds, st.integers(1, 4)), min_size=1, max_size=16))
+    bound = 8 * BODY
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "scope.sock"
+        with listening(path) as listener:
+            one = Publisher(path, HELLO, bound_bytes=bound, waiting_bytes=64 * (BODY + FRAME_COST))
+            one.start()
+            with accepted(listener) as peer:
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                kept = 0
+                for number, (kind, frames) in enumerate(wanted):
+                    one.post(Step(number, kind=kind, frames=frames))
+                    kept += (kind is not Kind.STEP) * (frames * BODY + FRAME_COST)
+                    assert one.held_bytes <= kept + bound + len(wanted) * FRAME_COST
+                told = [read(peer).header for _ in range(1 + sum(frames for _, frames in wanted))][1:]
+            one.close()
+    for number, (kind, frames) in enumerate(wanted):
+        mine = [header for header in told if header["step"] == number]
+        assert [header["part"] for header in mine] == list(range(frames))
+        assert [header["more"] for header in mine] == [True] * (frames - 1) + [False]
+        gone = [header.get("dropped", False) for header in mine]
+        assert set(gone) <= ({True, False} if kind is Kind.STEP else {False})
+        assert len(set(gone)) == 1, "whole steps only"
+
+
+def test_the_newest_step_is_kept_however_large(path: pathlib.Path) -> None:
+    one = Publisher(path, HELLO, bound_bytes=BODY)
+    for number in range(3):
+        one.post(Step(number, frames=4))
+        assert one.held_bytes <= 4 * BODY + 3 * FRAME_COST
+    with listening(path) as listener:
+        one.start()
+        with accepted(listener) as peer:
+            read(peer)
+            told = [read(peer).header for _ in range(12)]
+    one.close()
+    assert [header.get("dropped", False) for header in told] == [True] * 8 + [False] * 4
+
+
+def test_probes_and_steps_take_turns(path: pathlib.Path) -> None:
+    late = Step(0, kind=Kind.PROBE, frames=6, body=1 << 10)
+    late.is_ready = False
+    one = Publisher(path, HELLO)
+    one.post(late)
+    for number in range(3):
+        one.post(Step(number, body=1 << 10))
+    late.is_ready = True
+    with listening(path) as listener:
+        one.start()
+        with accepted(listener) as peer:
+            read(peer)
+            names = ["probe" in read(peer).header for _ in range(9)]
+    one.close()
+    assert names == [False, True, False, True, False, True, True, True, True]
+
+
+def test_a_probe_for_which_there_is_no_room_is_told(path: pathlib.Path) -> None:
+    one = Publisher(path, HELLO, waiting_bytes=4 * BODY)
+    for number, frames in enumerate((2, 3, 1)):
+        one.post(Step(number, kind=Kind.PROBE, frames=frames))
+    with listening(path) as listener:
+        one.start()
+        with accepted(listener) as peer:
+            read(peer)
+            told = [read(peer).header for _ in range(6)]
+    one.close()
+    assert [(header["probe"], header.get("dropped", False)) for header in told] == [
+        *[("0", False)] * 2,
+        *[("1", True)] * 3,
+        ("2", False),
+    ]
+    assert one.dropped == 1
 
 
 def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: Publisher) -> None:
@@ -113,44 +220,59 @@ def test_a_peer_that_dies_is_found_again(path: pathlib.Path, publisher: Publishe
 
 def test_nobody_there(path: pathlib.Path, publisher: Publisher) -> None:
     for number in range(40):
-        publisher.post(Ready([part(number)]))
-    until(lambda: not publisher._jobs)
-    assert publisher.held_bytes <= 1 << 20
-    assert publisher.dropped >= 40 - (1 << 20) // BODY
+        publisher.post(Step(number))
+        assert publisher.held_bytes <= (1 << 20) + 40 * FRAME_COST
     with listening(path) as listener, accepted(listener) as peer:
         assert read(peer).header == {"rank": 3}
-        assert read(peer).header["step"] == publisher.dropped
+        told = [read(peer).header for _ in range(40)]
+    assert [one["step"] for one in told if not one.get("dropped")] == list(range(publisher.dropped, 40))
+
+
+def test_what_rank_0_tells_is_bounded_and_the_newest_is_kept(path: pathlib.Path) -> None:
+    one = Publisher(path, HELLO, bound_bytes=64 * FRAME_COST)
+    for number in range(100):
+        one.post(Ready([Frame(FrameType.SCOPE_TOKENS, {"step": number})]))
+        assert one.held_bytes <= 64 * FRAME_COST
+    with listening(path) as listener:
+        one.start()
+        with accepted(listener) as peer:
+            read(peer)
+            told = [read(peer).header["step"] for _ in range(100 - one.dropped)]
+    one.close()
+    assert told == list(range(one.dropped, 100))
 
 
 def test_steps_that_never_come_are_bounded(publisher: Publisher) -> None:
-    class Late:
-        def ready(self) -> bool:
-            return False
-
-        def build(self) -> list[Frame]:
-            raise AssertionError
-
-    for _ in range(MOST_JOBS + 5):
-        publisher.post(Late())
-    assert publisher.dropped == 5
-    publisher._jobs.clear()
+    steps = [Step(number) for number in range(MOST_COMING + 5)]
+    for step in steps:
+        step.is_ready = False
+        publisher.post(step)
+    assert publisher.held_bytes <= (1 << 20) + len(steps) * FRAME_COST
+    assert publisher.dropped >= len(steps) - (1 << 20) // BODY
+    for step in steps:
+        step.is_ready = True
 
 
-def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path, publisher: Publisher) -> None:
-    class Broken:
-        def ready(self) -> bool:
-            return True
+def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path) -> None:
+    class Broken(Step):
+        def build(self) -> Iterator[Frame]:
+            yield next(super().build())
+            self._headers.popleft()
+            raise KeyError("no such row")
 
-        def build(self) -> list[Frame]:
-            raise ValueError("no such row")
-
-    publisher.post(Broken())
-    with listening(path) as listener, accepted(listener) as peer:
-        publisher.post(Ready([part(1)]))
-        read(peer)
-        assert read(peer).header == {"step": 1}
-    assert list(publisher.failures) == ["no such row"]
-    assert publisher.dropped == 1
+    publisher = Publisher(path, HELLO)
+    for step in (Broken(0, frames=3), Step(1, body=MAX_PART_BYTES), Step(2)):
+        publisher.post(step)
+    with listening(path) as listener:
+        publisher.start()
+        with accepted(listener) as peer:
+            read(peer)
+            told = [read(peer).header for _ in range(5)]
+    publisher.close()
+    seen = [(header["step"], header["part"], header.get("dropped", False)) for header in told]
+    assert seen == [(0, 0, False), (0, 1, True), (0, 2, True), (1, 0, True), (2, 0, False)]
+    assert next(iter(publisher.failures)) == "'no such row'"
+    assert publisher.dropped == 2
 
 
 def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:

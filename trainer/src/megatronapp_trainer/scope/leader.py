@@ -3,7 +3,7 @@
 import dataclasses
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,17 @@ from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.probe import LOGITS
-from megatronapp_trainer.scope.publisher import Ready, Sink
+from megatronapp_trainer.scope.publisher import Job, Kind, Ready, Sink
 from megatronapp_trainer.scope.runs import request_id, run_of
 from megatronapp_trainer.scope.session import TOPIC, BeginProbe, BeginRun, CaptureSession, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.sites import ATTENTION, site_of
 
 AT_ONE = 5
 """Place of temperature 1 among those of `partition`."""
+TextOf = Callable[[int], str]
+"""Of a token by itself; U+FFFD where it is no whole character."""
+_TOKEN_BYTES = 256
+"""About what TOKENS says of a row, beside its candidates."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -34,6 +38,7 @@ class _Run:
     open: set[int]
     ends: list[int]
     """UTF-16 units of each sample's text so far."""
+    text_of: TextOf | None = None
     tokens: dict[int, dict[int, TokenEvent]] = dataclasses.field(default_factory=dict)
     """By step and sample: what has not been told yet."""
     reasons: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -42,6 +47,23 @@ class _Run:
     def due(self) -> list[int]:
         """Steps of which all have come: nobody is still open who has not told his token."""
         return [step for step, came in sorted(self.tokens.items()) if self.open <= set(came)]
+
+    def end(self, sample: int, event: FinishedEvent) -> None:
+        """A sample has ended; text that was held back until now goes to its last token."""
+        self.reasons[sample] = event.reason
+        self.open.discard(sample)
+        steps = [step for step, came in self.tokens.items() if sample in came]
+        if event.text and steps and event.reason in {"stop", "length"}:
+            last = self.tokens[max(steps)]
+            last[sample] = dataclasses.replace(last[sample], text=(last[sample].text or "") + event.text)
+
+    def offset(self, sample: int, text: str) -> list[int] | None:
+        """Where a text stands in its sample; None of a token that ends no character. To be asked in their order."""
+        if not text:
+            return None
+        start = self.ends[sample]
+        self.ends[sample] += len(text.encode("utf-16-le")) // 2
+        return [start, self.ends[sample]]
 
 
 class ScopeLeader:
@@ -55,11 +77,22 @@ class ScopeLeader:
         self._lock = threading.Lock()
 
     def begin_run(
-        self, run: str, capture: Capture, requests: Sequence[GenerationRequest], *, ends: Sequence[int] = ()
+        self,
+        run: str,
+        capture: Capture,
+        requests: Sequence[GenerationRequest],
+        *,
+        ends: Sequence[int] = (),
+        text_of: TextOf | None = None,
     ) -> list[GenerationRequest]:
         """Let all ranks look at a run, whose requests go to the engine afterwards: these, changed.
 
-        `ends`: UTF-16 units of each prompt's text, for offsets; none: 0.
+        Args:
+            run: its id.
+            capture: what is looked at.
+            requests: one for each prompt.
+            ends: UTF-16 units of each prompt's text, for offsets; none: 0.
+            text_of: of candidates; called in the thread that sends. None: they have no texts.
 
         Raises:
             CaptureError: a pinned head that the model does not have.
@@ -70,7 +103,8 @@ class ScopeLeader:
         lengths = tuple(len(request.prompt) for request in requests)
         starts = list(ends) or [0] * len(lengths)
         with self._lock:
-            self._runs[run] = _Run(capture=capture, lengths=lengths, open=set(range(len(lengths))), ends=starts)
+            samples = set(range(len(lengths)))
+            self._runs[run] = _Run(capture=capture, lengths=lengths, open=samples, ends=starts, text_of=text_of)
         self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
         wants = capture.states.probabilities
         vocabulary = self._session.share.vocabulary
@@ -151,13 +185,8 @@ class ScopeLeader:
             if isinstance(event, TokenEvent):
                 known.tokens.setdefault(event.index, {})[sample] = event
             elif isinstance(event, FinishedEvent):
-                known.reasons[sample] = event.reason
-                known.open.discard(sample)
-        return [
-            _Told(run=run, step=step, known=known, came=known.tokens.pop(step), reasons=dict(known.reasons))
-            for run, known in self._runs.items()
-            for step in known.due()
-        ]
+                known.end(sample, event)
+        return [_told(run, step, known) for run, known in self._runs.items() for step in known.due()]
 
     def _check(self, capture: Capture) -> None:
         share = self._session.share
@@ -186,28 +215,41 @@ class ScopeLeader:
 class _Told:
     """The tokens of one step."""
 
-    run: str
-    step: int
-    known: _Run
-    came: Mapping[int, TokenEvent]
-    reasons: Mapping[int, str]
+    header: Mapping[str, Any]
+    events: Sequence[TokenEvent]
+    """Empty: what they were chosen from is not told."""
+    text_of: TextOf | None
 
     def frame(self) -> Frame:
-        """TOKENS. To be called in the order of the steps, for offsets go on from the step before."""
-        known, samples = self.known, sorted(self.came)
-        events = [self.came[sample] for sample in samples]
-        texts = [event.text or "" for event in events]
-        header = {
-            "run": self.run,
-            "step": self.step,
-            "rows": [[sample, known.lengths[sample] - 1 + self.step] for sample in samples],
-            "ids": [event.token for event in events],
-            "texts": texts,
-            "offsets": [_offset(known, sample, text) for sample, text in zip(samples, texts, strict=True)],
-            "finished": [self.reasons.get(sample) for sample in samples],
-        }
-        told = known.capture is not None and known.capture.states.probabilities
-        return frame_of(FrameType.SCOPE_TOKENS, header, _distributions(events) if told else [])
+        """TOKENS."""
+        if not self.events:
+            return frame_of(FrameType.SCOPE_TOKENS, self.header)
+        said = dict(self.header)
+        if self.text_of is not None:
+            said["topTexts"] = [list(self._texts(event, self.text_of)) for event in self.events]
+        return frame_of(FrameType.SCOPE_TOKENS, said, _distributions(self.events))
+
+    @staticmethod
+    def _texts(event: TokenEvent, text_of: TextOf) -> Iterator[str]:
+        assert event.measures is not None
+        return (text_of(int(token)) for token in event.measures.tokens)
+
+
+def _told(run: str, step: int, known: _Run) -> _Told:
+    """The tokens of the run's next step."""
+    came = sorted(known.tokens.pop(step).items())
+    texts = [event.text or "" for _, event in came]
+    header = {
+        "run": run,
+        "step": step,
+        "rows": [[sample, known.lengths[sample] - 1 + step] for sample, _ in came],
+        "ids": [event.token for _, event in came],
+        "texts": texts,
+        "offsets": [known.offset(sample, text) for (sample, _), text in zip(came, texts, strict=True)],
+        "finished": [known.reasons.get(sample) for sample, _ in came],
+    }
+    wants = known.capture is not None and known.capture.states.probabilities
+    return _Told(header=header, events=[event for _, event in came] if wants else (), text_of=known.text_of)
 
 
 class _Tokens:
@@ -215,6 +257,22 @@ class _Tokens:
 
     def __init__(self, told: Sequence[_Told]) -> None:
         self._told = told
+
+    @property
+    def kind(self) -> Kind:
+        """Small things."""
+        return Kind.NEWS
+
+    @property
+    def nbytes(self) -> int:
+        """About what they will take."""
+        events = [event.measures for told in self._told for event in told.events]
+        rows = sum(len(told.header["ids"]) for told in self._told)
+        return _TOKEN_BYTES * rows + sum(16 * len(one.tokens) for one in events if one is not None)
+
+    def split(self) -> Sequence[Job]:
+        """One."""
+        return [self]
 
     def ready(self) -> bool:
         """At once."""
@@ -224,14 +282,9 @@ class _Tokens:
         """The frames."""
         return [one.frame() for one in self._told]
 
-
-def _offset(known: _Run, sample: int, text: str) -> list[int] | None:
-    """Where a text stands in its sample; None of a token that ends no character."""
-    if not text:
-        return None
-    start = known.ends[sample]
-    known.ends[sample] += len(text.encode("utf-16-le")) // 2
-    return [start, known.ends[sample]]
+    def marks(self) -> Sequence[Frame]:
+        """None: whoever hears no tokens asks for the run."""
+        return ()
 
 
 def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from megatronapp_trainer.scope.attention import Atlas, Rule
 from megatronapp_trainer.scope.collect import Collector
 from megatronapp_trainer.scope.encode import encode_into
 from megatronapp_trainer.scope.parcel import Found
-from megatronapp_trainer.scope.parts import ATLAS, EVERY
+from megatronapp_trainer.scope.parts import ATLAS, EVERY, VERSION
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, residual_measures, residual_sites
 from megatronapp_trainer.scope.runs import Read, Row, Tracked
 from megatronapp_trainer.scope.share import Share
@@ -150,7 +150,8 @@ class Looker:
             yield Found(name=name, values=values, layers=tuple(layers), said=said, group=group)
         if recipe.pca and self.basis is not None and self.basis.layers:
             points = self._projected(after_LNH, self.basis)
-            yield Found(name="pca", values=points, layers=self.basis.layers, said=said, group=group)
+            of_basis = said | {VERSION: self.basis.version}
+            yield Found(name="pca", values=points, layers=self.basis.layers, said=of_basis, group=group)
 
     @staticmethod
     def _projected(residual_LNH: torch.Tensor, basis: Basis) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Post:
     def send(self, make: Callable[[], Parcel], held: object = None) -> "Arrival":
         """Make a parcel beside the model's own work, and start its copy; returns at once.
 
-        The answer holds `held`, whose memory is read meanwhile, until it has been opened.
+        The answer holds `held`, whose memory is read meanwhile, until it is ready.
         """
         if self._stream is None:
             parcel = make()
@@ -109,9 +109,18 @@ class Arrival:
         self._event = event
         self._held = held
 
+    @property
+    def nbytes(self) -> int:
+        """On the host."""
+        return self._host.numel()
+
     def ready(self) -> bool:
-        """All bytes are there; asks, and does not wait."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        """All bytes are there; asks, and does not wait. From then on nothing on the device is held."""
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
+            return False
+        self._event = self._held = None
+        self._parcel = dataclasses.replace(self._parcel, flat=torch.empty(0, dtype=torch.uint8))
+        return True
 
     def open(self) -> list[tuple[Found, NDArray[Any]]]:
         """The tensors, as arrays on the host, rows first. Only when `ready`."""

@@ -1,5 +1,6 @@
 """PART frames of what has come to the host. No torch: it runs in the thread that sends."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,16 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol import frame_of
+from megatronapp_trainer.scope.cut import Sheet, cuts
 from megatronapp_trainer.scope.parcel import Arrival, Found
+from megatronapp_trainer.scope.publisher import Kind
 from megatronapp_trainer.scope.runs import Row
 
 PART_BYTES = 2 << 20
-"""Of a probe's frame, about: what holds few frames can drop few."""
+"""Of a frame, about; the protocol allows twice as many."""
 ATLAS = "atlas "
 """Before run and sample, in the names of pictures on their way."""
 EVERY = -1
 """The group of tensors that frames of all groups may take from."""
+VERSION = "pcaVersion"
+"""What `pca` says of itself, and the header of a part that has it."""
 _CODES = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", np.dtype("u1"): "u8s"}
 Arrays = Sequence[tuple[Found, NDArray[Any]]]
 
@@ -37,13 +42,45 @@ class Told:
     """Name of a picture, which is then a frame of its own; its sample is that of the one row."""
     is_probe: bool = False
 
+    @property
+    def kind(self) -> Kind:
+        """How it may be dropped."""
+        if self.is_probe:
+            return Kind.PROBE
+        return Kind.PROMPTS if self.header["step"] == 0 else Kind.STEP
+
+    def mark(self) -> Frame:
+        """That it will not come."""
+        said = {"rows": ranges(self.rows), "dropped": True, "tensors": []}
+        return Frame(FrameType.SCOPE_PART, {**self.header, **said})
+
 
 class Parts:
-    """All frames of one step: a job for the publisher."""
+    """All frames of one step: a job for the publisher. They are made one by one, as there is room for them."""
 
-    def __init__(self, arrival: Arrival, told: Sequence[Told]) -> None:
+    def __init__(self, arrival: Arrival, told: Sequence[Told], *, part_bytes: int = PART_BYTES) -> None:
         self._arrival = arrival
-        self._told = told
+        self._told = collections.deque(told)
+        self._part_bytes = part_bytes
+
+    @property
+    def kind(self) -> Kind:
+        """Of its parts that may be dropped least easily."""
+        kinds = {told.kind for told in self._told} or {Kind.NEWS}
+        return next(kind for kind in (Kind.NEWS, Kind.PROBE, Kind.PROMPTS, Kind.STEP) if kind in kinds)
+
+    @property
+    def nbytes(self) -> int:
+        """On the host."""
+        return self._arrival.nbytes
+
+    def split(self) -> "list[Parts]":
+        """Probes by themselves: they wait beside steps."""
+        probes = [told for told in self._told if told.is_probe]
+        others = [told for told in self._told if not told.is_probe]
+        if not probes or not others:
+            return [self]
+        return [Parts(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
 
     def ready(self) -> bool:
         """The copy has come."""
@@ -52,8 +89,15 @@ class Parts:
     def build(self) -> Iterator[Frame]:
         """The frames, in their order."""
         arrays = self._arrival.open()
-        for told in self._told:
-            yield from _frames(told, [pair for pair in arrays if pair[0].group in {told.group, EVERY}])
+        while self._told:
+            told = self._told[0]
+            mine = [pair for pair in arrays if pair[0].group in {told.group, EVERY}]
+            yield from _frames(told, mine, self._part_bytes)
+            self._told.popleft()
+
+    def marks(self) -> list[Frame]:
+        """That what has not been built will not come."""
+        return [told.mark() for told in self._told]
 
 
 def ranges(rows: Iterable[Row]) -> list[list[int]]:
@@ -67,43 +111,49 @@ def ranges(rows: Iterable[Row]) -> list[list[int]]:
     return out
 
 
-def _frames(told: Told, arrays: Arrays) -> Iterator[Frame]:
+def _frames(told: Told, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
+    for cut in cuts(list(_sheets(told, arrays)), len(told.rows), part_bytes):
+        names = {tensor.name for tensor in cut.tensors}
+        said = {"rows": ranges(told.rows[cut.rows]), "more": bool(told.header["more"]) or not cut.is_last}
+        for found, _ in arrays:
+            if found.name in names and VERSION in found.said:
+                said[VERSION] = found.said[VERSION]
+        yield frame_of(FrameType.SCOPE_PART, {**told.header, **said}, cut.tensors)
+
+
+def _sheets(told: Told, arrays: Arrays) -> Iterator[Sheet]:
+    """What a part tells, as it can be cut."""
     if told.atlas:
-        tensors = [_tensor(found, values, "atlas") for found, values in arrays if found.name == told.atlas]
-        yield frame_of(FrameType.SCOPE_PART, {**told.header, "rows": ranges(told.rows)}, tensors)
+        for found, values in arrays:
+            if found.name == told.atlas:
+                yield _sheet(found, values[None], None, "atlas")
         return
-    numbers = [(found, values) for found, values in arrays if not found.name.startswith(ATLAS)]
-    for first, end, last in _cuts(told, numbers):
-        rows, select = told.rows[first:end], told.select[first:end]
-        tensors = list(_tensors(told, numbers, rows, select))
-        header = {**told.header, "rows": ranges(rows), "more": bool(told.header["more"]) or not last}
-        yield frame_of(FrameType.SCOPE_PART, header, tensors)
-
-
-def _cuts(told: Told, arrays: Arrays) -> Iterator[tuple[int, int, bool]]:
-    """Rows of each frame."""
-    count = len(told.rows)
-    row_bytes = sum(values.nbytes // max(1, values.shape[0]) for _, values in arrays)
-    at_once = max(1, PART_BYTES // max(1, row_bytes)) if told.is_probe else max(1, count)
-    for first in range(0, max(1, count), at_once):
-        yield first, min(count, first + at_once), first + at_once >= count
-
-
-def _tensors(told: Told, arrays: Arrays, rows: Sequence[Row], select: Sequence[int]) -> Iterator[Tensor]:
-    places, first = np.asarray(select, dtype=np.intp), list(range(len(select)))
-    in_order = list(select) == first
+    in_order = list(told.select) == list(range(len(told.select)))
+    select = None if in_order else np.asarray(told.select, dtype=np.intp)
     for found, values in arrays:
         if found.name == "pinned":
-            keys = max(row.position for row in rows) + 1
-            for place, layer, head in told.pinned:
-                said = {"site": "attention", "layers": [layer], "heads": [head, head + 1], "replicated": False}
-                data = np.ascontiguousarray(values[place, places, None, None, :keys])
-                yield Tensor("attention", "u8s", data, None, said)
-        else:
-            yield _tensor(found, values[: len(first)] if in_order else values[places])
+            yield from _pinned(told, values)
+        elif not found.name.startswith(ATLAS):
+            yield _sheet(found, values, select)
 
 
-def _tensor(found: Found, values: NDArray[Any], name: str | None = None) -> Tensor:
-    code = _CODES[values.dtype]
-    layers = {} if found.layers is None else {"layers": list(found.layers)}
-    return Tensor(name or found.name, code, np.ascontiguousarray(values), None, {**layers, **found.said})
+def _pinned(told: Told, values: NDArray[Any]) -> Iterator[Sheet]:
+    """Each head by itself, as many keys as the longest row has."""
+    keys = max((row.position for row in told.rows), default=0) + 1
+    select = np.asarray(told.select, dtype=np.intp)
+    for place, layer, head in told.pinned:
+        said = {"site": "attention", "heads": [head, head + 1], "replicated": False}
+        rows = values[place, :, None, None, :keys]
+        yield Sheet(name="attention", code="u8s", values=rows, select=select, layers=(layer,), said=said)
+
+
+def _sheet(found: Found, values: NDArray[Any], select: NDArray[np.intp] | None, name: str | None = None) -> Sheet:
+    return Sheet(
+        name=name or found.name,
+        code=_CODES[values.dtype],
+        values=values,
+        select=select,
+        layers=found.layers,
+        said={key: value for key, value in found.said.items() if key != VERSION},
+        is_picture=name is not None,
+    )

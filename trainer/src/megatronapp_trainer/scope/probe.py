@@ -20,13 +20,16 @@ LOGITS = "logits"
 
 def name_of(wanted: ProbeSite) -> str:
     """What is kept for a site of a probe."""
-    return QUERIES.name if wanted.site == ATTENTION else wanted.site
+    return _site(wanted).name
 
 
 def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
     """What is looked at for a probe. Raises CaptureError."""
-    found = [QUERIES if one.site == ATTENTION else site_of(one.site) for one in wanted]
-    return {site.name: site for site in found}
+    return {site.name: site for site in map(_site, wanted)}
+
+
+def _site(wanted: ProbeSite) -> Site:
+    return QUERIES if wanted.site == ATTENTION else site_of(wanted.site, rotary=wanted.rotary)
 
 
 class Prober:
@@ -47,7 +50,7 @@ class Prober:
                 yield dataclasses.replace(found, values=values, group=group)
 
     def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[Found]:
-        site = site_of(wanted.site)
+        site = _site(wanted)
         layers = [one for one in self._seen.layers(site.name) if not site.per_layer or one in wanted.layers]
         if not layers or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
             return
@@ -58,11 +61,13 @@ class Prober:
         if site.name == LOGITS:
             values = values[..., : self._share.vocabulary]
         for part, span in self._shared(site, values, wanted):
-            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE, **span}
+            said = {"site": wanted.site, "replicated": site.axis is Axis.WHOLE, **span}
+            if site.name != wanted.site:
+                said["rotary"] = wanted.rotary
             if site.per_layer:
-                yield Found(name=site.name, values=part, layers=tuple(layers), said=said)
+                yield Found(name=wanted.site, values=part, layers=tuple(layers), said=said)
             else:
-                yield Found(name=site.name, values=part[0], said=said)
+                yield Found(name=wanted.site, values=part[0], said=said)
 
     def _shared(
         self, site: Site, values: torch.Tensor, wanted: ProbeSite

@@ -14,7 +14,7 @@ from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.events import Event, FinishedEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.errors import CaptureError
-from megatronapp_trainer.scope.leader import ScopeLeader
+from megatronapp_trainer.scope.leader import ScopeLeader, TextOf
 from megatronapp_trainer.serve.problems import SEE, ApiError
 
 
@@ -23,17 +23,28 @@ class Looking:
 
     def __init__(self, leader: ScopeLeader) -> None:
         self._leader = leader
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Nothing of a step is told meanwhile: a run's first state comes before its first tokens."""
+        with self._lock:
+            yield
 
     def begin(
-        self, run: str, capture: Capture, requests: Sequence[GenerationRequest], ends: Sequence[int]
+        self,
+        run: str,
+        capture: Capture,
+        requests: Sequence[GenerationRequest],
+        ends: Sequence[int],
+        text_of: TextOf | None,
     ) -> list[GenerationRequest]:
         """Look at a run from its first step on; its requests, as they must go to the engine.
 
-        `ends`: UTF-16 units of each prompt.
+        `ends`: UTF-16 units of each prompt. `text_of`: of a token alone, where there is a tokenizer.
         """
         with self._lock, _refused("capture"):
-            return self._leader.begin_run(run, capture, requests, ends=ends)
+            return self._leader.begin_run(run, capture, requests, ends=ends, text_of=text_of)
 
     def forget(self, requests: Sequence[GenerationRequest]) -> None:
         """The engine has not taken these."""

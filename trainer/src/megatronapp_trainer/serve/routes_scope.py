@@ -9,6 +9,7 @@ from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, Run
 from megatronapp_trainer.serve.model import new_seed
 from megatronapp_trainer.serve.routes_openai import ANSWERS
 from megatronapp_trainer.serve.schemas import Done, ProbeStarted, Run, RunStarted
+from megatronapp_trainer.serve.schemas_scope import RunDetail
 from megatronapp_trainer.serve.state import ModelOf, RunsOf
 
 router = APIRouter(prefix="/scope/v1")
@@ -32,9 +33,9 @@ async def listed(runs: RunsOf) -> list[Run]:
 
 
 @router.get("/runs/{run}", responses=ANSWERS)
-async def shown(run: RunId, runs: RunsOf) -> Run:
-    """One run."""
-    return runs.get(run).shown()
+async def shown(run: RunId, runs: RunsOf) -> RunDetail:
+    """One run, with all tokens that were generated so far."""
+    return runs.get(run).detail()
 
 
 @router.delete("/runs/{run}", status_code=204, responses=ANSWERS)

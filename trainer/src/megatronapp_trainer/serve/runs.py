@@ -1,8 +1,11 @@
 """Runs of MegaScope: requests that outlive their HTTP request, until they end or are cancelled."""
 
 import asyncio
+import contextlib
 import dataclasses
 import datetime
+import functools
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +19,60 @@ from megatronapp_trainer.serve.desk import Desk, QueueEvent, Ticket
 from megatronapp_trainer.serve.model import ServedModel, utf16_units
 from megatronapp_trainer.serve.problems import ApiError, api_error
 from megatronapp_trainer.serve.schemas import Run
+from megatronapp_trainer.serve.schemas_scope import RunDetail, ToldSample
 
 if TYPE_CHECKING:
     from megatronapp_trainer.serve.looking import Looking
 
+MOST_TEXTS = 1 << 16
+"""Texts of candidates that are remembered."""
 KEPT = 64
 """Newest runs that are told about."""
 State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 ENDED = frozenset({"done", "cancelled", "failed"})
 Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Generated:
+    """What has come of one prompt, as frames TOKENS told it."""
+
+    units: int
+    """UTF-16 units of the text so far, the prompt included."""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    held_back: str = ""
+    """Text of a prompt that was ended, of no token that was told."""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts) + self.held_back
+
+    def add(self, event: TokenEvent) -> None:
+        """A token has come."""
+        self.ids.append(event.token)
+        self.texts.append(event.text or "")
+
+    def end(self, event: FinishedEvent) -> None:
+        """No more come."""
+        self.reason = event.reason
+        if self.texts and event.reason in {"stop", "length"}:
+            self.texts[-1] += event.text or ""
+        else:
+            self.held_back = event.text or ""
+
+    def told(self) -> dict[str, list[Any]]:
+        """Columns over all tokens."""
+        ends = list(itertools.accumulate(map(utf16_units, self.texts), initial=self.units))
+        pairs = zip(self.texts, itertools.pairwise(ends), strict=True)
+        return {
+            "ids": list(self.ids),
+            "texts": list(self.texts),
+            "offsets": [list(pair) if text else None for text, pair in pairs],
+            "finished": [None] * (len(self.ids) - 1) + [self.reason] * bool(self.ids),
+        }
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -44,14 +92,14 @@ class Record:
 
     def __post_init__(self) -> None:
         self.capture: Capture = self.body.capture
-        self.texts = [""] * len(self.body.prompts)
-        self.ids: list[list[int]] = [[] for _ in self.body.prompts]
+        self.samples = [Generated(units=utf16_units(text)) for text in self.body.prompts]
         self._open = len(self.body.prompts)
+        self._ended: State = "done"
+        """What it will be once all prompts have ended."""
         self._first_token_at: float | None = None
 
     async def follow(self) -> None:
         """Take over what comes until all prompts have ended, and tell whenever the state is another."""
-        self.tell(self.header())
         while self._open:
             before = self.state
             match item := await self.ticket.get():
@@ -77,56 +125,63 @@ class Record:
             "error": self.error,
             "startedAt": self.started_at,
             "tokensPerSecond": self._tokens_per_second(),
+            "steps": max(len(sample.ids) for sample in self.samples),
         }
 
     def shown(self) -> Run:
         """The run as the API tells it."""
-        return Run(
-            run=self.run,
-            state=self.state,
-            position=self._position(),
-            prompts=list(self.body.prompts),
-            capture=self.capture.model_dump(mode="json", by_alias=True),
-            texts=self.texts,
-            ids=self.ids,
-            tokens=self.body.tokens,
-            seed=self.seed,
-            error=self.error,
-            startedAt=self.started_at,
-        )
+        return Run(**self._shown())
+
+    def detail(self) -> RunDetail:
+        """The same, with all that a hub needs that knows nothing of it."""
+        told = [ToldSample(**sample.told()) for sample in self.samples]
+        return RunDetail(**self._shown(), header=self.header(), samples=told)
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "state": self.state,
+            "position": self._position(),
+            "prompts": list(self.body.prompts),
+            "capture": self.capture.model_dump(mode="json", by_alias=True),
+            "texts": [sample.text for sample in self.samples],
+            "ids": [list(sample.ids) for sample in self.samples],
+            "tokens": self.body.tokens,
+            "seed": self.seed,
+            "error": self.error,
+            "startedAt": self.started_at,
+        }
 
     def _position(self) -> int | None:
         return self.ticket.position if self.state == "queued" else None
 
     def _tokens_per_second(self) -> float | None:
         """Since the first token, which says nothing about itself."""
-        count = sum(map(len, self.ids)) - len(self.ids)
+        count = sum(len(sample.ids) for sample in self.samples) - len(self.samples)
         if self._first_token_at is None or count < 1:
             return None
         return count / max(time.monotonic() - self._first_token_at, 1e-6)
 
-    def _sample(self, request_id: str) -> int:
-        return self.ticket.ids.index(request_id)
+    def _sample(self, request_id: str) -> Generated:
+        return self.samples[self.ticket.ids.index(request_id)]
 
     def _add(self, event: TokenEvent) -> None:
         if self._first_token_at is None:
             self._first_token_at = time.monotonic()
-        if self.state not in ENDED:
-            self.state = "decoding"
-        sample = self._sample(event.request_id)
-        self.ids[sample].append(event.token)
-        self.texts[sample] += event.text or ""
+        self.state = "decoding"
+        self._sample(event.request_id).add(event)
 
     def _end(self, event: FinishedEvent) -> None:
+        """The run has ended when all of its prompts have: until then their tokens may still come."""
         self._open -= 1
-        self.texts[self._sample(event.request_id)] += event.text or ""
+        self._sample(event.request_id).end(event)
         if event.error is not None:
             told = api_error(event.error)
-            self.state, self.error = "failed", {"code": told.code, "message": str(told), "hint": told.hint}
-        elif event.reason == "cancelled" and self.state != "failed":
-            self.state = "cancelled"
-        elif not self._open and self.state not in ENDED:
-            self.state = "done"
+            self._ended, self.error = "failed", {"code": told.code, "message": str(told), "hint": told.hint}
+        elif event.reason == "cancelled" and self._ended != "failed":
+            self._ended = "cancelled"
+        if not self._open:
+            self.state = self._ended
 
 
 class Runs:
@@ -136,6 +191,7 @@ class Runs:
         self.looking: Looking | None = None
         """MegaScope, where there is a hub to look for."""
         self._desk = desk
+        self._text_of: Callable[[int], str] | None = None
         self._records: dict[str, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -148,22 +204,33 @@ class Runs:
         self, run: str, body: RunRequest, seed: int, model: ServedModel, requests: list[GenerationRequest]
     ) -> Record:
         """Take a run. Raises as `Desk.submit` does, and ApiError for a capture that the model cannot give."""
-        if self.looking is not None:
-            requests = self.looking.begin(run, body.capture, requests, [utf16_units(text) for text in body.prompts])
-        record = Record(
-            run=run,
-            body=body,
-            seed=seed,
-            ticket=self._submit(requests),
-            started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            prompts=[model.told(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)],
-            tell=self._tell,
-        )
+        prompts = [model.told(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
+        with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
+            record = Record(
+                run=run,
+                body=body,
+                seed=seed,
+                ticket=self._submit(self._looked_at(run, body, model, requests)),
+                started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+                prompts=prompts,
+                tell=self._tell,
+            )
+            record.tell(record.header())
         self._records[run] = record
         while len(self._records) > KEPT:
             del self._records[next(iter(self._records))]
         self._follow(record.follow())
         return record
+
+    def _looked_at(
+        self, run: str, body: RunRequest, model: ServedModel, requests: list[GenerationRequest]
+    ) -> list[GenerationRequest]:
+        if self.looking is None:
+            return requests
+        units = [utf16_units(text) for text in body.prompts]
+        if self._text_of is None and model.tokenizer is not None:
+            self._text_of = functools.lru_cache(MOST_TEXTS)(model.text_of)
+        return self.looking.begin(run, body.capture, requests, units, self._text_of)
 
     def cancel(self, run: str) -> None:
         """End a run. Raises ApiError for one that is not known."""

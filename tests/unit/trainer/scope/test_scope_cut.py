@@ -1,0 +1,138 @@
+"""Numbers cut into frames: nothing is lost, nothing is too large, and what is joined again is the same bits."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.scope.encode import attention_rows
+from megatronapp_analyzer.hub.scope.merge import Piece, merge, pieces_of
+from megatronapp_common.frames import Frame, FrameType, decode, encode
+from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of
+from megatronapp_trainer.scope.cut import Sheet, cuts
+from megatronapp_trainer.scope.parcel import Arrival, Found, wrap
+from megatronapp_trainer.scope.parts import ATLAS, EVERY, VERSION, Parts, Told
+from megatronapp_trainer.scope.publisher import Kind
+from megatronapp_trainer.scope.runs import Row
+
+HEADER: dict[str, Any] = {"rank": 0, "run": "r", "step": 1, "timeUs": 0, "more": False}
+SMALLEST = 1 << 10
+"""What a header says of a tensor must fit, too."""
+
+
+@st.composite
+def sheets(draw: st.DrawFn, rows: int) -> list[Sheet]:
+    """Tensors with layers or without, of heads, features or neither."""
+    found = []
+    for place in range(draw(st.integers(1, 4))):
+        layers = draw(st.one_of(st.none(), st.sets(st.integers(0, 90), min_size=1, max_size=9)))
+        word = draw(st.sampled_from(["heads", "features", ""]))
+        width, tail = draw(st.integers(1, 60)), draw(st.sampled_from([(), (3,), (40,)]))
+        first = draw(st.integers(0, 5)) if word else 0
+        shape = (rows, *(() if layers is None else (len(layers),)), width, *tail)
+        values = np.random.default_rng(place).standard_normal(shape).astype("<f4")
+        said = {"replicated": not word} | ({word: [first, first + width]} if word else {})
+        known = None if layers is None else tuple(sorted(layers))
+        found.append(Sheet(name=f"t{place}", code="f32", values=values, layers=known, said=said))
+    return found
+
+
+@given(st.data(), st.integers(0, 7), st.sampled_from([SMALLEST, 4 << 10, 64 << 10]))
+@settings(max_examples=60, deadline=None)
+def test_any_rows_layers_and_widths(data: st.DataObject, rows: int, limit: int) -> None:
+    wanted = data.draw(sheets(rows))
+    found = list(cuts(wanted, rows, limit))
+    assert [cut.is_last for cut in found] == [False] * (len(found) - 1) + [True]
+    pieces: dict[str, list[Piece]] = {}
+    for cut in found:
+        assert sum(tensor.data.nbytes for tensor in cut.tensors) <= limit or _is_one_unit(cut.tensors)
+        header = HEADER | {"rows": [[0, cut.rows.start, cut.rows.stop - cut.rows.start]]}
+        for piece in pieces_of(frame_again(header, cut.tensors), 0):
+            pieces.setdefault(piece.tensor.name, []).append(piece)
+    for sheet in wanted:
+        table = merge(pieces[sheet.name])
+        assert table.layers == sheet.layers
+        assert table.data.tobytes() == sheet.values.tobytes()
+
+
+def _is_one_unit(tensors: Sequence[Any]) -> bool:
+    """One head or feature of one row and layer cannot be cut."""
+    (tensor,) = tensors
+    axis = 1 if "layers" not in tensor.extra else 2
+    return bool(np.prod(tensor.data.shape[: axis + 1]) == 1)
+
+
+def frame_again(header: dict[str, Any], tensors: Sequence[Any]) -> Frame:
+    return decode(encode(frame_of(FrameType.SCOPE_PART, header, tensors)))
+
+
+def parts_of(found: Sequence[Found], told: Sequence[Told], **options: Any) -> Parts:
+    parcel = wrap(found)
+    return Parts(Arrival(parcel, parcel.flat.clone(), None, None), told, **options)
+
+
+def test_frames_of_a_large_probe_stay_under_the_limit_of_the_protocol() -> None:
+    """32 layers of 65,536 wide numbers: 8 MiB a row."""
+    values = torch.arange(2 * 32 * 65536, dtype=torch.float32).reshape(32, 2, 65536)
+    found = Found(name="mlp1", values=values, layers=tuple(range(32)), said={"site": "mlp1", "replicated": True})
+    rows = [Row(token=place, sample=0, position=place + 5) for place in range(2)]
+    header = {"rank": 0, "probe": "p", "timeUs": 0, "more": False}
+    parts = parts_of([found], [Told(group=0, header=header, rows=rows, select=range(2), is_probe=True)])
+    assert parts.kind is Kind.PROBE and parts.nbytes == values.numel() * 4
+    assert [mark.header["rows"] for mark in parts.marks()] == [[[0, 5, 2]]]
+    pieces, more = [], []
+    for frame in parts.build():
+        data = encode(frame)
+        assert len(data) <= MAX_PART_BYTES
+        pieces += pieces_of(decode(data), 0)
+        more.append(frame.header["more"])
+    assert more == [True] * (len(more) - 1) + [False] and len(more) > 4
+    assert merge(pieces).data.tobytes() == values.transpose(0, 1).contiguous().numpy().tobytes()
+    assert parts.marks() == []
+
+
+def test_pinned_heads_of_long_texts_and_pictures_are_cut_too() -> None:
+    heads, keys, slots = 4, 3000, 3
+    codes = torch.randint(0, 256, (heads, slots, keys), dtype=torch.uint8)
+    cells = torch.randint(0, 256, (6, 4, 8, 8), dtype=torch.uint8)
+    pinned = Found(name="pinned", values=codes, group=EVERY)
+    said = {"site": "attention", "heads": [0, 4], "replicated": False}
+    picture = Found(name=f"{ATLAS}r 2", values=cells, layers=tuple(range(6)), said=said, group=EVERY, has_rows=False)
+    rows = [Row(token=2, sample=0, position=2000), Row(token=0, sample=1, position=10)]
+    pins = [(place, 5, place) for place in range(heads)]
+    step = Told(group=0, header=HEADER, rows=rows, select=[2, 0], pinned=pins)
+    atlas = Told(group=0, header=HEADER | {"step": 0}, rows=[Row(token=0, sample=2, position=0)], atlas=f"{ATLAS}r 2")
+    frames = list(parts_of([pinned, picture], [step, atlas], part_bytes=3 << 10).build())
+    assert all(len(encode(frame)) <= 4 << 10 for frame in frames) and len(frames) > 6
+    pieces = [piece for frame in frames for piece in pieces_of(decode(encode(frame)), 0)]
+    got = attention_rows([piece for piece in pieces if piece.tensor.name == "attention"])
+    assert len(got) == heads * len(rows)
+    for sample, layer, head, position, found in got:
+        slot = {0: 2, 1: 0}[sample]
+        assert layer == 5
+        assert np.array_equal(found, codes[head, slot, : position + 1].numpy())
+    joined = np.zeros_like(cells.numpy())
+    for piece in pieces:
+        if piece.tensor.name == "atlas":
+            assert piece.rows == ((2, 0),) and piece.layers is not None and piece.span is not None
+            joined[list(piece.layers), slice(*piece.span)] = piece.tensor.data
+    assert np.array_equal(joined, cells.numpy())
+
+
+def test_coordinates_say_of_which_basis_and_probes_go_by_themselves() -> None:
+    values = torch.zeros(2, 3, 8)
+    points = Found(name="pca", values=values, layers=(0, 1), said={"site": "residual", VERSION: 7}, group=0)
+    other = Found(name="q", values=values, layers=(0, 1), said={"site": "q"}, group=1)
+    rows = [Row(token=place, sample=0, position=place) for place in range(3)]
+    told = [
+        Told(group=0, header=HEADER, rows=rows, select=range(3)),
+        Told(group=1, header={"probe": "p", "more": True}, rows=rows, select=range(3), is_probe=True),
+    ]
+    first, second = parts_of([points, other], told).split()
+    assert (first.kind, second.kind) == (Kind.STEP, Kind.PROBE)
+    (step,), (probe,) = first.build(), second.build()
+    assert step.header["pcaVersion"] == 7 and "pcaVersion" not in step.header["tensors"][0]
+    assert "pcaVersion" not in probe.header and probe.header["probe"] == "p"

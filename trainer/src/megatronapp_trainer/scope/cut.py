@@ -1,0 +1,144 @@
+"""Numbers of some rows, cut into pieces that fit into frames. Pure.
+
+All tensors of some rows go together where they fit. Where one row is too large, its tensors go one behind the other,
+cut along their layers and then along heads or features; every row is cut alike, so that pieces of equal names tile.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_common.scope.protocol import Tensor
+
+MOST_ROWS = 1 << 14
+"""Of a frame: a header says which they are."""
+_ENTRY_BYTES = 256
+"""About what a header says of a tensor, without its layers."""
+_LAYER_BYTES = 5
+_WORDS = ("heads", "features")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Sheet:
+    """One tensor: [rows, layers, ..], or [rows, ..] of sites without layers."""
+
+    name: str
+    code: str
+    values: NDArray[Any]
+    select: NDArray[np.intp] | None = None
+    """Where the rows stand in `values`; None: from the first on."""
+    layers: tuple[int, ...] | None = None
+    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_picture: bool = False
+    """Its one row is no axis of the tensor in the frame."""
+
+    @property
+    def row_bytes(self) -> int:
+        """About what one row takes in a frame."""
+        return math.prod(self.values.shape[1:]) * self.values.itemsize + self._said_bytes
+
+    @property
+    def _said_bytes(self) -> int:
+        return _ENTRY_BYTES + _LAYER_BYTES * len(self.layers or ())
+
+    def pieces(self, limit: int) -> "Iterator[Piece]":
+        """Parts of a row, each within the limit where its layers, heads or features can be cut so."""
+        room = max(1, limit - self._said_bytes)
+        axis = 1 if self.layers is None else 2
+        cell = self.values.shape[axis:]
+        cell_bytes = math.prod(cell) * self.values.itemsize
+        whole = slice(0, cell[0] if cell else 1)
+        if cell_bytes <= room or not self._can_be_cut(cell):
+            for layers in _slices(len(self.layers or ()) or 1, room // max(1, cell_bytes)):
+                yield Piece(self, layers, whole, (layers.stop - layers.start) * cell_bytes + self._said_bytes)
+            return
+        unit = cell_bytes // cell[0]
+        for layers in _slices(len(self.layers or ()) or 1, 1):
+            for part in _slices(cell[0], room // unit):
+                yield Piece(self, layers, part, (part.stop - part.start) * unit + self._said_bytes)
+
+    def _can_be_cut(self, cell: Sequence[int]) -> bool:
+        """Its numbers are not pixels, which stand for more heads or features than there are of them."""
+        span = next((self.said[word] for word in _WORDS if word in self.said), None)
+        return bool(cell) and (span is None or span[1] - span[0] == cell[0])
+
+    def whole(self) -> "Piece":
+        """All of a row."""
+        axis = 1 if self.layers is None else 2
+        width = self.values.shape[axis] if self.values.ndim > axis else 1
+        return Piece(self, slice(0, len(self.layers or ()) or 1), slice(0, width), self.row_bytes)
+
+
+class Piece(NamedTuple):
+    """A part of each row of a sheet."""
+
+    sheet: Sheet
+    layers: slice
+    """Places among the layers."""
+    part: slice
+    """Of the axis behind them."""
+    row_bytes: int
+
+    def tensor(self, rows: slice) -> Tensor:
+        """These rows of it."""
+        sheet = self.sheet
+        values = sheet.values[rows] if sheet.select is None else sheet.values[sheet.select[rows]]
+        if sheet.layers is not None:
+            values = values[:, self.layers]
+        axis = 1 if sheet.layers is None else 2
+        is_cut = values.ndim > axis and self.part.stop - self.part.start < values.shape[axis]
+        if is_cut:
+            values = values[(*[slice(None)] * axis, self.part)]
+        values = np.ascontiguousarray(values[0] if sheet.is_picture else values)
+        return Tensor(sheet.name, sheet.code, values, None, self._said(is_cut=is_cut))
+
+    def _said(self, *, is_cut: bool) -> dict[str, Any]:
+        layers = {} if self.sheet.layers is None else {"layers": list(self.sheet.layers[self.layers])}
+        said = {**layers, **self.sheet.said}
+        if not is_cut:
+            return said
+        word = next((word for word in _WORDS if word in said), "features")
+        first = said[word][0] if word in said else 0
+        return said | {word: [first + self.part.start, first + self.part.stop], "replicated": False}
+
+
+class Cut(NamedTuple):
+    """What one frame holds."""
+
+    rows: slice
+    tensors: list[Tensor]
+    is_last: bool
+
+
+def cuts(sheets: Sequence[Sheet], count: int, limit: int) -> Iterator[Cut]:
+    """Frames of so many rows of these tensors, each of about `limit` bytes at most; at least one, be it empty."""
+    row_bytes = sum(sheet.row_bytes for sheet in sheets)
+    groups = [[sheet.whole() for sheet in sheets]] if row_bytes <= limit else _groups(sheets, limit)
+    at_once = max(1, min(MOST_ROWS, limit // max(1, row_bytes)))
+    for rows in _slices(max(1, count), at_once):
+        for place, group in enumerate(groups):
+            is_last = rows.stop >= count and place == len(groups) - 1
+            told = slice(rows.start, min(rows.stop, count))
+            yield Cut(told, [piece.tensor(told) for piece in group], is_last)
+
+
+def _groups(sheets: Sequence[Sheet], limit: int) -> list[list[Piece]]:
+    """Pieces of one row, as they go together."""
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in (piece for sheet in sheets for piece in sheet.pieces(limit)):
+        if piece.row_bytes > room or not groups:
+            groups.append([])
+            room = limit
+        groups[-1].append(piece)
+        room -= piece.row_bytes
+    return groups
+
+
+def _slices(count: int, at_once: int) -> Iterator[slice]:
+    for first in range(0, count, max(1, at_once)):
+        yield slice(first, min(count, first + max(1, at_once)))
