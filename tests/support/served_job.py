@@ -31,7 +31,7 @@ class Served:
     def __init__(self, state: pathlib.Path, name: str) -> None:
         self.name = name
         self.environment = os.environ | {"XDG_STATE_HOME": str(state)}
-        self._folder = state / "megatronapp" / "jobs" / name
+        self.folder = state / "megatronapp" / "jobs" / name
 
     def cli(self, *words: str) -> str:
         command = [sys.executable, "-m", "megatronapp_common.cli", *words]
@@ -43,7 +43,7 @@ class Served:
 
     def status(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self._folder / "status.json").read_text())
+            found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
         except FileNotFoundError:
             return {}
         return found
@@ -54,7 +54,7 @@ class Served:
     def _until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
-            logs = [path.read_text() for path in self._folder.glob("attempt-*/worker-*/*.log")]
+            logs = [path.read_text() for path in self.folder.glob("attempt-*/worker-*/*.log")]
             assert time.monotonic() < deadline, (self.status(), *logs)
             time.sleep(0.05)
 
@@ -72,14 +72,14 @@ class Served:
 
     def hub(self, role: Role = Role.CONTROLLER) -> httpx.Client:
         """The hub as its page asks it."""
-        key = derive(read_secret(self._folder / "secret"), role)
-        url = json.loads((self._folder / "hub.json").read_text())["url"] + "/api/v1"
+        key = derive(read_secret(self.folder / "secret"), role)
+        url = json.loads((self.folder / "hub.json").read_text())["url"] + "/api/v1"
         headers = {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=url, headers=headers, timeout=DEADLINE_S, trust_env=False)
 
     def rank(self, rank: int) -> int:
         """The process of a rank."""
-        uid = json.loads((self._folder / "backend.json").read_text())["uid"]
+        uid = json.loads((self.folder / "backend.json").read_text())["uid"]
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 found = path.read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""`megatronapp serve` with real ranks: the same text in two layouts, a rank that is killed, and the end."""
+"""`megatronapp serve` with real ranks: the same text alone and of four, a rank that dies while others hang, the end."""
 
 import contextlib
 import json
@@ -18,6 +18,7 @@ from served_job import DEADLINE_S, Served, command, make_model, served
 
 ASKED: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+FOUR = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 pytestmark = pytest.mark.process
 
 
@@ -68,7 +69,7 @@ def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_en
 ) -> None:
     with (
         in_front(state, model, "one") as (one, process),
-        served(state, model, "two", "--tensor-model-parallel-size", "2") as two,
+        served(state, model, "two", *FOUR) as two,
     ):
         one.until_phase("Running", 0)
         with one.client() as client:
@@ -84,12 +85,25 @@ def test_gangs_answer_alike_come_back_when_a_rank_is_killed_and_tell_of_their_en
         with two.client() as client:
             assert token_ids(client, model="two") == wanted
             check_scope(two)
-            killed = last_event(client, lambda: os.kill(two.rank(1), signal.SIGKILL))
-            assert killed == ("event: error", "engine-lost")
+            check_hang(two, client)
             two.until_phase("Running", 1)
             assert token_ids(client) == wanted
         assert two.status()["restarts"] == 1
-        assert two.status()["failures"][0]["rank"] == 1
+        assert two.status()["failures"][0]["rank"] == 3
+
+
+def check_hang(two: Served, client: httpx.Client) -> None:
+    """Rank 1 answers no more, so rank 0 hangs in a collective with it; a third one dies, and all hear of it."""
+    dying, log = two.rank(3), two.folder / "attempt-0" / "worker-0" / "rank-0.log"
+    os.kill(two.rank(1), signal.SIGSTOP)
+    with client.stream("POST", "completions", json=LONG) as response:
+        while "\nmegatronapp_serve_running 1\n" not in client.get("../metrics").text:
+            time.sleep(0.05)
+        os.kill(dying, signal.SIGKILL)
+        *_, name, data = [line for line in response.iter_lines() if line]
+    assert (name, json.loads(data.removeprefix("data: "))["error"]["code"]) == ("event: error", "engine-lost")
+    two.until_phase("Running", 1)
+    assert "this one would wait for it for ever" in log.read_text()
 
 
 def check_scope(two: Served) -> None:
