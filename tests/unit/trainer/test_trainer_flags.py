@@ -142,6 +142,11 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--hidden-size 66", "not a multiple of --num-attention-heads"),
         ("--group-query-attention --num-query-groups 3", "not a multiple of --num-query-groups 3"),
         ("--tensor-model-parallel-size 3", "must be a multiple of --tensor-model-parallel-size 3"),
+        (
+            "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 3 "
+            "--tensor-model-parallel-size 2",
+            "key heads (3) must be a multiple or a divisor of --tensor-model-parallel-size 2",
+        ),
         ("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size"),
         ("--pipeline-model-parallel-size 3", "take a multiple of 3"),
         ("--num-virtual-stages-per-pipeline-rank 2", "needs --pipeline-model-parallel-size above 1"),

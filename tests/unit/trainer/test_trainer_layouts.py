@@ -103,7 +103,8 @@ def test_pipelines_are_bit_equal_to_one_process(run_ranks: RunRanks, alone: Any,
     ("world", "layout"),
     [
         pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
-        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", id="TP2+SP"),
+        # the grouped model has 2 key heads: each is held by two ranks
+        pytest.param(4, "--tensor-model-parallel-size 4 --sequence-parallel", id="TP4+SP"),
         pytest.param(4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", id="TP2xPP2"),
         pytest.param(2, "", id="DP2"),
         pytest.param(2, "--use-distributed-optimizer", id="DP2-distributed-optimizer"),

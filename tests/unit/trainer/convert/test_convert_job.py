@@ -188,7 +188,8 @@ def test_another_type_of_numbers(hf: pathlib.Path, tmp_path: pathlib.Path) -> No
 
 def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathlib.Path) -> None:
     wishes: list[tuple[dict[str, Any], str]] = [
-        ({"tensor_size": 4}, "2 key heads cannot be split over 4 ranks"),
+        ({"tensor_size": 3}, "2 key heads cannot be split over 3 ranks; take a divisor of 2, or a multiple"),
+        ({"tensor_size": 8}, "4 query heads cannot be split over 8 ranks"),
         ({"pipeline_size": 3}, "2 layers cannot be split over 3"),
         ({"positions": "learned_absolute"}, "this one has rope"),
         ({"family": "qwen2"}, "is a llama model, not qwen2"),
@@ -200,7 +201,7 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
     for wish, words in wishes:
         with pytest.raises(UsageError, match=words):
             convert(hf, tmp_path / "ours", **wish)
-    convert(hf, tmp_path / "ours")
+    convert(hf, tmp_path / "ours", tensor_size=4)  # two ranks for each key head
     with pytest.raises(UsageError, match="nothing is to be converted"):
         convert(tmp_path / "ours", tmp_path / "again", to="megatronapp")
     with pytest.raises(UsageError, match=r"--family gpt2 cannot hold this model: .*--normalization"):

@@ -79,8 +79,20 @@ def _attention(config: TrainerConfig) -> None:
         f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
         f"--num-query-groups {model.heads_of_keys}",
     )
-    for name, value in (("--num-attention-heads", model.num_attention_heads), ("key heads", model.heads_of_keys)):
-        _require(value % tensor == 0, f"{name} ({value}) must be a multiple of --tensor-model-parallel-size {tensor}")
+    heads, groups = model.num_attention_heads, model.heads_of_keys
+    _require(
+        heads % tensor == 0,
+        f"--num-attention-heads ({heads}) must be a multiple of --tensor-model-parallel-size {tensor}",
+    )
+    _require(
+        groups % tensor == 0 or tensor % groups == 0,
+        f"key heads ({groups}) must be a multiple or a divisor of --tensor-model-parallel-size {tensor}",
+    )
+    rows = (heads + 2 * groups) * model.head_width
+    _require(
+        rows % tensor == 0,
+        f"the {rows} rows of query, key and value cannot be split over --tensor-model-parallel-size {tensor}",
+    )
 
 
 def _positions(config: TrainerConfig) -> None:

@@ -94,11 +94,16 @@ def _check_wishes(shape: Shape, options: Options) -> None:
     tensor, pipeline = options.tensor_size, options.pipeline_size
     sizes = {
         "query heads": (model.num_attention_heads, tensor),
-        "key heads": (model.heads_of_keys, tensor),
+        "rows of query, key and value": (shape.queries + 2 * shape.keys, tensor),
         "channels of the MLP": (model.mlp_width, tensor),
         "rows of the padded vocabulary": (shape.padded_vocab_size, tensor),
         "layers": (model.num_layers, pipeline),
     }
+    if model.heads_of_keys % tensor and tensor % model.heads_of_keys:
+        raise UsageError(
+            f"this model's {model.heads_of_keys} key heads cannot be split over {tensor} ranks; take a divisor of "
+            f"{model.heads_of_keys}, or a multiple: then several ranks share a key head"
+        )
     for what, (size, parts) in sizes.items():
         if size % parts:
             raise UsageError(f"this model's {size} {what} cannot be split over {parts} ranks; take a divisor of {size}")
