@@ -24,9 +24,30 @@ export class ApiError extends Error {
     readonly hint: string,
     /** The whole body of the answer: some errors tell more than a sentence. */
     readonly body: Readonly<Record<string, unknown>> = {},
+    /** After how many seconds to ask again, where the answer told. */
+    readonly retryAfterS: number | null = null,
   ) {
     super(message);
   }
+
+  /** Word for programs: `queue-full`, `not-recorded`. */
+  get code(): string | null {
+    const { code } = this.body;
+    return typeof code === "string" ? code : null;
+  }
+}
+
+/** All that an error says to a person. */
+export function errorText({ message, hint, retryAfterS }: ApiError): string {
+  const again = retryAfterS === null ? "" : `Try again in ${retryAfterS} s.`;
+  const sentence = /[.!?]$/.test(message) ? message : `${message}.`;
+  return [sentence, hint, again].filter((part) => part !== "").join(" ");
+}
+
+/** Seconds of a `Retry-After`; null where there is none, or a date. */
+function retryAfter(response: Response): number | null {
+  const text = response.headers.get("Retry-After");
+  return text !== null && /^\d{1,5}$/.test(text.trim()) ? Number(text) : null;
 }
 
 type Query = Record<string, string | number | undefined>;
@@ -58,6 +79,7 @@ async function problemOf(response: Response): Promise<ApiError> {
     body?.message ?? fallback,
     body?.hint ?? "Try again, or look at the hub's log.",
     { ...body },
+    retryAfter(response),
   );
 }
 

@@ -1,6 +1,7 @@
 /** Saves numbers and pictures as files; says while they are brought, and why they do not come. */
 import { onBeforeUnmount, ref } from "vue";
-import { asApiError, isAbort } from "../api/client";
+import { asApiError, errorText, isAbort } from "../api/client";
+import { panelPicture } from "../render/panelPicture";
 
 /** Browsers read the file after the click. */
 const KEEP_MS = 30_000;
@@ -27,8 +28,7 @@ export function useDownload() {
       if (blob) save(blob, name);
     } catch (error) {
       if (isAbort(error)) return;
-      const { message, hint } = asApiError(error);
-      problem.value = `${name}: ${message} ${hint}`;
+      problem.value = `${name}: ${errorText(asApiError(error))}`;
     } finally {
       if (!signal.aborted) busy.value = null;
     }
@@ -38,6 +38,6 @@ export function useDownload() {
   return { busy, problem, download };
 }
 
-/** What a canvas shows, as a picture. */
-export const pictureOf = async (canvas: HTMLCanvasElement | null | undefined): Promise<Blob | null> =>
-  new Promise((resolve) => (canvas ? canvas.toBlob(resolve, "image/png") : resolve(null)));
+/** A panel as a picture. */
+export const pictureOf = async (panel: Element | null): Promise<Blob | null> =>
+  new Promise((resolve) => (panel ? panelPicture(panel).toBlob(resolve, "image/png") : resolve(null)));

@@ -64,7 +64,10 @@ function createForm() {
   /** What is looked at changes from the next step on. */
   const applyCapture = async (): Promise<void> => {
     const { value: run } = running;
-    if (run !== null) await attempt(() => scope.client.setCapture(run, draft.capture as Capture));
+    if (run === null) return;
+    // One run shows q and k in one way: pixels from before and after the rotation would stand side by side.
+    const { rotary = draft.capture.rotary } = scope.run.value?.header.capture ?? {};
+    await attempt(() => scope.client.setCapture(run, { ...(draft.capture as Capture), rotary }));
   };
   return {
     draft,

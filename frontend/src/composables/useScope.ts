@@ -13,6 +13,15 @@ import { useSelection } from "./useSelection";
 /** While the model comes up it is asked for so often. */
 const AGAIN_MS = 2000;
 
+/** How long the page was alone, and from which gap of the run on it tells what it missed. */
+export interface Back {
+  readonly seconds: number;
+  readonly run: string | null;
+  readonly gaps: number;
+  /** Whether the hub still has the run. */
+  readonly known: boolean;
+}
+
 function createState() {
   return {
     /** null: no answer yet, or no model. */
@@ -24,6 +33,8 @@ function createState() {
     status: shallowRef<ScopeStatus | null>(null),
     runs: shallowRef<readonly RunSummary[]>([]),
     notice: ref<string | null>(null),
+    /** The connection was lost and is back; null: it never was. */
+    back: shallowRef<Back | null>(null),
     /** Counts changes of the store, at most once per painted frame. */
     version: ref(0),
   };
@@ -31,11 +42,13 @@ function createState() {
 
 type State = ReturnType<typeof createState>;
 
-/** Runs that were heard of since the list came go to its head. */
+/** What was heard of runs since the list came; new ones go to its head. */
 function withNew(runs: readonly RunSummary[], store: FrameStore): readonly RunSummary[] {
   const known = new Set(runs.map(({ run }) => run));
   const fresh = [...store.runs.values()].filter(({ header }) => !known.has(header.run));
-  return fresh.length === 0 ? runs : [...fresh.reverse().map(({ header }) => header), ...runs];
+  const heard = runs.map((one) => store.runs.get(one.run)?.header ?? one);
+  if (fresh.length === 0 && heard.every((one, index) => one === runs[index])) return runs;
+  return [...fresh.reverse().map(({ header }) => header), ...heard];
 }
 
 /** Changes are shown in the next frame; what was shown in it is painted in the one after, and then credit goes back. */
@@ -68,6 +81,19 @@ export function createScope(api: ApiClient) {
   const state = createState();
   const store = new FrameStore();
   const { selection } = useSelection();
+  let lostAt: number | null = null;
+  /** Told once a connection after a lost one has said hello. */
+  const tellBack = (hello: EarlyHello): void => {
+    if (lostAt === null || state.live.value.kind !== "live") return;
+    const id = runId.value;
+    state.back.value = {
+      seconds: (Date.now() - lostAt) / 1000,
+      run: id,
+      gaps: id === null ? 0 : (store.runs.get(id)?.gaps.length ?? 0),
+      known: id === null || hello.runs.some((one) => one.run === id),
+    };
+    lostAt = null;
+  };
   const setHello = (hello: EarlyHello): void => {
     state.load.value = { kind: "ready" };
     state.waiting.value = !hasModel(hello);
@@ -77,10 +103,16 @@ export function createScope(api: ApiClient) {
     state.status.value = { state: hello.state };
   };
   const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
-    onHello: setHello,
+    onHello: (hello) => {
+      tellBack(hello);
+      setHello(hello);
+    },
     onStatus: (status) => (state.status.value = status),
     onChange: () => painter.changed(),
-    onState: (live) => (state.live.value = live),
+    onState: (live) => {
+      if (live.kind === "lost") lostAt ??= live.since;
+      state.live.value = live;
+    },
     onProblem: (message) => (state.notice.value = message),
   });
   const painter = createPainter(state, store, () => stream.painted());
@@ -89,6 +121,7 @@ export function createScope(api: ApiClient) {
   const run = computed(() =>
     state.version.value >= 0 && runId.value !== null ? (store.runs.get(runId.value) ?? null) : null,
   );
+  watch(runId, (id) => (store.selected = id), { immediate: true, flush: "sync" });
   /** The hub's ring gives what was before this page came. */
   watch([runId, () => state.live.value.kind === "live" && state.hello.value !== null], ([id, ready]) => {
     if (id !== null && ready) stream.follow(id);

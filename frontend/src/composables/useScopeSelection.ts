@@ -1,14 +1,39 @@
 /** The selection of a scope screen within what there is: every index exists, or is null. */
-import { computed } from "vue";
+import { computed, type ComputedRef } from "vue";
+import { nearestHead, ownerOf, shards as shardsOf } from "../scope/layout";
+import { shownFor } from "../scope/matrices";
+import type { Head } from "../scope/protocol";
+import type { Selection } from "../store/selection";
 import { pieceAt } from "../scope/tokenText";
 import { useScope } from "./useScope";
 import { useSelection } from "./useSelection";
 
 const within = (value: number, count: number): number => Math.min(Math.max(0, value), Math.max(0, count - 1));
 
+/** Ranks, and the chosen one: it stays the one that holds the layer and the head. */
+function useRank(at: ComputedRef<Head>) {
+  const { hello } = useScope();
+  const { selection, select: change } = useSelection();
+  /** All ranks; one where the model is not shared. */
+  const shards = computed(() => (hello.value ? shardsOf(hello.value.model, hello.value.layout) : []));
+  /** null: all of them. */
+  const shard = computed(() => shards.value.find(({ rank }) => rank === selection.value.rank) ?? null);
+  function select(to: Partial<Selection>): void {
+    const moves = to.layer !== undefined || to.head !== undefined;
+    if (!shard.value || !moves || to.rank !== undefined) return change(to);
+    const now = { layer: to.layer ?? at.value.layer, head: to.head ?? at.value.head };
+    change({ ...to, rank: ownerOf(shards.value, now)?.rank ?? null });
+  }
+  function chooseRank(rank: number | null): void {
+    const chosen = shards.value.find((one) => one.rank === rank);
+    change(chosen ? { rank, ...nearestHead(chosen, at.value) } : { rank: null });
+  }
+  return { shards, shard, select, chooseRank };
+}
+
 export function useScopeSelection() {
   const { run, hello, version } = useScope();
-  const { selection, select } = useSelection();
+  const { selection } = useSelection();
   const sampleIndex = computed(() =>
     version.value >= 0 ? within(selection.value.prompt, run.value?.samples.length ?? 0) : 0,
   );
@@ -25,6 +50,17 @@ export function useScopeSelection() {
   });
   const layer = computed(() => within(selection.value.layer ?? 0, hello.value?.model.layers ?? 1));
   const head = computed(() => within(selection.value.head ?? 0, hello.value?.model.heads ?? 1));
+  const at = computed(() => ({ layer: layer.value, head: head.value }));
+  const { select, ...rank } = useRank(at);
+  /** Whose numbers of a tensor a panel shows for the token that is read; null: nobody's. */
+  const toldToken = (name: string): number | null =>
+    version.value >= 0 && sample.value ? shownFor(sample.value, name, readToken.value) : null;
+  /** Said where a panel shows the numbers of another token than the selected one. */
+  const insteadOf = (told: number | null): string | null =>
+    told === null || told === readToken.value
+      ? null
+      : `These are the numbers of ${nameOf(told)}, not of ${nameOf(readToken.value)}.`;
+  const stride = computed(() => (version.value >= 0 ? (sample.value?.stride ?? 1) : 1));
   const moveToken = (by: number): void => select({ token: within(token.value + by, length.value) });
   const nameOf = (position: number): string =>
     sample.value ? `${pieceAt(sample.value, position).name} at ${position}` : `token ${position}`;
@@ -38,6 +74,10 @@ export function useScopeSelection() {
     readToken,
     layer,
     head,
+    ...rank,
+    toldToken,
+    insteadOf,
+    stride,
     moveToken,
     nameOf,
   };

@@ -174,23 +174,28 @@ export class Surface {
   private hatchPattern(colour: string): CanvasPattern | string {
     const known = this.hatches.get(colour);
     if (known) return known;
-    const tile = document.createElement("canvas");
-    [tile.width, tile.height] = [6, 6];
-    const context = tile.getContext("2d");
-    if (!context) return colour;
-    context.strokeStyle = colour;
-    context.lineWidth = 1.2;
-    context.beginPath();
-    for (const shift of [-6, 0, 6]) {
-      context.moveTo(shift, 6);
-      context.lineTo(shift + 6, 0);
-    }
-    context.stroke();
-    const pattern = this.context.createPattern(tile, "repeat");
+    const pattern = hatchPattern(this.context, colour);
     if (!pattern) return colour;
     this.hatches.set(colour, pattern);
     return pattern;
   }
+}
+
+/** Diagonal stripes to fill with. */
+export function hatchPattern(on: CanvasRenderingContext2D, colour: string): CanvasPattern | null {
+  const tile = document.createElement("canvas");
+  [tile.width, tile.height] = [6, 6];
+  const context = tile.getContext("2d");
+  if (!context) return null;
+  context.strokeStyle = colour;
+  context.lineWidth = 1.2;
+  context.beginPath();
+  for (const shift of [-6, 0, 6]) {
+    context.moveTo(shift, 6);
+    context.lineTo(shift + 6, 0);
+  }
+  context.stroke();
+  return on.createPattern(tile, "repeat");
 }
 
 function paint(pixels: Uint8ClampedArray, at: number, map: ColourMap, value: number): void {

@@ -28,6 +28,8 @@ export interface ValuePlace {
   readonly layer?: number | undefined;
   readonly head?: number | undefined;
   readonly position?: number | undefined;
+  /** Of q and k: before or after the rotation of positions. */
+  readonly rotary?: "before" | "after" | undefined;
 }
 
 /** Waits while numbers are brought are at least this long, whatever the hub says, and end after so many. */

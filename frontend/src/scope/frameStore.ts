@@ -10,12 +10,13 @@ import {
   type RunHeader,
   type StepHeader,
 } from "./protocol";
+import { FITTED, pcaTable } from "./pcaPoints";
 import { readTensors, type Tensor } from "./tensors";
 
 /** Numbers that a run may keep in the page; beyond it the oldest go, and their places are hatched. */
 export const RUN_BYTES = 40 << 20;
-/** Runs whose numbers are kept. */
-const KEPT_RUNS = 2;
+/** Runs whose numbers are kept, the one that is shown among them. */
+export const KEPT_RUNS = 2;
 const KEPT_GAPS = 100;
 
 export interface Pca {
@@ -29,8 +30,12 @@ export class RunStore {
   header: RunHeader;
   readonly samples: SampleStore[] = [];
   readonly gaps: Gap[] = [];
+  /** Texts of candidates by their id, each as if it stood alone. */
+  readonly candidates = new Map<number, string>();
   pca: Pca | null = null;
   seq = 0;
+  /** Whether the run is here from its first frame on. */
+  whole = false;
   version = 0;
 
   constructor(run: string) {
@@ -50,6 +55,8 @@ export class RunStore {
   }
 
   addStep(header: StepHeader, tensors: ReadonlyMap<string, Tensor>): void {
+    const rows = this.keepPca(tensors, header.pcaVersion);
+    this.addTexts(header.topTexts, tensors.get("top.id"));
     header.rows.forEach(([sample, position], index) => {
       const store = this.sample(sample);
       const id = header.ids[index];
@@ -57,15 +64,35 @@ export class RunStore {
       if (finished !== null) store.finished = finished;
       if (id !== undefined)
         store.setToken(position + 1, id, header.texts[index] ?? "", header.offsets?.[index] ?? null);
-      for (const tensor of tensors.values()) store.setRow(tensor, index, position);
+      for (const tensor of rows) store.setRow(tensor, index, position);
     });
     this.keepSmall();
+  }
+
+  /** Coordinates go to the table of their basis: those of different ones cannot stand in one picture. */
+  private keepPca(tensors: ReadonlyMap<string, Tensor>, told: number | undefined): Tensor[] {
+    const version = told ?? (this.pca?.fitted === "refit" ? undefined : this.pca?.version);
+    const outdated = version === undefined || version < (this.pca?.version ?? 0);
+    return [...tensors.values()].flatMap((tensor) => {
+      if (tensor.name !== "pca") return [tensor];
+      return outdated ? [] : [{ ...tensor, name: pcaTable(version) }];
+    });
+  }
+
+  private addTexts(texts: StepHeader["topTexts"], ids: Tensor | undefined): void {
+    const each = ids?.shape[1] ?? 0;
+    texts?.forEach((row, at) =>
+      row.slice(0, each).forEach((text, index) => {
+        const id = ids?.data[at * each + index];
+        if (id !== undefined) this.candidates.set(id, text);
+      }),
+    );
   }
 
   addOverview(header: OverviewHeader, tensors: ReadonlyMap<string, Tensor>, positions: unknown): void {
     const store = this.sample(header.sample);
     store.stride = Math.max(1, header.stride);
-    for (const tensor of tensors.values()) {
+    for (const tensor of this.keepPca(tensors, header.pcaVersion)) {
       if (tensor.name === "atlas") {
         const [layers = 0, heads = 0, edge = 0] = tensor.shape;
         store.atlas = { layers, heads, edge, values: new Uint8Array(tensor.data) };
@@ -92,10 +119,14 @@ export class RunStore {
 
   setPca(header: PcaHeader, tensors: ReadonlyMap<string, Tensor>): void {
     const { version, layers, explained, fitted } = header;
+    if (version < (this.pca?.version ?? 0)) return;
     this.pca = { version, layers, explained, fitted };
+    const mine = pcaTable(version);
+    for (const sample of this.samples)
+      sample.dropTables((name) => name === FITTED || (name.startsWith("pca.") && name !== mine));
     const tensor = tensors.get("pca");
     if (!tensor) return;
-    const exact = { ...tensor, name: "pca.fitted" };
+    const exact = { ...tensor, name: FITTED };
     header.rows.forEach(([sample, position], index) => this.sample(sample).setRow(exact, index, position));
   }
 
@@ -124,8 +155,12 @@ const RUN_FRAMES: ReadonlySet<number> = new Set([
 
 export class FrameStore {
   version = 0;
-  /** By id, the one that was heard of last at the end. */
+  /** By id, the one that came last at the end. */
   readonly runs = new Map<string, RunStore>();
+  /** The run that is shown: its numbers stay, whatever else comes. */
+  selected: string | null = null;
+  /** Runs whose numbers were let go to make room. */
+  readonly forgotten = new Set<string>();
 
   /** Takes a frame of a run; others are left to who asked. Returns whether it was one. Throws FrameError. */
   take(frame: Frame): boolean {
@@ -136,19 +171,25 @@ export class FrameStore {
       throw new FrameError(`a frame of type ${frame.type} names no run`);
     }
     const store = this.run(run);
-    if (typeof seq === "number") store.seq = Math.max(store.seq, seq);
+    if (typeof seq === "number") {
+      store.whole ||= store.seq === 0 && seq === 1;
+      store.seq = Math.max(store.seq, seq);
+    }
     this.apply(store, frame);
     store.version += 1;
     this.version += 1;
     return true;
   }
 
-  /** Reads numbers of a run that were fetched by other means. */
-  setHeader(header: RunHeader): void {
-    const store = this.run(header.run);
-    store.setHeader(header);
-    store.version += 1;
-    this.version += 1;
+  /** After which frame of a run to ask the hub for more; of one that is here in part only, after none. */
+  resumeAt(run: string): number {
+    const known = this.runs.get(run);
+    if (known && !known.whole) {
+      known.gaps.length = 0;
+      known.whole = true;
+      return 0;
+    }
+    return known?.seq ?? 0;
   }
 
   private apply(store: RunStore, frame: Frame): void {
@@ -170,12 +211,16 @@ export class FrameStore {
   }
 
   private run(id: string): RunStore {
-    const known = this.runs.get(id) ?? new RunStore(id);
-    if (!this.runs.has(id)) {
-      this.runs.set(id, known);
-      const [oldest] = this.runs.keys();
-      if (this.runs.size > KEPT_RUNS && oldest !== undefined) this.runs.delete(oldest);
+    const known = this.runs.get(id);
+    if (known) return known;
+    const fresh = new RunStore(id);
+    this.forgotten.delete(id);
+    const others = [...this.runs.keys()].filter((other) => other !== this.selected);
+    for (const oldest of others.slice(0, this.runs.size + 1 - KEPT_RUNS)) {
+      this.runs.delete(oldest);
+      this.forgotten.add(oldest);
     }
-    return known;
+    this.runs.set(id, fresh);
+    return fresh;
   }
 }

@@ -13,18 +13,29 @@ export interface Domain {
 
 const QUANTILE = 0.95;
 
+/** How many finite numbers a domain leaves out, and how many are none. */
+const beyond = (values: readonly number[], { low, high }: Pick<Domain, "low" | "high">) => ({
+  clipped: values.filter((value) => Number.isFinite(value) && (value < low || value > high)).length,
+  nans: values.filter(Number.isNaN).length,
+});
+
+/** The same ends for other numbers: what lies beyond them is counted anew. */
+export const heldDomain = ({ low, high }: Domain, values: readonly number[]): Domain => ({
+  low,
+  high,
+  ...beyond(values, { low, high }),
+});
+
 /** Zero, or the lowest, to the 95th percentile: the first token, whose state is often huge, never takes the whole scale. */
 export function domainOf(values: readonly number[], signed: boolean): Domain {
   const finite = values.filter(Number.isFinite);
   const sizes = (signed ? finite.map(Math.abs) : finite).toSorted((a, b) => a - b);
   const high = sizes[Math.floor((sizes.length - 1) * QUANTILE)] ?? 1;
   const low = signed ? -high : Math.min(sizes[0] ?? 0, high);
-  const clipped = finite.filter((value) => value < low || value > high).length;
   return {
     low,
     high: high > low ? high : low + Math.max(1, Math.abs(low)),
-    clipped,
-    nans: values.filter(Number.isNaN).length,
+    ...beyond(values, { low, high }),
   };
 }
 
@@ -37,17 +48,21 @@ function put(cells: Cells, column: number, row: number, value: number, domain: D
   else cells.set(column, row, codeOf(value, domain));
 }
 
-/** Position whose numbers stand for `position`: in a long prompt only every stride-th token has some. */
-export function standsFor(sample: SampleStore, name: string, position: number): number {
+/**
+ * Position whose numbers can be shown in the place of `position`: its own, or in a long prompt, of which only every
+ * stride-th token has numbers, the last one before it. null: there is none. Who shows another must call it by its name.
+ */
+export function shownFor(sample: SampleStore, name: string, position: number): number | null {
   const table = sample.tableOf(name);
-  if (table?.has(position) === true || position >= sample.promptLength) return position;
-  return position - (position % sample.stride);
+  if (table?.has(position)) return position;
+  const before = position - (position % sample.stride);
+  return position < sample.promptLength && table?.has(before) ? before : null;
 }
 
-/** Numbers of a tensor at a position, or of what stands for it; undefined where none came. */
+/** Numbers of a tensor at a position, never those of another; undefined where none came. */
 export function numbersAt(sample: SampleStore, name: string, position: number): Float32Array | undefined {
   const table = sample.tableOf(name);
-  const row = table?.get(standsFor(sample, name, position));
+  const row = table?.get(position);
   return row && table ? decodeNumbers(table.code as NumberCode, row.data, row.scales) : undefined;
 }
 
@@ -60,7 +75,10 @@ export function layerValues(sample: SampleStore, name: string, length: number): 
   return found;
 }
 
-/** Columns `from` to before `end` of layers by tokens; what never came stays missing. */
+/**
+ * Columns `from` to before `end` of layers by tokens; what never came stays missing. In a long prompt a token's cell
+ * reaches to the next one that has numbers.
+ */
 export function fillLayers(
   cells: Cells,
   sample: SampleStore,
@@ -70,7 +88,9 @@ export function fillLayers(
   end: number,
 ): void {
   for (let position = from; position < Math.min(end, cells.columns); position += 1) {
-    numbersAt(sample, name, position)?.forEach((value, layer) => put(cells, position, layer, value, domain));
+    const told = shownFor(sample, name, position);
+    if (told === null) continue;
+    numbersAt(sample, name, told)?.forEach((value, layer) => put(cells, position, layer, value, domain));
   }
 }
 
@@ -111,7 +131,7 @@ export function fillHeads(
   model: { readonly layers: number; readonly heads: number },
 ): void {
   cells.resize(model.heads, model.layers);
-  const row = sample.row(name, standsFor(sample, name, position));
+  const row = sample.row(name, position);
   if (!row) return;
   cells.write({ column: 0, row: 0, columns: model.heads, rows: model.layers }, new Uint8Array(row.data));
 }

@@ -3,6 +3,9 @@ import type { RunStore } from "./frameStore";
 import { numbersAt } from "./matrices";
 
 export const COMPONENTS = 8;
+/** Tables of coordinates in a sample: exact ones that came with the basis, and those of steps by the basis's version. */
+export const FITTED = "pca.fitted";
+export const pcaTable = (version: number | undefined): string => `pca.${version ?? "none"}`;
 
 export interface Point {
   readonly sample: number;
@@ -10,13 +13,12 @@ export interface Point {
   readonly coordinates: Float32Array;
 }
 
-/** `layer` is the index in the basis's list of layers. */
+/** Coordinates in the newest basis, of no other. `layer` is the index in the basis's list of layers. */
 export function pcaPoints(run: RunStore, layer: number): Point[] {
   const found: Point[] = [];
   run.samples.forEach((sample, index) => {
     for (let position = 0; position < sample.length; position += 1) {
-      const name = sample.row("pca.fitted", position) ? "pca.fitted" : "pca";
-      if (!sample.row(name, position)) continue;
+      const name = sample.row(FITTED, position) ? FITTED : pcaTable(run.pca?.version);
       const coordinates = numbersAt(sample, name, position)?.subarray(
         layer * COMPONENTS,
         (layer + 1) * COMPONENTS,

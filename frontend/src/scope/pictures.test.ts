@@ -1,15 +1,22 @@
 import fc from "fast-check";
 import { describe, expect, it } from "vitest";
-import { ApiError } from "../api/client";
 import { placeAt as pixelPlace, frameOf, scalesOf, type HeatPicture } from "../features/scope/heatPicture";
 import { Cells, Mask } from "../render/cells";
 import { colourAt } from "../render/colour";
 import { probabilityMap, signedMap } from "../render/maps";
 import { encodeNumbers } from "./codes";
 import { addRow, codeAt, layTiles } from "./mapCells";
-import { codeOf, domainOf, fillAtlas, fillHeads, fillLayers, fillStrip, stripOf } from "./matrices";
-import { csvText, npyBytes } from "./npy";
-import { placeAt, problemPlaces } from "./problems";
+import {
+  codeOf,
+  domainOf,
+  fillAtlas,
+  fillHeads,
+  fillLayers,
+  fillStrip,
+  heldDomain,
+  shownFor,
+  stripOf,
+} from "./matrices";
 import { SampleStore } from "./sampleStore";
 import type { Code, Tensor } from "./tensors";
 import { TILE } from "./tileStore";
@@ -69,10 +76,30 @@ describe("matrices", () => {
     expect([cells.at(0, 0), cells.at(0, 1), cells.at(2, 1)]).toEqual([64, 128, 255]);
   });
 
-  it("let the nearest row before stand for a token of a long prompt, and never beyond it", () => {
+  it("never give the numbers of a token as those of another, and tell whose can be shown instead", () => {
     const sample = sampleOf(tensor("q", "f32", [2, 1, 1], [7, 8]));
     sample.stride = 2;
-    expect([0, 1, 2, 3].map((at) => stripOf(sample, "q", at, 1)?.values[0])).toEqual([7, 7, 8, undefined]);
+    expect([0, 1, 2, 3].map((at) => stripOf(sample, "q", at, 1)?.values[0])).toEqual([
+      7,
+      undefined,
+      8,
+      undefined,
+    ]);
+    expect([0, 1, 2, 3].map((at) => shownFor(sample, "q", at))).toEqual([0, 0, 2, null]);
+    expect(shownFor(sample, "k", 0)).toBeNull();
+  });
+
+  it("let a token's cell reach to the next that has numbers", () => {
+    const sample = sampleOf(tensor("residual.norm", "f32", [2, 1], [1, 3]));
+    sample.stride = 2;
+    const cells = new Cells(4, 1);
+    fillLayers(cells, sample, "residual.norm", { low: 0, high: 4, clipped: 0, nans: 0 }, 0, 4);
+    expect([0, 1, 2, 3].map((at) => (cells.has(at, 0) ? cells.at(at, 0) : null))).toEqual([
+      64,
+      64,
+      191,
+      null,
+    ]);
   });
 
   it("read strips with the scale of each row", () => {
@@ -92,6 +119,11 @@ describe("matrices", () => {
     sample.atlas = { layers: 1, heads: 2, edge: 2, values: Uint8Array.of(1, 2, 3, 4, 5, 6, 7, 8) };
     fillAtlas(cells, sample);
     expect([...cells.values]).toEqual([1, 2, 5, 6, 3, 4, 7, 8]);
+  });
+
+  it("hold a domain for other numbers, and count what lies beyond it", () => {
+    const first = domainOf([0, 1, 2], false);
+    expect(heldDomain(first, [1, 50, Number.NaN])).toEqual({ low: 0, high: first.high, clipped: 1, nans: 1 });
   });
 
   it("choose domains that hold all but the largest twentieth, symmetric where there is a sign", () => {
@@ -190,39 +222,5 @@ describe("colour maps of MegaScope", () => {
     const [red, green, blue] = colourAt(map, 0);
     expect(Math.max(red, green, blue) - Math.min(red, green, blue)).toBeLessThan(12);
     expect(colourAt(map, -3)).not.toEqual(colourAt(map, 3));
-  });
-});
-
-describe("files", () => {
-  it("are NumPy's, aligned to 64 bytes", () => {
-    const bytes = npyBytes(Float32Array.of(1, 2, 3, 4, 5, 6), [2, 3]);
-    const length = new DataView(bytes.buffer).getUint16(8, true);
-    expect((10 + length) % 64).toBe(0);
-    const header = new TextDecoder().decode(bytes.subarray(10, 10 + length));
-    expect(header).toContain("'shape': (2, 3), }");
-    expect(header.endsWith("\n")).toBe(true);
-    expect([...new Float32Array(bytes.slice(10 + length).buffer)]).toEqual([1, 2, 3, 4, 5, 6]);
-    expect(new TextDecoder().decode(npyBytes(Float32Array.of(1), [1]))).toContain("(1,), }");
-  });
-
-  it("quote cells that need it", () => {
-    expect(
-      csvText([
-        ["a", 'say "b", c'],
-        [1, 0.5],
-      ]),
-    ).toBe('a,"say ""b"", c"\r\n1,0.5\r\n');
-  });
-});
-
-describe("what the hub refuses", () => {
-  it("is found at its field and column, however it is told", () => {
-    const told = new ApiError(422, "no", "", {
-      places: [{ place: "capture.expression.qkv", column: 6, message: "there is no median" }],
-    });
-    expect(placeAt(problemPlaces(told), "capture.expression.qkv")).toMatchObject({ column: 6 });
-    const spoken = new ApiError(422, "body.capture.expression.mlp: Value error, column 3: write abs", "");
-    expect(placeAt(problemPlaces(spoken), "capture.expression.mlp")).toMatchObject({ column: 3 });
-    expect(problemPlaces(new ApiError(409, "x: y", ""))).toEqual([]);
   });
 });

@@ -142,12 +142,17 @@ export interface StepHeader {
   readonly texts: readonly string[];
   readonly offsets?: readonly Offset[];
   readonly finished?: readonly (string | null)[];
+  /** Of each candidate, in the order of `top.id`. */
+  readonly topTexts?: readonly (readonly string[])[];
+  readonly pcaVersion?: number;
 }
 
 export interface OverviewHeader {
   readonly run: string;
   readonly sample: number;
   readonly stride: number;
+  /** Of the basis that the coordinates were taken in. */
+  readonly pcaVersion?: number;
 }
 
 export interface RowsHeader {
@@ -163,7 +168,7 @@ export interface Gap {
   readonly from: number | null;
   readonly to: number | null;
   readonly ranks?: readonly number[] | null;
-  readonly reason: "slow" | "late" | "restart";
+  readonly reason: "slow" | "late" | "restart" | "old";
 }
 
 export interface PcaHeader {

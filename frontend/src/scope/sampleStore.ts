@@ -66,6 +66,11 @@ export class SampleStore {
     return this.tables.get(name)?.get(position);
   }
 
+  /** Lets all tables go whose name is chosen. */
+  dropTables(chosen: (name: string) => boolean): void {
+    for (const name of [...this.tables.keys()].filter(chosen)) this.tables.delete(name);
+  }
+
   tableOf(name: string): RowTable | undefined {
     return this.tables.get(name);
   }

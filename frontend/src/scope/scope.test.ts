@@ -1,65 +1,10 @@
 import fc from "fast-check";
 import { describe, expect, it, vi } from "vitest";
-import { ApiClient } from "../api/client";
+import { ApiClient, errorText, type ApiError } from "../api/client";
 import { ScopeClient } from "./client";
-import { FrameStore } from "./frameStore";
-import { ScopeFrame } from "./protocol";
 import { SampleStore } from "./sampleStore";
-import { ScopeStream } from "./stream";
-import { scopeFrame } from "./testFrames";
 import { levelFor, TileStore, tilesOver } from "./tileStore";
-import { pieces, visibleText } from "./tokenText";
-import { allowed, TEMPERATURES, whatIf } from "./whatIf";
-
-const logits = fc.array(fc.float({ min: -30, max: 30, noNaN: true }), { minLength: 2, maxLength: 40 });
-
-/** As the model's rank works it out. */
-function partitionOf(all: readonly number[]): Float32Array {
-  return Float32Array.from(TEMPERATURES, (temperature) => {
-    const highest = Math.max(...all) / temperature;
-    return highest + Math.log(all.reduce((sum, logit) => sum + Math.exp(logit / temperature - highest), 0));
-  });
-}
-
-describe("whatIf", () => {
-  it("sums to one over the vocabulary at every temperature", () => {
-    fc.assert(
-      fc.property(logits, (all) => {
-        TEMPERATURES.forEach((_, index) => {
-          const sum = whatIf(Float32Array.from(all), partitionOf(all), index).reduce((a, b) => a + b, 0);
-          expect(sum).toBeCloseTo(1, 3);
-        });
-      }),
-    );
-  });
-
-  it("equals a softmax worked out by hand", () => {
-    const [one, half] = [TEMPERATURES.indexOf(1), TEMPERATURES.indexOf(0.5)];
-    const all = Float32Array.of(Math.log(3), 0);
-    expect([...whatIf(all, partitionOf([...all]), one)].map((p) => +p.toFixed(6))).toEqual([0.75, 0.25]);
-    expect([...whatIf(all, partitionOf([...all]), half)].map((p) => +p.toFixed(6))).toEqual([0.9, 0.1]);
-  });
-
-  it("never lets a colder choice be more even", () => {
-    fc.assert(
-      fc.property(logits, (all) => {
-        const sorted = Float32Array.from(all.toSorted((a, b) => b - a));
-        const first = TEMPERATURES.map((_, index) => whatIf(sorted, partitionOf(all), index)[0] ?? 0);
-        first
-          .slice(1)
-          .forEach((value, index) => expect(value).toBeLessThanOrEqual((first[index] ?? 0) + 1e-4));
-      }),
-    );
-  });
-
-  it("cuts as sampling does: top-k, then top-p", () => {
-    const falling = Float64Array.of(0.5, 0.3, 0.1, 0.05);
-    expect(allowed(falling, 0, 1)).toBe(4);
-    expect(allowed(falling, 2, 1)).toBe(2);
-    expect(allowed(falling, 0, 0.75)).toBe(2);
-    expect(allowed(falling, 2, 0.6)).toBe(1);
-  });
-});
+import { candidateName, pieces, visibleText } from "./tokenText";
 
 describe("texts of tokens", () => {
   const sample = new SampleStore();
@@ -84,6 +29,12 @@ describe("texts of tokens", () => {
       "ok",
     ]);
     expect(pieces(sample).filter((piece) => piece.partial).length).toBe(2);
+  });
+
+  it("names candidates by their text alone, and pieces of characters as such", () => {
+    expect(candidateName(5, " the")).toBe("␣the");
+    expect(candidateName(6, "\ufffd")).toBe("part of a character (token 6)");
+    expect(candidateName(7, undefined)).toBe("token 7");
   });
 
   it("knows what was generated", () => {
@@ -143,6 +94,28 @@ describe("ScopeClient", () => {
     expect(asked).toEqual(Array(2).fill("api/v1/scope/runs/ab/attention/0/3/1/0/2/1"));
   });
 
+  it("hands on after how many seconds to come again, and the place before or after rotation", async () => {
+    const body = JSON.stringify({ code: "queue-full", message: "16 prompts wait", hint: "Later." });
+    const asked: string[] = [];
+    const full = new ApiClient(async (url) => {
+      asked.push(String(url));
+      return Promise.resolve(new Response(body, { status: 429, headers: { "Retry-After": "7" } }));
+    });
+    const place = {
+      run: "ab",
+      site: "q",
+      sample: 0,
+      layer: 1,
+      head: 2,
+      position: 3,
+      rotary: "before",
+    } as const;
+    const error = await new ScopeClient(full).values(place, "csv").catch((refused: unknown) => refused);
+    expect(error).toMatchObject({ status: 429, code: "queue-full", retryAfterS: 7 });
+    expect(errorText(error as ApiError)).toBe("16 prompts wait. Later. Try again in 7 s.");
+    expect(asked[0]).toContain("rotary=before");
+  });
+
   it("refuses a tile that is not of its shape, and tells an error's body", async () => {
     const wrong = new ApiClient(async () =>
       Promise.resolve(new Response(Uint8Array.of(1), { headers: { "X-Tile-Shape": "2,2" } })),
@@ -155,86 +128,5 @@ describe("ScopeClient", () => {
       status: 422,
       body: { places: [{ column: 5 }] },
     });
-  });
-});
-
-class Socket {
-  readyState = 1;
-  binaryType = "";
-  onopen: (() => void) | null = null;
-  onmessage: ((event: { data: ArrayBufferLike }) => void) | null = null;
-  onclose: (() => void) | null = null;
-  readonly sent: Record<string, unknown>[] = [];
-  send(text: string): void {
-    this.sent.push(JSON.parse(text) as Record<string, unknown>);
-  }
-  close(): void {
-    this.readyState = 3;
-  }
-}
-
-describe("ScopeStream", () => {
-  function started() {
-    const sockets: Socket[] = [];
-    const timers: (() => void)[] = [];
-    const world = {
-      connect: (_: string, protocol?: string) => {
-        expect(protocol).toBe("megatronapp.scope.1");
-        sockets.push(new Socket());
-        return sockets.at(-1) as unknown as WebSocket;
-      },
-      now: () => 0,
-      random: () => 0.5,
-      later: (run: () => void, ms: number) => (ms < 60_000 && timers.push(run), () => undefined),
-    };
-    const store = new FrameStore();
-    const events = {
-      onHello: vi.fn(),
-      onStatus: vi.fn(),
-      onChange: vi.fn(),
-      onState: vi.fn(),
-      onProblem: vi.fn(),
-    };
-    const stream = new ScopeStream("ws://hub", store, events, world);
-    stream.open();
-    sockets[0]?.onopen?.();
-    const give = (bytes: Uint8Array): void => sockets.at(-1)?.onmessage?.({ data: bytes.buffer });
-    return { stream, sockets, timers, events, give, store };
-  }
-  const hello = scopeFrame(ScopeFrame.HELLO, { job: "tiny" });
-  const run = (seq: number): Uint8Array => scopeFrame(ScopeFrame.RUN, { seq, run: "ab", state: "decoding" });
-
-  it("gives credit back for what was painted, once", () => {
-    const { stream, sockets, give, events } = started();
-    give(hello);
-    give(run(1));
-    expect(sockets[0]?.sent).toEqual([]);
-    stream.painted();
-    stream.painted();
-    expect(sockets[0]?.sent).toEqual([{ type: "credit", bytes: hello.length + run(1).length }]);
-    expect(events.onHello).toHaveBeenCalledWith(expect.objectContaining({ job: "tiny" }));
-    expect(events.onChange).toHaveBeenCalledTimes(2);
-  });
-
-  it("asks after a reconnect for what it missed", () => {
-    const { stream, sockets, timers, give } = started();
-    give(hello);
-    stream.follow("ab");
-    give(run(7));
-    sockets[0]?.onclose?.();
-    timers.at(-1)?.();
-    sockets[1]?.onopen?.();
-    give(hello);
-    expect(sockets[0]?.sent).toEqual([{ type: "resume", run: "ab", seq: 0 }]);
-    expect(sockets[1]?.sent).toEqual([{ type: "resume", run: "ab", seq: 7 }]);
-  });
-
-  it("says what it cannot read and goes on", () => {
-    const { give, events, store } = started();
-    give(scopeFrame(ScopeFrame.RUN, { seq: 1 }));
-    give(new Uint8Array(8));
-    expect(events.onProblem).toHaveBeenCalledTimes(2);
-    give(run(1));
-    expect(store.runs.has("ab")).toBe(true);
   });
 });

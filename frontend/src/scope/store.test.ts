@@ -149,6 +149,35 @@ describe("FrameStore", () => {
     expect(sample.length).toBe(4 + steps);
   });
 
+  it("never lets the run go that is shown, and knows whose numbers went", () => {
+    const store = filled(begun);
+    store.selected = RUN;
+    const of = (run: string): Uint8Array => scopeFrame(ScopeFrame.RUN, { seq: 1, run, state: "decoding" });
+    for (const run of ["b", "c", "d"]) store.take(decodeFrame(of(run)));
+    expect([...store.runs.keys()]).toEqual([RUN, "d"]);
+    expect([...store.forgotten]).toEqual(["b", "c"]);
+    store.take(decodeFrame(of("b")));
+    expect([...store.runs.keys()]).toEqual([RUN, "b"]);
+    expect([...store.forgotten]).toEqual(["c", "d"]);
+  });
+
+  it("asks for all of a run that it knows the end of only, and else for what is new", () => {
+    const store = filled(begun, step(0, 3));
+    expect([store.resumeAt(RUN), store.resumeAt("other")]).toEqual([2, 0]);
+    const late = filled(step(7, 10));
+    expect([late.resumeAt(RUN), late.resumeAt(RUN)]).toEqual([0, 9]);
+  });
+
+  it("knows texts of candidates by their id", () => {
+    const header = { seq: 2, run: RUN, step: 0, rows: [[0, 3]], ids: [5], texts: ["x"], offsets: [null] };
+    const top = { n: "top.id", c: "u32", s: [1, 2], values: Uint32Array.of(5, 9) } as const;
+    const store = filled(begun, scopeFrame(ScopeFrame.STEP, { ...header, topTexts: [["x", " y"]] }, [top]));
+    expect([...(store.runs.get(RUN)?.candidates ?? [])]).toEqual([
+      [5, "x"],
+      [9, " y"],
+    ]);
+  });
+
   it("knows the newest number of a run's frames and keeps gaps", () => {
     const gap = scopeFrame(ScopeFrame.GAP, {
       seq: 9,

@@ -69,7 +69,7 @@ export class ScopeStream {
   }
 
   private resume(run: string): void {
-    this.say({ type: "resume", run, seq: this.store.runs.get(run)?.seq ?? 0 });
+    this.say({ type: "resume", run, seq: this.store.resumeAt(run) });
   }
 
   private say(message: Record<string, unknown>): void {

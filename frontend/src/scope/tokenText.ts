@@ -25,6 +25,12 @@ export function visibleText(text: string): string {
   );
 }
 
+/** What a candidate is called; `text` is of the token alone, undefined where nobody told. */
+export function candidateName(id: number, text: string | undefined): string {
+  if (text === undefined || text === "") return `token ${id}`;
+  return text.includes("\ufffd") ? `part of a character (token ${id})` : visibleText(text);
+}
+
 export function pieceAt(sample: SampleStore, position: number): Piece {
   const text = sample.texts[position] ?? "";
   const id = sample.ids[position] ?? -1;

@@ -1,6 +1,6 @@
 /** Words of the scope screens. */
 import type { Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
-import { rankList } from "../../store/format";
+import { duration, rankList } from "../../store/format";
 import type { SampleStore } from "../../scope/sampleStore";
 import { pieces } from "../../scope/tokenText";
 
@@ -35,7 +35,7 @@ export function whyNot(hello: Hello, state: string): string | null {
   if (hello.source === "replay")
     return "This is a recorded session: it can be looked at, and nothing new generated.";
   if (hello.role !== "controller")
-    return "You may look, not generate: this needs the controller role. Open the page with `megatronapp ui JOB --role controller`.";
+    return "You may look, not generate: this needs the controller role. On a cluster it belongs to whoever may update the job; on a laptop, to the page that `megatronapp ui JOB` opens.";
   if (state === "restarting") return "The ranks restart. Generating works again once the model is back.";
   if (state === "gone") return "The model no longer serves.";
   return null;
@@ -51,7 +51,22 @@ const REASONS: Readonly<Record<Gap["reason"], string>> = {
   slow: "this page was slower than the model",
   late: "ranks reported too late",
   restart: "the hub was restarted",
+  old: "the hub needed the room for newer ones",
 };
+
+/** What people read when a lost connection is back. */
+export function backText(
+  back: { seconds: number; known: boolean },
+  missed: readonly Gap[],
+): { title: string; hint: string } {
+  const title = `Connected again after ${duration(back.seconds)}.`;
+  if (!back.known)
+    return {
+      title,
+      hint: "The hub was restarted and no longer knows this run: what you see is what this page kept.",
+    };
+  return { title, hint: gapText(missed)?.title ?? "Nothing was missed." };
+}
 
 /** What is missing in a run, in one sentence; null: nothing. */
 export function gapText(gaps: readonly Gap[]): { title: string; hint: string } | null {
