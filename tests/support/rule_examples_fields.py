@@ -50,11 +50,14 @@ _MODEL = [
             "6 does not divide numAttentionHeads 8; write a divisor of it",
         ),
     ),
-    *good("query-groups-of-tensor", {"spec.model.numQueryGroups": 4}),
+    *good("query-groups-of-tensor", {"spec.model.numQueryGroups": 4}, {"spec.model.numQueryGroups": 1}),
     *bad(
         "query-groups-of-tensor",
         "spec.model.numQueryGroups",
-        ({"spec.model.numQueryGroups": 1}, "1 is not a multiple of parallelism.tensor 2; write 2"),
+        (
+            {"spec.model.numQueryGroups": 3, "spec.model.numAttentionHeads": 12, "spec.model.hiddenSize": 96},
+            "3 is neither a multiple nor a divisor of parallelism.tensor 2; write 4",
+        ),
     ),
     *good("ffn-of-tensor", {"spec.model.ffnHiddenSize": 128}),
     *bad(

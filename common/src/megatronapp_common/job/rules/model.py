@@ -57,7 +57,16 @@ _WIDTHS = (
         says="must divide numAttentionHeads; write a divisor of it",
         message=say(f"{{{GROUPS}}} does not divide numAttentionHeads {{{HEADS}}}; write a divisor of it"),
     ),
-    _multiple_of_tensor("query-groups-of-tensor", ".model.numQueryGroups", value=GROUPS, unless=f"!has({GROUPS})"),
+    Rule(
+        id="query-groups-of-tensor",
+        field=".model.numQueryGroups",
+        rule=f"!has({GROUPS}) || {GROUPS} % {TENSOR} == 0 || {TENSOR} % {GROUPS} == 0",
+        says="must be a multiple or a divisor of parallelism.tensor; write one",
+        message=say(
+            f"{{{GROUPS}}} is neither a multiple nor a divisor of parallelism.tensor {{{TENSOR}}}; "
+            f"write {{{nearest_multiple(GROUPS, TENSOR)}}}"
+        ),
+    ),
     _multiple_of_tensor(
         "ffn-of-tensor",
         ".model.ffnHiddenSize",
