@@ -9,10 +9,14 @@ from typing import Any
 
 from aiohttp import web
 
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
 HTML = "<html><script>fetch('/api/v1/jobs')</script></html>"
 
 
 JSON = "application/json"
+BYTES = "application/octet-stream"
 ANSWERS: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "fine": (200, JSON, '{"ok": true}', {}),
     "html": (200, "text/html", HTML, {}),
@@ -24,8 +28,33 @@ ANSWERS: dict[str, tuple[int, str, str, dict[str, str]]] = {
     "login": (401, JSON, '{"message": "give me your token"}', {}),
     "packed": (200, JSON, "x", {"Content-Encoding": "gzip"}),
     "endless": (200, JSON, "", {"Content-Length": str(1 << 40)}),
+    "tile": (200, BYTES, "\x00\xff", {"ETag": '"a"', "X-Tile-Shape": "1,2", "Content-Disposition": "inline"}),
+    "odd-tile": (
+        200,
+        BYTES,
+        "\x00",
+        {"ETag": "a; b", "X-Tile-Shape": "<b>", "Retry-After": "Fri, 1 Jan 2100 00:00:00"},
+    ),
+    "large-tile": (200, BYTES, "\x00" * (65 << 10), {}),
+    "table": (200, "text/csv; charset=utf-16", "=cmd()", {"Content-Disposition": 'attachment; filename="run.exe"'}),
+    "busy": (429, JSON, '{"code": "busy", "message": "m", "hint": "h"}', {"Retry-After": "3"}),
+    "unchanged": (304, JSON, "", {"ETag": '"a"'}),
+    "broken": (500, BYTES, "x", {}),
 }
 """Status, type, body and more headers."""
+
+
+def scope_frame(kind: FrameType, size: int) -> bytes:
+    """A frame of MegaScope with a body of this size."""
+    return frames.encode(Frame(kind, {}, bytes(size)))
+
+
+FRAMES = {
+    "frames": b"frame",
+    "largest": scope_frame(FrameType.SCOPE_STEP, (256 << 10) - 24),
+    "long-step": scope_frame(FrameType.SCOPE_STEP, 256 << 10),
+    "long-run": scope_frame(FrameType.SCOPE_RUN, 1 << 20),
+}
 
 
 @dataclasses.dataclass
@@ -46,6 +75,12 @@ class HostileHub:
     """Where its redirects lead, which must not be asked."""
     asked: list[Asked] = dataclasses.field(default_factory=list)
     live: str = "frames"
+    protocol: str | None = None
+    """Subprotocol that its sockets say they speak."""
+    flood: bytes = b""
+    """What a socket sends again and again."""
+    sent: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Bytes that each flooded socket has taken, by how many had asked when it came."""
 
     @property
     def elsewhere(self) -> str:
@@ -60,7 +95,7 @@ class HostileHub:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """By the `do` of the query."""
         self.asked.append(Asked(str(request.rel_url), dict(request.headers)))
-        if request.path.endswith("/live"):
+        if request.path.endswith(("/live", "/scope")) and "Upgrade" in request.headers:
             return await self._live(request)
         return await self._http(request)
 
@@ -80,7 +115,20 @@ class HostileHub:
             "Clear-Site-Data": '"cookies"',
             "Link": f"<{self.elsewhere}>; rel=preload",
         }
-        return web.Response(status=status, text=text, headers=harm | {"Content-Type": kind} | more)
+        body = text.encode("latin-1")
+        return web.Response(status=status, body=body, headers=harm | {"Content-Type": kind} | more)
+
+    async def _flood(self, socket: web.WebSocketResponse, request: web.Request, number: int) -> None:
+        transport = request.transport
+        assert isinstance(transport, asyncio.Transport)
+        try:
+            while not socket.closed:
+                await socket.send_bytes(self.flood)
+                self.sent[number] = self.sent.get(number, 0) + len(self.flood)
+        except ConnectionError:
+            return
+        finally:
+            transport.abort()  # what it has not sent would keep it open
 
     async def _cut(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -95,12 +143,14 @@ class HostileHub:
             return web.Response(status=302, headers={"Location": self.elsewhere})
         if self.live == "html":
             return web.Response(text=HTML, content_type="text/html")
-        socket = web.WebSocketResponse()
+        socket = web.WebSocketResponse(protocols=() if self.protocol is None else (self.protocol,), compress=False)
         await socket.prepare(request)
         if self.live == "text":
             await socket.send_str(HTML)
+        elif self.live == "flood":
+            await self._flood(socket, request, len(self.asked))
         else:
-            await socket.send_bytes(b"frame" if self.live == "frames" else bytes(5 << 20))
+            await socket.send_bytes(FRAMES.get(self.live, bytes(5 << 20)))
         async for message in socket:
             self.asked.append(Asked("said " + repr(message.data), {}))
         return socket

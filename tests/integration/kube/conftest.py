@@ -27,8 +27,16 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlan
 
 @pytest.fixture(scope="session")
 def reviewing(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
-    """A door that asks the cluster about its callers."""
-    with door.door(plane, tmp_path_factory.mktemp("reviewing")) as running:
+    """A door that asks the cluster about its callers; tests may control as often as they like."""
+    with door.door(plane, tmp_path_factory.mktemp("reviewing"), flags=("--controls=100000",)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
+    """A door without the right to ask, at which nobody controls a job more than three times at once."""
+    folder = tmp_path_factory.mktemp("tokens")
+    with door.door(plane, folder, reviews=False, page=False, flags=("--controls=3",)) as running:
         yield running
 
 

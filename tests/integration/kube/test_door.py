@@ -21,13 +21,6 @@ VIEWER = door.on_jobs("get", "list")
 FAULT = {"rank": 1, "kind": "compute", "factor": 2.0, "fromStep": 900, "steps": 3}
 
 
-@pytest.fixture(scope="module")
-def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[door.Door]:
-    """A door without the right to ask."""
-    with door.door(plane, tmp_path_factory.mktemp("tokens"), reviews=False, page=False) as running:
-        yield running
-
-
 @contextlib.contextmanager
 def live(at: door.Door, job: door.Job, **headers: str) -> Iterator[ClientConnection]:
     url = f"{at.url.replace('http', 'ws', 1)}{job.path}/live"

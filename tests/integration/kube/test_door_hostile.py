@@ -10,9 +10,12 @@ import httpx
 import kube
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Subprotocol
 
 from megatronapp_common import frames
+from megatronapp_common.frames import FrameType
+from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.tokens import Role
 from megatronapp_operator.door.visits import CALLERS_SOCKETS
 
@@ -52,38 +55,31 @@ def token(plane: kube.ControlPlane, namespace: str) -> str:
     return door.account(plane, namespace, "alice", grants=[door.on_jobs("get", "list", "update")])
 
 
-@pytest.mark.parametrize(
-    "what", ["html", "script", "nothing", "redirect", "json-redirect", "login", "packed", "endless"]
-)
 def test_what_is_not_json_of_a_sane_size_stays_outside(
-    job: door.Job,
-    hub: hostile_hub.HostileHub,
-    reviewing: door.Door,
-    token: str,
-    what: str,
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
 ) -> None:
-    with reviewing.client(token) as client:
-        answer = client.get(f"{job.path}/job", params={"do": what})
-    assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub")
-    assert "script" not in answer.text
-    assert set(answer.headers) <= PASSED | OURS
-    assert len(hub.asked) == 1
+    wrong = ("html", "script", "nothing", "redirect", "json-redirect", "login", "packed", "endless")
+    for what in wrong:
+        with reviewing.client(token) as client:
+            answer = client.get(f"{job.path}/job", params={"do": what})
+        assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub"), what
+        assert "script" not in answer.text
+        assert set(answer.headers) <= PASSED | OURS
+    assert len(hub.asked) == len(wrong)
     assert not hub.led_somebody_away
 
 
-@pytest.mark.parametrize("what", ["lie", "fine"])
-def test_json_comes_through_bare(
-    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str, what: str
-) -> None:
+def test_json_comes_through_bare(job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str) -> None:
     """HTML that calls itself JSON is shown as text: its type is the door's, and no browser may guess another."""
-    with reviewing.client(token) as client:
-        answer = client.get(f"{job.path}/job", params={"do": what})
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "application/json"
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'; sandbox"
-    assert set(answer.headers) <= PASSED | OURS
-    assert len(hub.asked) == 1
+    for what in ("lie", "fine"):
+        with reviewing.client(token) as client:
+            answer = client.get(f"{job.path}/job", params={"do": what})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["content-security-policy"] == "default-src 'none'; frame-ancestors 'none'; sandbox"
+        assert set(answer.headers) <= PASSED | OURS
+    assert len(hub.asked) == 2
 
 
 def test_an_answer_that_breaks_off_is_no_whole_answer(
@@ -135,6 +131,109 @@ def test_paths_cannot_leave_the_hub_or_reach_another(
             assert answer.status_code in {404, 422}, (path, answer.text)
     assert hub.asked == []
     assert not hub.led_somebody_away
+
+
+RUN = "scope/runs/0123456789ab"
+TILE, TABLE, SESSION = f"{RUN}/attention/0/1/2/0/0/0", f"{RUN}/values/q", f"{RUN}/session"
+
+
+WRONG = [
+    *((TILE, what) for what in ("html", "script", "redirect", "login", "table", "large-tile", "unchanged", "broken")),
+    *((SESSION, what) for what in ("html", "script", "packed", "table")),
+    *((f"{TABLE}?format=csv", what) for what in ("html", "tile")),
+    *((f"{TABLE}?format=html", what) for what in ("html", "tile", "table")),
+    *((path, "tile") for path in ("scope/runs", RUN, "job", f"{RUN}/values/q/session")),
+]
+
+
+def test_numbers_come_from_their_own_paths_alone(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    with reviewing.client(token) as client:
+        for path, what in WRONG:
+            answer = client.get(f"{job.path}/{path}{'&' if '?' in path else '?'}do={what}")
+            assert (answer.status_code, answer.json()["code"]) == (502, "bad-hub"), (path, what)
+            assert set(answer.headers) <= PASSED | OURS
+    assert len(hub.asked) == len(WRONG) and not hub.led_somebody_away
+
+
+def test_of_a_hub_s_headers_those_that_say_what_they_should_pass(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    with reviewing.client(token) as client:
+        tile = client.get(f"{job.path}/{TILE}", params={"do": "tile"})
+        odd = client.get(f"{job.path}/{TILE}", params={"do": "odd-tile"})
+        same = client.get(f"{job.path}/{TILE}", params={"do": "unchanged"}, headers={"If-None-Match": '"a"'})
+        client.get(f"{job.path}/{TILE}", params={"do": "tile"}, headers={"If-None-Match": "x" * 100})
+        table = client.get(f"{job.path}/{TABLE}", params={"do": "table", "format": "csv"})
+        busy = client.get(f"{job.path}/{RUN}", params={"do": "busy"})
+    assert (tile.content, tile.headers["etag"], tile.headers["x-tile-shape"]) == (b"\x00\xff", '"a"', "1,2")
+    assert tile.headers["cache-control"] == "private, no-cache"
+    assert set(tile.headers) <= PASSED | OURS | {"etag", "x-tile-shape"}
+    assert set(odd.headers) <= PASSED | OURS and odd.headers["cache-control"] == "no-store"
+    assert (same.status_code, same.content) == (304, b"")
+    assert [one.headers.get("If-None-Match") for one in hub.asked[:4]] == [None, None, '"a"', None]
+    assert table.headers["content-type"] == "text/csv; charset=utf-8"
+    assert table.headers["content-disposition"] == 'attachment; filename="0123456789ab-q.csv"'
+    assert (busy.status_code, busy.headers["retry-after"]) == (429, "3")
+    for one in (tile, odd, same, table, busy):
+        assert one.headers["x-content-type-options"] == "nosniff"
+        assert "sandbox" in one.headers["content-security-policy"]
+
+
+@contextlib.contextmanager
+def scope(reviewing: door.Door, job: door.Job, token: str) -> Iterator[ClientConnection]:
+    url = f"{reviewing.url.replace('http', 'ws', 1)}{job.path}/scope"
+    how = {"proxy": None, "compression": None, "max_size": None, "max_queue": 1, "close_timeout": 0.2}
+    headers = {"Authorization": f"Bearer {token}"}
+    with connect(url, additional_headers=headers, subprotocols=[Subprotocol(SUBPROTOCOL)], **how) as page:  # type: ignore[arg-type]
+        yield page
+
+
+def end_of(page: ClientConnection) -> bytes | str:
+    """What a page hears: its first frame, the code of an error, or why the socket was closed."""
+    try:
+        message = page.recv(door.DEADLINE_S, decode=False)
+    except ConnectionClosed as closed:
+        return "" if closed.rcvd is None else closed.rcvd.reason
+    found = frames.decode(message)
+    return str(found.header["code"]) if found.type == FrameType.ERROR else message
+
+
+def test_of_the_scope_socket_only_frames_of_its_protocol_come_through(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    for how, protocol, heard in (
+        ("redirect", SUBPROTOCOL, "hub-not-there"),
+        ("html", SUBPROTOCOL, "hub-not-there"),
+        ("largest", None, "bad-hub"),
+        ("largest", "megatronapp.scope.2", "bad-hub"),
+        ("text", SUBPROTOCOL, "the hub sent text"),
+        ("long-step", SUBPROTOCOL, "the hub sent a frame of more than 262144 bytes"),
+        ("big", SUBPROTOCOL, "the hub has ended the connection"),
+        ("largest", SUBPROTOCOL, hostile_hub.FRAMES["largest"]),
+        ("long-run", SUBPROTOCOL, hostile_hub.FRAMES["long-run"]),
+    ):
+        hub.live, hub.protocol = how, protocol
+        hub.asked.clear()
+        with scope(reviewing, job, token) as page:
+            assert end_of(page) == heard, how
+        asked = {name.lower(): value for name, value in hub.asked[0].headers.items()}
+        assert asked["authorization"] == f"Bearer {reviewing.job_token(job.uid, Role.CONTROLLER)}"
+        assert asked["sec-websocket-protocol"] == SUBPROTOCOL and "sec-websocket-extensions" not in asked
+    assert not hub.led_somebody_away
+
+
+def test_a_page_that_reads_nothing_holds_little_and_slows_nobody(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    hub.live, hub.protocol, hub.flood = "flood", SUBPROTOCOL, hostile_hub.FRAMES["largest"]
+    with scope(reviewing, job, token), scope(reviewing, job, token) as reader:
+        got = sum(len(reader.recv(door.DEADLINE_S, decode=False)) for _ in range(64))
+        stalled, read = sorted(hub.sent.values())
+    assert got == 64 * len(hub.flood)
+    assert read >= got
+    assert stalled <= 32 * len(hub.flood), "what kernels and door hold of a page, whatever its hub sends"
 
 
 @pytest.mark.parametrize("how", ["redirect", "html", "text", "frames", "big"])

@@ -13,6 +13,9 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+SCOPE = "/api/v1/jobs/{namespace}/{name}/scope"
+RESERVED = (("POST", f"{SCOPE}/perturbations"), ("POST", f"{SCOPE}/training"))
+"""These answer 501."""
 OPERATIONS = (
     ("GET", "/healthz"),
     ("GET", "/readyz"),
@@ -23,6 +26,13 @@ OPERATIONS = (
     ("POST", "/api/v1/jobs/{namespace}/{name}/faults"),
     ("DELETE", "/api/v1/jobs/{namespace}/{name}/faults/{fault}"),
     ("GET", "/api/v1/jobs/{namespace}/{name}/{path}"),
+    ("GET", SCOPE),
+    ("GET", f"{SCOPE}/{{path}}"),
+    ("POST", f"{SCOPE}/runs"),
+    ("PATCH", f"{SCOPE}/runs/{{run}}"),
+    ("DELETE", f"{SCOPE}/runs/{{run}}"),
+    ("POST", f"{SCOPE}/runs/{{run}}/pca"),
+    *RESERVED,
 )
 CASES = [
     *((*operation, GenerationMode.POSITIVE) for operation in OPERATIONS),
@@ -73,6 +83,7 @@ def test_every_answer_is_as_the_document_says(
     def ask(case: "Case[Any]") -> None:
         if mode is GenerationMode.POSITIVE:
             case.path_parameters.update({"namespace": job.namespace, "name": job.name})
-        case.call_and_validate(checks=CHECKS, headers={"Authorization": f"Bearer {token}"})
+        checked = [check for check in CHECKS if check is not not_a_server_error or (method, path) not in RESERVED]
+        case.call_and_validate(checks=checked, headers={"Authorization": f"Bearer {token}"})
 
     ask()

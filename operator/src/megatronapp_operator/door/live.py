@@ -59,7 +59,7 @@ class Rules:
         """What is wrong with a hub's message."""
         if isinstance(message, str):
             return "the hub sent text"
-        kind = message[4] if len(message) >= PREFIX.size else 0
+        kind = PREFIX.unpack_from(message)[2] if len(message) >= PREFIX.size else 0
         if len(message) > self.most and kind not in self.longer:
             return f"the hub sent a frame of more than {self.most} bytes"
         return None

@@ -1,6 +1,6 @@
 """MegaScope through the door (docs/scope-protocol.md): who sees a job looks, who may update it generates and pins."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
 from starlette.responses import Response
@@ -27,7 +27,6 @@ from megatronapp_operator.door.schemas import Problem
 JOB = "/jobs/{namespace}/{name}/scope"
 Answers = dict[int | str, dict[str, Any]]
 RunId = Annotated[str, Path(max_length=64, pattern=f"^{Word}$")]
-Reserved = Literal["perturbations", "training"]
 Tag = Annotated[str | None, Header(alias="If-None-Match", max_length=200)]
 CONTROLS: Answers = {200: {}, 201: {}, 202: {}, 204: {}, **HUB_PROBLEMS}
 LOOKS: Answers = HUB_PROBLEMS | {
@@ -73,12 +72,15 @@ async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: 
     return await _control(request, caller, (namespace, name), f"runs/{run}/pca", body=True)
 
 
-@router.post(f"{JOB}/{{what}}", response_model=None, responses=RESERVED)
-@router.patch(f"{JOB}/{{what}}", response_model=None, include_in_schema=False)
-@router.delete(f"{JOB}/{{what}}", response_model=None, include_in_schema=False)
-async def reserved(request: Request, caller: CallerOf, namespace: Namespace, name: Name, what: Reserved) -> Response:
+@router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
+@router.patch(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
+@router.delete(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
+@router.post(f"{JOB}/training", response_model=None, responses=RESERVED)
+@router.patch(f"{JOB}/training", response_model=None, include_in_schema=False)
+@router.delete(f"{JOB}/training", response_model=None, include_in_schema=False)
+async def reserved(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Not there yet; the hub says so."""
-    return await _control(request, caller, (namespace, name), what)
+    return await _control(request, caller, (namespace, name), request.url.path.rpartition("/")[2])
 
 
 @router.get(f"{JOB}/{{path:path}}", response_model=None, responses=LOOKS)

@@ -1,0 +1,96 @@
+"""The hub of a job on a cluster, where its pod would be: it plays a recorded session, or has a model that generates.
+
+It is the real hub with the real guard, in a thread of the test's process, so that a test can hand it what ranks send.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+import threading
+from collections.abc import Iterator
+
+import door
+import scope_rank_zero
+import scope_session
+
+from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.hub.app import create_app
+from megatronapp_analyzer.hub.listening import server_of
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.player import Player, settings_of
+from megatronapp_analyzer.hub.scope.service import ScopeService
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.server import listening
+from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
+from megatronapp_common.frames import Frame
+from megatronapp_common.tokens import Role, derive, job_secret
+
+DEADLINE_S = 30
+
+
+@dataclasses.dataclass
+class ScopeHub:
+    """A hub that runs. `take` brings it a frame of a rank."""
+
+    hub: Hub
+    loop: asyncio.AbstractEventLoop
+    rank_zero: scope_rank_zero.RankZero | None = None
+
+    def take(self, rank: int, frame: Frame) -> None:
+        """As an agent would."""
+        self.loop.call_soon_threadsafe(self.hub.scope.desk.take, 0, rank, frame)
+
+
+def identity_of(job: door.Job) -> JobIdentity:
+    return JobIdentity(name=job.name, uid=job.uid, traced=False)
+
+
+@contextlib.contextmanager
+def replaying(job: door.Job, file: pathlib.Path, *, port: int, key: str) -> Iterator[ScopeHub]:
+    """A hub that has played a recorded session to its end."""
+    session = session_file.load(file)
+    hub = Hub(HubSettings(job=identity_of(job), state_dir=None), Detector)
+    hub.scope = ScopeService(settings_of(session))
+    for _ in Player(session, hub.scope.desk).steps():
+        pass
+    with serving(hub, job, port=port, key=key) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def generating(job: door.Job, recording: scope_session.Recording, *, port: int, key: str) -> Iterator[ScopeHub]:
+    """A hub with a model that generates the recorded run, whatever it is asked for."""
+    token = derive(job_secret(key, job.uid), Role.SERVE)
+    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording, token)) as rank:
+        client = ServeClient(rank.url, token)
+        hub = Hub(HubSettings(job=identity_of(job), state_dir=None, serve=client), Detector)
+        with serving(hub, job, port=port, key=key) as running:
+            running.rank_zero = rank
+            rank.publish = lambda frame: running.take(0, frame)
+            running.take(0, scope_session.publisher(recording.shape, 0, 1, 1))
+            yield running
+
+
+def generate(running: ScopeHub, recording: scope_session.Recording) -> None:
+    """What the ranks send of the run, from its begin to its end."""
+    for rank, frame in scope_session.rank_frames(recording):
+        running.take(rank, frame)
+
+
+@contextlib.contextmanager
+def serving(hub: Hub, job: door.Job, *, port: int, key: str) -> Iterator[ScopeHub]:
+    """`hub` at the address of the job's hub."""
+    loop = asyncio.new_event_loop()
+    with listening(job.address, port) as found:
+        server = server_of(create_app(hub, secret=job_secret(key, job.uid), frontend=None))
+        work = server.serve(sockets=list(found.sockets))
+        thread = threading.Thread(target=lambda: loop.run_until_complete(work), daemon=True)
+        thread.start()
+        try:
+            yield ScopeHub(hub, loop)
+        finally:
+            server.should_exit = True
+            thread.join(DEADLINE_S)
+            loop.close()
