@@ -1,5 +1,6 @@
 """Rank 0 as the hub sees it: answers what section 6 of the protocol asks with the true numbers of a recorded run."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -36,7 +37,7 @@ class RankZero:
     def app(self) -> FastAPI:
         app = FastAPI()
 
-        @app.api_route("/scope/v1/{path:path}", methods=["POST", "PUT", "PATCH", "DELETE"])
+        @app.api_route("/scope/v1/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
         async def answer(request: Request, path: str) -> Response:
             if request.headers.get("authorization") != f"Bearer {self.token}":
                 return JSONResponse({"code": "unauthorised", "message": "", "hint": ""}, 401)
@@ -57,24 +58,50 @@ class RankZero:
             probe = f"probe-{len(self.asked)}"
             self.publish(self.probe(probe, Probe.model_validate(said)))
             return JSONResponse({"probe": probe})
+        if method == "GET":
+            known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
+            return JSONResponse(known or {"code": "no-such-run", "message": "", "hint": ""}, 200 if known else 404)
         if (method, path) == ("POST", "runs"):
             return JSONResponse({"run": scope_session.RUN, "position": 0})
         return JSONResponse({})
 
     def probe(self, name: str, asked: Probe) -> Frame:
         """PART with what was asked for."""
-        ids = list(asked.ids[0])
+        rows: list[tuple[int, int]] = []
+        parts: list[list[Tensor]] = []
+        for index, ids in enumerate(asked.ids):
+            first, end = asked.queries or (0, len(ids))
+            places = list(range(first, end, asked.stride))
+            rows += [(index, place) for place in places]
+            parts.append([self._tensor(one, self._sites_of(list(ids)), places) for one in asked.sites])
+        tensors = [
+            dataclasses.replace(same[0], data=np.concatenate([one.data for one in same]))
+            for same in zip(*parts, strict=True)
+        ]
+        header = {"rank": 0, "probe": name, "step": 0, "rows": [[index, row, 1] for index, row in rows], "timeUs": 0}
+        return frame_of(FrameType.SCOPE_PART, header | {"part": 0}, tensors)
+
+    def _sites_of(self, ids: list[int]) -> dict[str, Any]:
+        """Numbers of a text that the recorded run begins with; of no other, such as one with holes."""
         texts = [prompt + came for prompt, came in zip(self.recording.prompts, self.recording.generated, strict=True)]
-        sites = next(sites for sites, text in zip(self.recording.sites, texts, strict=True) if text[: len(ids)] == ids)
-        first, end = asked.queries or (0, len(ids))
-        rows = list(range(first, end, asked.stride))
-        tensors = [self._tensor(one, sites, rows) for one in asked.sites]
-        header = {"rank": 0, "probe": name, "step": 0, "rows": [[0, row, 1] for row in rows], "timeUs": 0}
-        return frame_of(FrameType.SCOPE_PART, header, tensors)
+        return next(sites for sites, text in zip(self.recording.sites, texts, strict=True) if text[: len(ids)] == ids)
+
+    def known_run(self) -> dict[str, Any]:
+        """GET of the run: all that was generated."""
+        samples = []
+        for prompt, came in zip(self.recording.prompts, self.recording.generated, strict=True):
+            offsets = scope_session.offsets_of(prompt + came)[len(prompt) :]
+            texts = list(map(scope_session.text_of, came))
+            ends = [None] * (len(came) - 1) + ["length"]
+            samples.append({"ids": came, "texts": texts, "offsets": offsets, "finished": ends})
+        header = dict(scope_session.run_state(self.recording, "done").header)
+        return {"run": scope_session.RUN, "state": "done", "header": header, "samples": samples}
 
     def _tensor(self, asked: Any, sites: dict[str, Any], rows: list[int]) -> Tensor:
-        found = sites[asked.site]
+        turned = asked.rotary == "before" and asked.site in {"q", "k"}
+        found = -sites[asked.site] if turned else sites[asked.site]
         said: dict[str, Any] = {"site": asked.site, "replicated": False}
+        said |= {"rotary": "before"} if turned else {}
         if asked.site in LAYERLESS:
             return Tensor(asked.site, "f32", found[rows], None, said)
         said["layers"] = list(asked.layers)
@@ -87,6 +114,16 @@ class RankZero:
         if asked.code == "u8s":
             return Tensor(asked.site, "u8s", scope_session.codes_of(data), None, said)
         return Tensor(asked.site, "f32", np.ascontiguousarray(data, "<f4"), None, said)
+
+
+def sender(connection: Any) -> Callable[[Frame], None]:
+    """Publishes by the connection of an agent, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def publish(frame: Frame) -> None:
+        asyncio.run_coroutine_threadsafe(connection.send(frames.encode(frame)), loop)
+
+    return publish
 
 
 @contextlib.contextmanager

@@ -34,6 +34,10 @@ CAPTURE: dict[str, Any] = {
     "candidates": 10,
 }
 SAMPLING = {"temperature": 0.8, "topK": 0, "topP": 1.0, "seed": 7, "stop": []}
+VERSION = 1
+"""Of the basis."""
+VERSION = 1
+"""Of the basis."""
 FIRST_HALF, SECOND_HALF = 94, 95
 """Tokens that make one character together."""
 
@@ -213,7 +217,8 @@ def tokens_frame(recording: Recording, step: int) -> Frame:
     ends = ["length" if step + 1 == len(recording.generated[sample]) else None for sample, _ in rows]
     said = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
     header = {"run": RUN, "step": step, "rows": [list(row) for row in rows]}
-    return frame_of(FrameType.SCOPE_TOKENS, header | said, tensors)
+    alone = [[text_of(int(token)) or "\ufffd" for token in row] for row in best]
+    return frame_of(FrameType.SCOPE_TOKENS, header | said | {"topTexts": alone}, tensors)
 
 
 def _logsumexp(values: Array) -> Array:
@@ -239,14 +244,15 @@ def part(
     )
     _, shard = divmod(rank, tp)
     made = _Part(recording, step, rank, tp, pp, with_pca)
+    parts: list[tuple[Sequence[tuple[int, int]], list[Tensor]]]
     if not sequence_parallel:
-        yield made.frame(wanted, [*made.sharded(wanted), *made.whole(wanted)], more=step == 0)
+        parts = [(wanted, [*made.sharded(wanted), *made.whole(wanted)])]
     else:
         own = wanted[slice(*_part(len(wanted), shard, tp))]
-        yield made.frame(own, made.whole(own), more=True)
-        yield made.frame(wanted, made.sharded(wanted), more=step == 0)
-    if step == 0:
-        yield from made.prefill()
+        parts = [(own, made.whole(own)), (wanted, made.sharded(wanted))]
+    parts += made.prefill() if step == 0 else []
+    for number, (rows, tensors) in enumerate(parts):
+        yield made.frame(rows, tensors, number=number, more=number < len(parts) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,9 +272,11 @@ class _Part:
     def heads(self) -> list[int]:
         return _part(self.recording.shape.heads, self.rank % self.tp, self.tp)
 
-    def frame(self, rows: Sequence[tuple[int, int]], tensors: Sequence[Tensor], *, more: bool) -> Frame:
+    def frame(self, rows: Sequence[tuple[int, int]], tensors: Sequence[Tensor], *, number: int, more: bool) -> Frame:
         ranges = [[sample, place, 1] for sample, place in rows]
-        header = {"rank": self.rank, "run": RUN, "step": self.step, "rows": ranges, "timeUs": 0, "more": more}
+        header = {"rank": self.rank, "run": RUN, "step": self.step, "rows": ranges, "timeUs": 0}
+        header |= {"part": number, "more": more}
+        header |= {"pcaVersion": VERSION} if any(tensor.name == "pca" for tensor in tensors) else {}
         return frame_of(FrameType.SCOPE_PART, header, tensors)
 
     def table(self, name: str, rows: Sequence[tuple[int, int]]) -> Array:
@@ -317,15 +325,14 @@ class _Part:
             out.append(Tensor("attention", "u8s", data, None, said))
         return out
 
-    def prefill(self) -> Iterator[Frame]:
+    def prefill(self) -> Iterator[tuple[Sequence[tuple[int, int]], list[Tensor]]]:
         """Pictures of heads, and rows of pinned ones, of each prompt."""
         for sample, ids in enumerate(self.recording.prompts):
             count = len(ids)
             found = self.recording.sites[sample]["attention"][self.layers][:, slice(*self.heads), :count, :count]
             picture = Tensor("atlas", "u8s", atlas(found), None, self._said("attention", heads=self.heads))
             rows = [(sample, place) for place in range(count)]
-            last = sample == len(self.recording.prompts) - 1
-            yield self.frame(rows, [picture, *self.attention(rows)], more=not last)
+            yield rows, [picture, *self.attention(rows)]
 
 
 @functools.lru_cache(maxsize=16)
@@ -361,7 +368,7 @@ def pca_frame(recording: Recording) -> Frame:
     points = np.stack([one.project(residual[:, layer]) for layer, one in enumerate(bases)], axis=1)
     header = {
         "run": RUN,
-        "version": 1,
+        "version": VERSION,
         "layers": list(range(len(bases))),
         "explained": [one.explained.tolist() for one in bases],
         "fitted": "first prompt",
@@ -377,6 +384,7 @@ def desk_of(recording: Recording, **layout: Any) -> ScopeDesk:
         desk.take(0, rank, frame)
         if frame.type == FrameType.SCOPE_TOKENS and frame.header["step"] == 0:
             desk.publish_frame(desk.runs[RUN], pca_frame(recording))
+            desk.pca_version = desk.runs[RUN].pca_version = VERSION
     for sample, sites in enumerate(recording.sites):
         put_values(desk, sample, sites)
     return desk

@@ -65,6 +65,8 @@ class FrameType(enum.IntEnum):
     """sampling rank -> hub: tokens of a step and their candidates."""
     SCOPE_RUN_STATE = 35
     """rank 0 -> hub: state of a run."""
+    SCOPE_LEFT = 36
+    """agent -> hub: a rank's connection is over."""
     SCOPE_HELLO = 40
     """hub -> page: model, layout, limits, runs."""
     SCOPE_RUN = 41

@@ -1,83 +1,23 @@
-"""MegaScope through a real hub: an agent brings frames of ranks, pages look, rank 0 is asked for more."""
+"""MegaScope through a real hub: an agent brings frames of ranks, pages look."""
 
-import asyncio
 import contextlib
-import functools
-import io
 import json
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import scope_rank_zero
 import scope_session
-import websockets.asyncio.client
+from scope_pages import RUN, agents, play, receive, recording, until_done, viewer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.scope.limits import Slots
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.tokens import Role
 
 pytestmark = pytest.mark.asyncio
-RUN = scope_session.RUN
-RUNS = "/api/v1/scope/runs"
-CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
-
-
-@functools.cache
-def recording() -> scope_session.Recording:
-    return scope_session.record(tokens=4)
-
-
-def bearer(hub: Any, role: Role) -> dict[str, str]:
-    return {"Authorization": f"Bearer {derive(hub.secret, role)}"}
-
-
-@contextlib.asynccontextmanager
-async def viewer(hub: Any, role: Role = Role.VIEWER, **how: Any) -> AsyncIterator[Any]:
-    url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
-    headers = bearer(hub, role) | how.pop("headers", {})
-    how = {"subprotocols": [SUBPROTOCOL], "compression": None} | how
-    async with websockets.asyncio.client.connect(url, additional_headers=headers, proxy=None, **how) as connection:
-        yield connection
-
-
-async def receive(connection: Any) -> Frame:
-    return frames.decode(await asyncio.wait_for(connection.recv(), 20))
-
-
-async def until_done(connection: Any) -> list[Frame]:
-    got: list[Frame] = []
-    while not (got and got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == "done"):
-        got.append(await receive(connection))
-    return got
-
-
-@contextlib.asynccontextmanager
-async def agents(hub: Any, fake_job: Any, count: int = 2) -> AsyncIterator[list[Any]]:
-    async with contextlib.AsyncExitStack() as stack:
-        job = fake_job()
-        found = [await stack.enter_async_context(hub.agent(job, worker)) for worker in range(count)]
-        for one in found:
-            await one.hello()
-        yield found
-
-
-async def play(hub: Any, workers: list[Any], *, until: Any, **layout: Any) -> None:
-    """Send everything that ranks would, each by its own agent."""
-    for rank, frame in scope_session.rank_frames(recording(), **layout):
-        await workers[rank % len(workers)].connection.send(frames.encode(frame))
-
-    async def arrived() -> bool:
-        run = hub.hub.scope.desk.runs.get(RUN)
-        return run is not None and run.ended and all(len(found) == recording().steps for found in run.tokens)
-
-    await until(arrived)
 
 
 async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, until: Any) -> None:
@@ -244,209 +184,35 @@ async def test_when_the_model_restarts_pages_are_told(hub: Any, fake_job: Any, u
             assert (await receive(page)).header["state"] == "ready"
 
 
-# ---- HTTP
+async def test_runs_of_a_rank_zero_that_has_gone_fail(hub: Any, fake_job: Any) -> None:
+    sent = [frame for _, frame in scope_session.rank_frames(recording())]
+    middle = next(place for place, frame in enumerate(sent) if frame.header.get("state") == "decoding") + 1
+    left = Frame(FrameType.SCOPE_LEFT, {"rank": 0})
+    async with viewer(hub) as page, agents(hub, fake_job, 1) as (worker,):
+        for ending in (left, None):
+            for frame in sent[:middle]:
+                await worker.connection.send(frames.encode(frame))
+            got = [await receive(page)]
+            while got[-1].header.get("state") != "decoding":
+                got.append(await receive(page))
+            async with contextlib.AsyncExitStack() as stack:
+                if ending is not None:
+                    await worker.connection.send(frames.encode(ending))
+                else:
+                    newer = await stack.enter_async_context(hub.agent(fake_job(attempt=1), 0))
+                    await newer.hello()
+                got = [await receive(page), await receive(page)]
+            assert [one.type for one in got] == [FrameType.SCOPE_STATE, FrameType.SCOPE_RUN]
+            assert got[0].header["state"] == "restarting"
+            assert (got[1].header["state"], got[1].header["error"]["code"]) == ("failed", "engine-lost")
 
 
-@pytest.fixture
-def rank_zero(hub: Any) -> Iterator[scope_rank_zero.RankZero]:
-    """A hub whose model answers."""
-    token = derive(hub.secret, Role.SERVE)
-    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = ServeClient(rank.url, token)
-        yield rank
-
-
-Asked = Callable[..., Any]
-
-
-@contextlib.asynccontextmanager
-async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncIterator[Any]:
-    """A client of a hub that has seen the run; probes' answers come by the agent."""
-    async with agents(hub, fake_job) as workers:
-        if rank is not None:
-            loop = asyncio.get_running_loop()
-
-            def publish(frame: Frame) -> None:
-                sent = workers[0].connection.send(frames.encode(frame))
-                asyncio.run_coroutine_threadsafe(sent, loop)
-
-            rank.publish = publish
-        await play(hub, workers, until=until)
-        async with hub.client() as client:
-            client.headers.update(bearer(hub, Role.CONTROLLER))
-            yield client
-
-
-async def brought(client: Any, path: str, **how: Any) -> Any:
-    """The answer once the probe has brought it."""
-    async with asyncio.timeout(20):
-        while (answer := await client.get(path, **how)).status_code == 202:
-            assert answer.json()["retryMs"] > 0
-            await asyncio.sleep(0.02)
-    return answer
-
-
-async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
-    async with shown(hub, fake_job, until) as client:
-        assert (await client.get("/api/v1/scope")).json()["role"] == "controller"
-        (summary,) = (await client.get(RUNS)).json()
-        assert (summary["run"], summary["state"]) == (RUN, "done")
-        detail = (await client.get(f"{RUNS}/{RUN}")).json()
-        came = [[token["id"] for token in sample] for sample in detail["generated"]]
-        assert came == recording().generated
-        assert detail["generated"][0][0]["position"] == len(recording().prompts[0])
-        assert detail["prompts"][0]["offsets"][8:10] == [None, [8, 9]]
-        answer = await client.get(f"{RUNS}/nothing")
-        assert (answer.status_code, answer.json()["code"]) == (404, "no-such-run")
-
-
-async def test_tiles_are_the_models_attention(
-    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
-) -> None:
-    async with shown(hub, fake_job, until, rank_zero) as client:
-        pinned = await client.get(f"{RUNS}/{RUN}/attention/0/1/2/0/0/0")
-        assert pinned.status_code == 200
-        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.asked if path == "probes"]
-        assert "attention" not in sites, "a pinned head needs no probe"
-        answer = await brought(client, f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
-        expected = scope_session.codes_of(recording().sites[1]["attention"][2, 3])
-        assert answer.headers["x-tile-shape"] == f"{len(expected)},{len(expected)}"
-        assert answer.content == expected.tobytes()
-        assert "immutable" in answer.headers["cache-control"]
-        etag = answer.headers["etag"]
-        again = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0", headers={"If-None-Match": etag})
-        assert (again.status_code, again.content) == (304, b"")
-        coarse = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/3/0/0")
-        assert max(coarse.content) == expected.max()
-        for outside in ("1/2/3/0/1/0", "1/2/9/0/0/0", "1/9/3/0/0/0", "5/2/3/0/0/0"):
-            assert (await client.get(f"{RUNS}/{RUN}/attention/{outside}")).json()["code"] == "outside"
-
-
-async def test_exact_numbers_in_three_forms(
-    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
-) -> None:
-    async with shown(hub, fake_job, until, rank_zero) as client:
-        path = f"{RUNS}/{RUN}/values"
-        expected = recording().sites[0]["residual"][:, 2]
-        answer = await brought(client, f"{path}/residual?layer=2&format=npy")
-        np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), expected)
-        said = (await client.get(f"{path}/residual?layer=2&position=3")).json()
-        assert (said["positions"], np.float32(said["values"][0]).tolist()) == ([3], expected[3].tolist())
-        lines = (await client.get(f"{path}/residual?layer=2&format=csv")).text.splitlines()
-        assert [np.float32(one) for one in lines[1].split(",")[1:]] == list(expected[0])
-        asked = len(rank_zero.asked)
-        exact = np.load(io.BytesIO((await brought(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
-        np.testing.assert_array_equal(exact, recording().sites[0]["attention"][0, 1])
-        logits = np.load(io.BytesIO((await brought(client, f"{path}/logits?format=npy&sample=1")).content))
-        np.testing.assert_array_equal(logits, recording().sites[1]["logits"])
-        keys = np.load(io.BytesIO((await brought(client, f"{path}/k?layer=3&head=1&format=npy")).content))
-        np.testing.assert_array_equal(keys, recording().sites[0]["k"][:, 3, 1])
-        assert len(rank_zero.asked) == asked + 3
-        for wrong, code in (
-            ("residual", 422),
-            ("residual?layer=9", 404),
-            ("k?layer=0&head=2", 404),
-            ("logits?layer=1", 422),
-            ("soul", 404),
-            ("residual?layer=0&position=99", 404),
-        ):
-            assert (await client.get(f"{path}/{wrong}")).status_code == code
-
-
-async def test_pca_is_fitted_on_the_first_prompt_and_refits_keep_the_axes(
-    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
-) -> None:
-    async with shown(hub, fake_job, until, rank_zero) as client:
-
-        async def based() -> bool:
-            return any(path == "basis" for _, path, _ in rank_zero.asked)
-
-        await until(based)
-        bases = next(body for _, path, body in rank_zero.asked if path == "basis")
-        axes = {tensor.name: tensor.data for tensor in unpack(bases)}["basis"]
-        assert axes.shape == (4, 8, recording().shape.hidden)
-        answer = await client.post(f"{RUNS}/{RUN}/pca", json={"layers": [0, 1, 2, 3], "refit": True})
-        assert answer.status_code in {200, 202}
-
-        async def refitted() -> bool:
-            return sum(path == "basis" for _, path, _ in rank_zero.asked) == 2
-
-        await until(refitted)
-        newest = [body for _, path, body in rank_zero.asked if path == "basis"][-1]
-        turned = {tensor.name: tensor.data for tensor in unpack(newest)}["basis"]
-        assert np.einsum("lch,lch->lc", axes, turned)[:, 0].min() > 0.5
-
-
-async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, until: Any) -> None:
-    async with shown(hub, fake_job, until) as client:
-        request = {"prompts": ["The sea "], "tokens": 4}
-        bodies: dict[str, Any] = {"POST": request, "PATCH": {"capture": {}}, "DELETE": None}
-        for method, path in CONTROL:
-            body = {"layers": [0]} if path.endswith("pca") else bodies[method]
-            refused = await client.request(method, path, json=body, headers=bearer(hub, Role.VIEWER))
-            assert (refused.status_code, refused.json()["code"]) == (403, "needs-controller")
-        for method, path in CONTROL[:3]:
-            answer = await client.request(method, path, json=bodies[method])
-            assert (answer.status_code, answer.json()["code"]) == (409, "no-model")
-        for path in ("perturbations", "training"):
-            for method in ("POST", "PATCH", "DELETE"):
-                answer = await client.request(method, f"/api/v1/scope/{path}")
-                assert (answer.status_code, answer.json()["code"]) == (501, "not-yet")
-
-
-async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
-    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
-) -> None:
-    async with shown(hub, fake_job, until, rank_zero) as client:
-        request = {"prompts": ["The sea "], "tokens": 4, "capture": {"pinned": [{"layer": 1, "head": 2}]}}
-        answer = await client.post(RUNS, json=request)
-        assert (answer.status_code, answer.json()) == (201, {"run": RUN, "position": 0})
-        sent = next(body for method, path, body in rank_zero.asked if (method, path) == ("POST", "runs"))
-        assert sent["prompts"] == ["The sea "] and sent["capture"]["preset"] == "default"
-        assert (await client.patch(f"{RUNS}/{RUN}", json={"capture": {"preset": "lite"}})).status_code == 204
-        assert (await client.delete(f"{RUNS}/{RUN}")).status_code == 204
-        door = {"X-Megatronapp-Caller": "jane@example.org"}
-        assert (await client.delete(f"{RUNS}/{RUN}", headers=door)).status_code == 204
-        actions = (await hub.get("/api/v1/summary"))["actions"]
-        assert [(one["who"], one["what"]) for one in actions] == [
-            ("controller token", f"started run {RUN} of 1 prompts"),
-            ("controller token", f"changed what is captured of run {RUN}"),
-            ("controller token", f"cancelled run {RUN}"),
-            ("jane@example.org", f"cancelled run {RUN}"),
-        ]
-        assert actions[0]["at"].endswith("Z")
-        ids = [one["id"] for one in actions]
-        assert ids == sorted(set(ids))
-        filters = {"expression": {"qkv": "__import__('os')"}}
-        refused: list[dict[str, Any]] = [{"prompts": []}, request | {"capture": filters}]
-        for wrong in [*refused, request | {"capture": {"pinned": [{"layer": 9, "head": 0}]}}]:
-            answer = await client.post(RUNS, json=wrong)
-            assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
-        rank_zero.refuse = (429, {"code": "queue-full", "message": "32 wait", "hint": "Wait."})
-        answer = await client.post(RUNS, json=request)
-        assert (answer.status_code, answer.json()) == (429, rank_zero.refuse[1])
-        rank_zero.refuse = (500, {})
-        assert (await client.post(RUNS, json=request)).json()["code"] == "model-failed"
-
-
-async def test_a_model_that_is_away_is_told(hub: Any) -> None:
-    hub.hub.scope.asker.client = ServeClient("http://127.0.0.1:9", "token")
-    async with hub.client() as client:
-        answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, Role.CONTROLLER))
-        assert (answer.status_code, answer.json()["code"]) == (503, "restarting")
-
-
-async def test_a_session_is_what_the_reference_writes(hub: Any, fake_job: Any, until: Any) -> None:
-    async with shown(hub, fake_job, until) as client:
-        answer = await client.get(f"{RUNS}/{RUN}/session")
-        got = list(frames.split(answer.content))
-        assert got[0].type == FrameType.SCOPE_HELLO
-        prompts = [frame for frame in got if frame.type == FrameType.SCOPE_VALUES]
-        assert [(one.header["layer"], one.header["head"]) for one in prompts] == [(1, 2), (3, 0)] * 2
-        assert {one.header["tensors"][0]["c"] for one in prompts} == {"u8s"}
-        assert [frame.type for frame in got[1 : -len(prompts)]] == [
-            frame.type
-            for frame in frames.split(scope_session.session(recording()))
-            if frame.type not in {FrameType.SCOPE_HELLO, FrameType.SCOPE_VALUES, FrameType.SCOPE_PCA}
-        ]
-        assert threading.active_count() < 50
+async def test_no_more_pages_than_a_hub_serves(hub: Any) -> None:
+    hub.hub.scope.pages = Slots(1)
+    async with viewer(hub) as page, viewer(hub) as other:
+        got = [await receive(one) for one in (page, other)]
+        assert [one.type for one in got] == [FrameType.SCOPE_HELLO, FrameType.ERROR]
+        assert got[1].header["code"] == "too-many-pages"
+        with pytest.raises(ConnectionClosed):
+            await receive(other)
+        assert other.close_code == 1013

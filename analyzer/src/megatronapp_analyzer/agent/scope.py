@@ -27,6 +27,7 @@ RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 """What ranks may send; numbers without a name yet, too."""
 TYPE_BYTE = 5
 """Of a frame: its type."""
+NOTED = frozenset({FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE, FrameType.SCOPE_LEFT})
 ENDED = frozenset({"done", "cancelled", "failed"})
 
 
@@ -83,10 +84,14 @@ class Standing:
                 self._runs[run] = data
             while len(self._runs) > MAX_RUNS:
                 self._runs.popitem(last=False)
+        elif frame.type == FrameType.SCOPE_LEFT:
+            self._forget(frame.header["rank"])
 
-    def forget(self, rank: int) -> None:
-        """A rank has ended."""
+    def _forget(self, rank: int) -> None:
+        """A rank has ended; with rank 0 all runs that went on."""
         self._publishers.pop(rank, None)
+        if rank == 0:
+            self._runs.clear()
 
     def frames(self) -> Iterator[bytes]:
         """What to tell."""
@@ -103,11 +108,13 @@ class ScopeSocket:
         self.buffer = ScopeBuffer()
         self.standing = Standing()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._speaks: dict[int, asyncio.Task[None]] = {}
+        """Whose connection each rank has: the newest one, if it has come back."""
 
     def pop(self) -> bytes | None:
         """The next frame for the hub."""
         data = self.buffer.pop()
-        if data is not None and data[TYPE_BYTE] in {FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_RUN_STATE}:
+        if data is not None and data[TYPE_BYTE] in NOTED:
             self.standing.note(frames.decode(data), data)
         return data
 
@@ -135,20 +142,25 @@ class ScopeSocket:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        ranks: set[int] = set()
         try:
-            await self._read(reader, ranks)
+            await self._read(reader, task)
         except FrameError as error:
             LOG.warning("a rank is not listened to any more: %s", error)
         except (asyncio.IncompleteReadError, ConnectionError):
             LOG.debug("a rank went away")
         finally:
             self._tasks.discard(task)
-            for rank in ranks:
-                self.standing.forget(rank)
+            for rank in [rank for rank, one in self._speaks.items() if one is task]:
+                del self._speaks[rank]
+                self._tell_left(rank)
             writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, ranks: set[int]) -> None:
+    def _tell_left(self, rank: int) -> None:
+        """To the hub, behind all that the rank has said."""
+        self.buffer.push(frames.encode(Frame(FrameType.SCOPE_LEFT, {"rank": rank})))
+        self._wake()
+
+    async def _read(self, reader: asyncio.StreamReader, task: asyncio.Task[None]) -> None:
         """Frames until the stream ends; notes who publishes. Raises FrameError for bytes that are none."""
         while True:
             await self.buffer.room()
@@ -162,7 +174,7 @@ class ScopeSocket:
                 LOG.warning("a frame of %d bytes is dropped; ranks send at most %d", length, MAX_PART_BYTES)
                 data = _mark(frame)
             if frame.type == FrameType.SCOPE_PUBLISHER:
-                ranks.add(_rank(frame))
+                self._speaks[_rank(frame)] = task
             self.buffer.push(data)
             self._wake()
 

@@ -17,6 +17,7 @@ from megatronapp_analyzer.hub import (
     routes_read,
     routes_sockets,
 )
+from megatronapp_analyzer.hub.bodies import BodyLimit
 from megatronapp_analyzer.hub.logins import Logins
 from megatronapp_analyzer.hub.scope import routes as routes_scope
 from megatronapp_common.safe_headers import SafeHeaders
@@ -60,6 +61,7 @@ def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named:
     app.state.logins = logins = Logins(secret, uid=hub.identity.uid)
     if frontend is not None:
         app.include_router(pages.build_router(frontend, named=named))
+    app.add_middleware(BodyLimit)
     app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
     app.add_middleware(SafeHeaders)
     return app

@@ -9,28 +9,30 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 class ApiError(Exception):
-    """An answer that is not a success. `status` is the HTTP status."""
+    """An answer that is not a success. `status` is the HTTP status; `retry_s`: when to ask again, in whole seconds."""
 
-    def __init__(self, status: int, code: str, message: str, hint: str) -> None:
+    def __init__(self, status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.hint = hint
+        self.retry_s = retry_s
 
 
-def problem_response(status: int, code: str, message: str, hint: str) -> JSONResponse:
+def problem_response(status: int, code: str, message: str, hint: str, *, retry_s: int | None = None) -> JSONResponse:
     """The one shape of an error."""
-    return JSONResponse({"code": code, "message": message, "hint": hint}, status, headers=NO_STORE)
+    headers = NO_STORE if retry_s is None else NO_STORE | {"Retry-After": str(retry_s)}
+    return JSONResponse({"code": code, "message": message, "hint": hint}, status, headers=headers)
 
 
 def _describe(error: RequestValidationError) -> str:
-    parts = (f"{'.'.join(str(place) for place in item['loc'])}: {item['msg']}" for item in error.errors())
-    return "; ".join(parts)
+    said = ((item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors())
+    return "; ".join(f"{'.'.join(map(str, place))}: {message}" for place, message in said)
 
 
 async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return problem_response(error.status, error.code, str(error), error.hint)
+    return problem_response(error.status, error.code, str(error), error.hint, retry_s=error.retry_s)
 
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:

@@ -124,6 +124,7 @@ class Hub:
         if (older := self.links.get(key)) is not None:
             older.replace()
         self.links[key] = link
+        self.scope.desk.begins(link.attempt)
         link.command(self.faults.control_page())
         state = self.ingest.attempts.get(link.attempt)
         have = (
@@ -157,6 +158,7 @@ class Hub:
         """A worker ended; after the last one, unfinished steps of the attempt are finished as they are."""
         LOG.info("agent of worker %d, attempt %d, ended: %s", link.worker, link.attempt, reason)
         self._said_bye.add((link.attempt, link.worker))
+        self.scope.desk.lost(link.attempt, link.worker, for_good=True)
         state = self.ingest.attempts.get(link.attempt)
         if state is None or len(state.rings) < state.world:
             return

@@ -96,13 +96,15 @@ def test_a_new_hub_hears_who_publishes_and_what_goes_on() -> None:
         (FrameType.SCOPE_RUN_STATE, {"run": "2", "state": "done"}),
     ):
         standing.note(Frame(kind, header), framed(kind, **header))
-    standing.forget(1)
+    standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 1}), framed(FrameType.SCOPE_LEFT, rank=1))
     told = [frames.decode(data) for data in standing.frames()]
     assert [frame.header for frame in told] == [{"rank": 0}, {"run": "1", "state": "decoding"}]
     for run in range(100):
         header = {"run": f"r{run}", "state": "queued"}
         standing.note(Frame(FrameType.SCOPE_RUN_STATE, header), framed(FrameType.SCOPE_RUN_STATE, **header))
     assert len(list(standing.frames())) == 33
+    standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 0}), framed(FrameType.SCOPE_LEFT, rank=0))
+    assert not list(standing.frames()), "runs of a rank 0 that has gone do not go on"
 
 
 @pytest.mark.asyncio
@@ -134,9 +136,20 @@ async def test_frames_of_ranks_pass_and_garbage_ends_its_connection_alone(tmp_pa
         good[1].write(framed(PART, step=1))
         await woken.wait()
         assert scope.pop() == framed(PART, step=1)
-        await gone(good)
-        while list(scope.standing.frames()):
+        again = await rank(link / SOCKET)
+        again[1].write(sent[0])
+        while scope.pop() != sent[0]:
             await asyncio.sleep(0)
+        await gone(good)
+        again[1].write(framed(PART, step=2))
+        while (came := scope.pop()) is None:
+            await asyncio.sleep(0)
+        assert came == framed(PART, step=2), "a rank that has come back has not left"
+        await gone(again)
+        while (came := scope.pop()) is None:
+            await asyncio.sleep(0)
+        assert came == framed(FrameType.SCOPE_LEFT, rank=0)
+        assert not list(scope.standing.frames())
     assert not (folder / SOCKET).exists()
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.merge import merge, pieces_of, rows_of
-from megatronapp_analyzer.hub.scope.steps import WAIT_S, StepBook
+from megatronapp_analyzer.hub.scope.numbering import Part
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.steps import TOKENS_WAIT_S, WAIT_S, StepBook
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode
@@ -41,8 +43,14 @@ def reference() -> list[tuple[int, dict[str, Any], bytes]]:
     return [unnumbered(one) for one in shown(fed(published()))]
 
 
+def introduce(run: Run) -> None:
+    run.pca_version = scope_session.VERSION
+
+
 def fed(frames_: list[tuple[int, Frame]], clock: Any = lambda: 0.0) -> ScopeDesk:
     desk = ScopeDesk(ScopeSettings(job="tiny"), clock=clock)
+    desk.pca_version = scope_session.VERSION
+    desk.on_basis = introduce
     for rank, frame in frames_:
         desk.take(0, rank, frame)
     return desk
@@ -82,6 +90,7 @@ def test_what_is_shown_is_what_the_model_computed() -> None:
                 close(found[name], index, expected[name][position])
             logits = run.sites[sample]["logits"][position]
             assert found["top.id"].data[index, 0] == logits.argmax()
+            assert frame.header["topTexts"][index][0] == (scope_session.text_of(int(logits.argmax())) or "�")
     assert "pca" in found and found["mlp1"].code == "i8"
 
 
@@ -120,12 +129,12 @@ def test_nothing_overtakes_a_step_that_may_still_come() -> None:
     book = StepBook()
     tokens = Frame(FrameType.SCOPE_TOKENS, {})
     book.add_tokens(("run", 1), tokens, 0.0)
-    book.add_part(("run", 1), 0, [], 0.0, more=False)
+    book.add_part(("run", 1), [], 0.0, Part(0, more=False))
     assert book.close([0], 0.1) == []
     book.add_tokens(("run", 0), tokens, 0.1)
-    book.add_part(("run", 0), 0, [], 0.1, more=True)
+    book.add_part(("run", 0), [], 0.1, Part(0, more=True))
     assert book.close([0], 0.15) == []
-    book.add_part(("run", 0), 0, [], 0.15, more=False)
+    book.add_part(("run", 0), [], 0.15, Part(0, more=False))
     assert [step.step for step in book.close([0], 0.15)] == [0, 1]
     assert len(book) == 0 and book.due_s() is None
 
@@ -133,9 +142,116 @@ def test_nothing_overtakes_a_step_that_may_still_come() -> None:
 def test_steps_that_never_get_tokens_do_not_fill_memory() -> None:
     book = StepBook()
     for step in range(500):
-        book.add_part(("run", step), 0, [], step * 1e-3, more=False)
+        book.add_part(("run", step), [], step * 1e-3, Part(0, more=False))
         book.close([0], step * 1e-3)
     assert len(book) <= 64
+
+
+def test_a_step_closes_also_where_tokens_do_not_come() -> None:
+    book = StepBook()
+    book.add_part(("run", 0), [], 0.0, Part(0))
+    assert book.close([0], 1.0) == [] and book.due_s() == TOKENS_WAIT_S
+    (closed,) = book.close([0], TOKENS_WAIT_S)
+    assert (closed.step, closed.tokens) == (0, None)
+    assert len(book) == 0 and book.due_s() is None
+    book.add_part(("run", 1), [], 100.0, Part(0))
+    book.end("run")
+    assert book.due_s() == 100.0 + WAIT_S
+    assert [one.tokens for one in book.close([0], 100.0 + WAIT_S)] == [None]
+
+
+@settings(max_examples=100)
+@given(
+    works=st.lists(
+        st.tuples(
+            st.sampled_from(["part", "tokens", "end", "goes on"]),
+            st.sampled_from(["a", "b"]),
+            st.integers(0, 5),
+            st.floats(0, 0.3),
+        ),
+        max_size=40,
+    )
+)
+def test_who_comes_at_the_due_time_always_closes_something(works: list[tuple[str, str, int, float]]) -> None:
+    book, now = StepBook(), 0.0
+    seen: list[tuple[str, int]] = []
+    for what, run, step, later in works:
+        now += later
+        if what == "part":
+            book.add_part((run, step), [], now, Part(0))
+        elif what == "tokens":
+            book.add_tokens((run, step), Frame(FrameType.SCOPE_TOKENS, {}), now)
+        elif what == "end":
+            book.end(run)
+        else:
+            book.goes_on(run)
+        seen += [(one.run, one.step) for one in book.close([0, 1], now)]
+    while (due := book.due_s()) is not None:
+        closed = book.close([0, 1], max(now, due))
+        assert closed, "else the hub would come back for ever"
+        seen += [(one.run, one.step) for one in closed]
+    assert len(book) == 0
+    for run in "ab":
+        steps = [step for one, step in seen if one == run]
+        assert steps == sorted(set(steps))
+
+
+def test_a_run_that_is_cancelled_in_its_prefill_ends_with_a_gap() -> None:
+    now = [0.0]
+    parts = [one for one in published() if one[1].type != FrameType.SCOPE_TOKENS]
+    until = next(place for place, (_, frame) in enumerate(parts) if frame.header.get("state") == "decoding")
+    desk = fed(parts[:until], clock=lambda: now[0])
+    desk.take(0, 0, scope_session.run_state(recording(), "cancelled"))
+    run = desk.runs[scope_session.RUN]
+    now[0] = WAIT_S
+    desk.close_due()
+    assert [(gap["what"], gap["from"], gap["reason"]) for gap in gaps(run)] == [("step", 0, "late")]
+    assert run.header["state"] == "cancelled" and run.whole
+
+
+def gaps(run: Run) -> list[Any]:
+    told = [frames.decode(entry.whole or b"") for entry in run.journal.after(0)]
+    return [frame.header for frame in told if frame.type == FrameType.SCOPE_GAP]
+
+
+def test_what_a_rank_dropped_is_told_and_what_is_missing_between_is_noticed() -> None:
+    sent = []
+    for rank, frame in published():
+        at = (frame.header["step"], frame.header["part"]) if frame.type == FrameType.SCOPE_PART else None
+        if at == (1, 0):
+            sent.append((rank, Frame(frame.type, {**frame.header} | {"tensors": [], "dropped": True})))
+        elif at != (0, 1):
+            sent.append((rank, frame))
+    now = [0.0]
+    desk = fed(sent, clock=lambda: now[0])
+    now[0] = WAIT_S
+    desk.close_due()
+    told = [(gap["from"], gap["ranks"], gap["reason"]) for gap in gaps(desk.runs[scope_session.RUN])]
+    assert told == [(0, [0], "late"), (1, [0], "slow")]
+
+
+def test_coordinates_of_another_basis_are_left_out() -> None:
+    sent = [
+        (rank, Frame(one.type, {**one.header} | {"pcaVersion": one.header.get("step")}, one.body))
+        for rank, one in published()
+    ]
+    run = fed(sent).runs[scope_session.RUN]
+    steps = [frames.decode(one.whole or b"") for one in run.journal.after(0) if one.type == FrameType.SCOPE_STEP]
+    has = [(frame.header.get("pcaVersion"), "pca" in {one.name for one in unpack(frame)}) for frame in steps]
+    assert has == [(None, False), (1, True), (None, False)]
+
+
+def test_tensors_that_fit_into_no_message_are_named() -> None:
+    wide = Tensor("wide", "f32", np.zeros((2, 4, 70_000), "<f4"), None, {"layers": [0, 1, 2, 3], "replicated": True})
+    sent = []
+    for rank, frame in published():
+        sent.append((rank, frame))
+        if frame.type == FrameType.SCOPE_PART and frame.header["step"] == 1:
+            last = {**frame.header} | {"part": 1}
+            sent[-1] = rank, Frame(frame.type, {**frame.header} | {"more": True}, frame.body)
+            sent.append((rank, frame_of(frame.type, last, [wide])))
+    (gap,) = gaps(fed(sent).runs[scope_session.RUN])
+    assert (gap["what"], gap["from"], gap["reason"], gap["tensors"]) == ("step", 1, "large", ["wide"])
 
 
 def piece(values: Any, **said: Any) -> Frame:

@@ -56,7 +56,7 @@ def test_rows_that_newer_ones_replaced_are_not_forgotten_with_the_older() -> Non
     table.put("head", [1, 2], np.ones((2, 4), np.uint8))
     table.put("other", [0], np.zeros((1, 4), np.uint8))
     assert sorted(table.get("head")) == [1, 2] and table.get("head")[1][0] == 1
-    assert sorted(table.keys()) == ["head", "other"]
+    assert sorted(table.held()) == ["head", "other"]
     table.close()
     assert ring.used_bytes == 0
 
@@ -101,7 +101,7 @@ def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
         journal.append(step(number))
         journal.append(rows(number))
     outbox = Outbox()
-    outbox.resume("r", journal.after(0))
+    outbox.resume("r", lambda: journal.after(0))
     got = drained(outbox)
     steps = [frame for frame in got if frame.type == FrameType.SCOPE_STEP]
     assert [frame.header["ids"] for frame in steps] == [[number] for number in range(6)]
@@ -160,7 +160,7 @@ def test_what_is_asked_for_again_comes_whole_as_fast_as_the_page_paints() -> Non
     for number in range(60):
         journal.append(step(number, 250_000))
     outbox, got, owed = Outbox(), [], 0
-    outbox.resume("r", journal.after(0))
+    outbox.resume("r", lambda: journal.after(0))
     while len(outbox):
         sent = outbox.pop()
         got += [frames.decode(one) for one in sent]

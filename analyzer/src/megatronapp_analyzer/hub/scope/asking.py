@@ -1,17 +1,20 @@
 """What the desk asks of the model: runs, changes, and probes for numbers that it does not hold."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope import encode
 from megatronapp_analyzer.hub.scope.actions import ActionLog
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk
 from megatronapp_analyzer.hub.scope.exact import HEADED
 from megatronapp_analyzer.hub.scope.merge import Piece, Table
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER, MAX_PROBES, RETRY_S
+from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
 
@@ -25,6 +28,8 @@ class Asker:
         self.desk = desk
         self.client = client
         self.actions = ActionLog()
+        self._asking: dict[object, tuple[str, asyncio.Task[str]]] = {}
+        """Probes that rank 0 has not answered for yet, with who asked."""
 
     @property
     def serving(self) -> ServeClient:
@@ -64,27 +69,78 @@ class Asker:
                     f"The model has {model['layers']} layers of {model['heads']} heads.",
                 )
 
-    async def probe(self, run: Run, sample: int, site: ProbeSite, queries: range) -> str:
-        """Ask for rows of one site, once as long as they have not come. Returns the probe's id."""
-        key = (run.id, sample, site, queries)
-        if (asked := self.desk.probes.asked(key)) is not None:
-            return asked
-        if self.client is None:
-            raise ApiError(
-                404, "not-recorded", f"{site.site} of these rows was not recorded", "Only a serving model can tell."
-            )
+    async def probe(self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str) -> str:
+        """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
         wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop))
+        key = (run.id, sample, site, queries)
+
+        def done(pieces: Sequence[Piece]) -> None:
+            keep(run, sample, site, check(pieces, wanted), self.desk)
+
+        return await self.ask(key, wanted, done, caller)
+
+    async def ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+        """The probe that brings this; who asks for what is asked for already waits with the others. Raises ApiError."""
+        book = self.desk.probes
+        book.settle(self.desk.publishers.expected(), self.desk.clock())
+        if (asked := book.asked(key)) is not None:
+            return asked
+        if (failure := book.take_failure(key)) is not None:
+            raise failure
+        if key not in self._asking:
+            self._check_room(wanted, caller)
+            task = asyncio.ensure_future(self._ask(key, wanted, done, caller))
+            self._asking[key] = caller, task
+            task.add_done_callback(lambda _: self._asking.pop(key))
+        return await asyncio.shield(self._asking[key][1])
+
+    def _check_room(self, wanted: Probe, caller: str) -> None:
+        if self.client is None:
+            raise ApiError(
+                404,
+                "not-recorded",
+                f"{wanted.sites[0].site} of these rows was not recorded",
+                "Only a serving model can tell.",
+            )
+        asking = [one for one, _ in self._asking.values()]
+        of_caller = self.desk.probes.count(caller) + asking.count(caller)
+        if of_caller >= MAX_OF_CALLER or len(self.desk.probes) + len(asking) >= MAX_PROBES:
+            whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"
+            text = f"{whose} for as many probes as the model takes at a time"
+            raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
+
+    async def _ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
         probe = await self.serving.probe(wanted)
-        self.desk.probes.expect(probe, key, lambda pieces: keep(run, sample, site, pieces, self.desk))
-        self.desk.probes.settle(self.desk.publishers.expected())
+        self.desk.probes.expect(probe, key, done, self.desk.clock(), caller=caller)
+        self.desk.probes.settle(self.desk.publishers.expected(), self.desk.clock())
         return probe
 
 
-def keep(run: Run, sample: int, site: ProbeSite, pieces: Sequence[Piece], desk: ScopeDesk) -> None:
+def check(pieces: Sequence[Piece], asked: Probe) -> list[Piece]:
+    """The pieces of a probe for one site. Raises ProtocolError if rows, layers or heads are missing."""
+    (site,) = asked.sites
+    found = [piece for piece in pieces if piece.tensor.name == site.site and _turn(piece) == site.rotary]
+    rows = {row for piece in found for row in piece.rows}
+    needed = {
+        (sample, place)
+        for sample, ids in enumerate(asked.ids)
+        for place in range(*(asked.queries or (0, len(ids))), asked.stride)
+    }
+    layers = {layer for piece in found for layer in piece.layers or ()}
+    heads = {head for piece in found if piece.span for head in range(*piece.span)}
+    if not needed <= rows or not layers >= set(site.layers) or (heads and not heads >= set(site.heads or ())):
+        raise ProtocolError("bad-part", f"a probe of {site.site} brought {len(rows & needed)} of {len(needed)} rows")
+    return found
+
+
+def _turn(piece: Piece) -> str:
+    return str(piece.tensor.extra.get("rotary") or "after")
+
+
+def keep(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece], desk: ScopeDesk) -> None:
     """Put what a probe found where it is looked for."""
-    wanted = [piece for piece in pieces if piece.tensor.name == site.site]
-    if not wanted or desk.runs.get(run.id) is not run:
+    if desk.runs.get(run.id) is not run:
         return
     if site.code == "u8s":
         for _, row_layer, row_head, position, codes in encode.attention_rows(wanted):
@@ -93,7 +149,7 @@ def keep(run: Run, sample: int, site: ProbeSite, pieces: Sequence[Piece], desk: 
     table = encode.tables_of(wanted, None, apart=frozenset())[site.site]
     positions = [position for _, position in table.rows]
     for layer, head, rows in _slices(site.site, table):
-        run.values.put((site.site, sample, layer, head), positions, rows)
+        run.values.put((value_site(site.site, site.rotary), sample, layer, head), positions, rows)
 
 
 def _slices(site: str, table: Table) -> list[tuple[int | None, int | None, Any]]:

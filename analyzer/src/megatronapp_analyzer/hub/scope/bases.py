@@ -1,4 +1,8 @@
-"""The axes of PCA: fitted on the first prompt, kept, and fitted anew on request, turned onto the old ones."""
+"""The axes of PCA: fitted on the first prompt, kept for all runs of the model, and fitted anew on request.
+
+A basis has a version, which counts fits. Ranks project what they read on the newest one; what was read before is
+projected here, of a probe that reads the whole text again, so that a picture is of one version alone.
+"""
 
 import asyncio
 import logging
@@ -9,33 +13,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope import pca
-from megatronapp_analyzer.hub.scope.asking import Asker, keep
-from megatronapp_analyzer.hub.scope.encode import HEADER_ROOM
-from megatronapp_analyzer.hub.scope.merge import Piece
+from megatronapp_analyzer.hub.scope import encode, pca
+from megatronapp_analyzer.hub.scope.asking import Asker, check
+from megatronapp_analyzer.hub.scope.coordinates import Points, coordinates_of, frame_of_points, stride_of
+from megatronapp_analyzer.hub.scope.merge import Piece, Row
+from megatronapp_analyzer.hub.scope.probes import RETRY_S
 from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import COMPONENTS, MAX_MESSAGE_BYTES, Tensor, frame_of
+from megatronapp_common.scope.protocol import COMPONENTS, Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
 
 LOG = logging.getLogger(__name__)
 SITE = "residual"
+ENOUGH_ROWS = COMPONENTS + 1
+"""With fewer a first fit waits for the end of the run."""
 FIT_ROWS = 256
 """That a basis is fitted on: every so many of a longer text."""
-Rows = Mapping[int, NDArray[np.floating]]
+TRIES = 60
+"""To give a basis to ranks whose server is not there yet, a second apart."""
+OURS = "the hub"
+"""Who asks for probes that nobody asked for."""
+States = Mapping[int, NDArray[np.floating]]
 """Hidden states [rows, hidden] by layer."""
 
 
 class BasisDesk:
-    """The basis of each layer, and its version, which counts fits."""
+    """The basis of each layer, and its version."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
         self._desk = asker.desk
         self._desk.on_prefill = self._after_prefill
+        self._desk.on_engine = self.give
+        self._desk.on_basis = self._introduce
+        self._desk.on_coordinates = self._complete
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._giving: asyncio.Task[Any] | None = None
+        self._completed: set[tuple[str, int, bool]] = set()
         self.bases: dict[int, pca.Basis] = {}
-        self.version = 0
+        self.fitted = "first prompt"
+
+    @property
+    def version(self) -> int:
+        """Of the newest basis; 0 before the first."""
+        return self._desk.pca_version
 
     async def close(self) -> None:
         """End what goes on."""
@@ -43,87 +64,206 @@ class BasisDesk:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start(self, work: Any) -> None:  # noqa: ANN401
-        task = asyncio.ensure_future(work)
+    def _start(self, work: Any) -> asyncio.Task[Any]:  # noqa: ANN401
+        task: asyncio.Task[Any] = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             LOG.warning("PCA: %s", error)
 
+    # ---- fits
+
     def _after_prefill(self, run: Run) -> None:
-        """The first prompt that asks for PCA gives the axes; later runs are told of them."""
-        capture, model = run.header.get("capture") or {}, self._desk.publishers.model
-        wanted = capture.get("preset") != "off" and (capture.get("states") or {}).get("pca", True)
-        if wanted and model is not None and self._asker.client is not None:
-            if self.bases:
-                rows = {layer: np.empty((0, len(basis.mean))) for layer, basis in self.bases.items()}
-                self._desk.publish_frame(run, self._frame(run, rows, (), refit=False))
-            else:
-                self._start(self.ask(run, range(model["layers"]), refit=False))
+        """The first prompt that asks for PCA gives the axes."""
+        if run.length(0) >= ENOUGH_ROWS:
+            self._first_fit(run, range(1))
+        elif sum(map(run.length, range(len(run.tokens)))) >= ENOUGH_ROWS:
+            self._first_fit(run, range(len(run.tokens)))
 
-    async def refit(self, run: Run, layers: Sequence[int]) -> str | None:
+    def _first_fit(self, run: Run, samples: range) -> None:
+        model = self._desk.publishers.model
+        if wants(run) and model is not None and self._asker.client is not None and not self.bases and run.whole:
+            self._start(self.ask(run, range(model["layers"]), refit=False, caller=OURS, samples=samples))
+
+    async def refit(self, run: Run, layers: Sequence[int], caller: str) -> str | None:
         """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
-        held = {layer: run.values.get((SITE, 0, layer, None)) for layer in layers}
-        if all(held.values()):
-            positions = sorted(set.intersection(*(set(rows) for rows in held.values())))
-            if len(positions) > 1:
-                chosen = positions[:: -(-len(positions) // FIT_ROWS)]
-                rows = {layer: np.stack([found[place] for place in chosen]) for layer, found in held.items()}
-                await self._fit(run, rows, chosen, refit=True)
-                return None
-        if self._asker.client is None:
+        if self._asker.client is not None:
+            samples = range(len(run.tokens))
+            return await self.ask(run, layers, refit=True, caller=caller, samples=samples)
+        rows, states = _held(run, layers)
+        if len(rows) < 2:
             raise ApiError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
-        return await self.ask(run, layers, refit=True)
+        await self._fit(run, states, rows, layers=layers, refit=True)
+        return None
 
-    async def ask(self, run: Run, layers: Sequence[int], *, refit: bool) -> str:
-        """Have the model read the first prompt again, and fit on what it tells."""
-        length = run.length(0)
-        stride = -(-length // FIT_ROWS)
-        site = ProbeSite(site=SITE, layers=tuple(layers))
-        wanted = Probe(ids=(tuple(run.ids(0)[:length]),), sites=(site,), stride=stride)
-        probe = await self._asker.serving.probe(wanted)
+    async def ask(self, run: Run, layers: Sequence[int], *, refit: bool, caller: str, samples: range) -> str:
+        """Have the model read these samples again, and fit on what it tells. Returns the probe.
+
+        Layers that are not fitted are read, too: all coordinates of a version come together.
+        """
+        texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
+        wanted = self._probe(texts, sorted({*layers, *self.bases}))
 
         def done(pieces: Sequence[Piece]) -> None:
-            keep(run, 0, site, pieces, self._desk)
-            positions = sorted({place for piece in pieces for _, place in piece.rows})
-            held = {layer: run.values.get((SITE, 0, layer, None)) for layer in layers}
-            if len(positions) > 1 and all(place in rows for rows in held.values() for place in positions):
-                rows = {layer: np.stack([found[place] for place in positions]) for layer, found in held.items()}
-                self._start(self._fit(run, rows, positions, refit=refit))
+            rows, states = _states(check(pieces, wanted))
+            if len(rows) > 1:
+                self._start(self._fit(run, states, rows, layers=layers, refit=refit))
 
-        self._desk.probes.expect(probe, (run.id, "pca", tuple(layers)), done)
-        self._desk.probes.settle(self._desk.publishers.expected())
-        return probe
+        return await self._asker.ask((run.id, "pca", tuple(layers)), wanted, done, caller)
 
-    async def _fit(self, run: Run, rows: Rows, positions: Sequence[int], *, refit: bool) -> None:
-        old = dict(self.bases)
-        fitted = await asyncio.to_thread(_fit_all, rows, old)
-        self.bases |= fitted
-        self.version += 1
-        self._desk.publish_frame(run, self._frame(run, rows, positions, refit=refit))
-        if self._asker.client is not None:
-            await self._asker.client.basis(basis_frame(self.version, self.bases))
+    def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> Probe:
+        model = self._desk.publishers.model
+        stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
+        return Probe(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
 
-    def _frame(self, run: Run, rows: Rows, positions: Sequence[int], *, refit: bool) -> Frame:
-        room = (MAX_MESSAGE_BYTES - 2 * HEADER_ROOM) // (4 * COMPONENTS * len(rows) + 16)
-        every = max(1, -(-len(positions) // room))
-        points = np.stack([self.bases[layer].project(found)[::every] for layer, found in rows.items()], axis=1)
-        header = {
+    async def _fit(self, run: Run, states: States, rows: Sequence[Row], *, layers: Sequence[int], refit: bool) -> None:
+        found = await asyncio.to_thread(_fit_all, {layer: states[layer] for layer in layers}, dict(self.bases))
+        self.bases |= found
+        self.fitted = "refit" if refit else "first prompt"
+        self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
+        points = await asyncio.to_thread(coordinates_of, states, rows, dict(self.bases))
+        if self._desk.runs.get(run.id) is run:
+            self._tell(run, points)
+        self.give()
+        if run.ended:
+            self._complete(run)
+
+    def _tell(self, run: Run, points: Points) -> None:
+        """SCOPE_PCA of a run, with the coordinates of all rows that are known."""
+        layers = sorted(self.bases)
+        said = {
             "run": run.id,
             "version": self.version,
-            "layers": list(rows),
-            "explained": [self.bases[layer].explained.tolist() for layer in rows],
-            "fitted": "refit" if refit else "first prompt",
-            "rows": [[0, place] for place in positions[::every]],
+            "layers": layers,
+            "explained": [self.bases[layer].explained.tolist() for layer in layers],
+            "fitted": self.fitted,
         }
-        return frame_of(FrameType.SCOPE_PCA, header, [Tensor("pca", "f32", points.astype("<f4"))])
+        if run.pca_version != self.version:
+            run.pca_version, run.pca_rows = self.version, set()
+        self._desk.publish_frame(run, frame_of_points(said, points))
+
+    # ---- ranks
+
+    def give(self) -> None:
+        """Give the newest basis to the ranks: they may be others than those that had it."""
+        model = self._desk.publishers.model
+        if self.bases and model is not None and not _fits(self.bases, model):
+            self.bases = {}
+        if not self.bases or self._asker.client is None:
+            return
+        if self._giving is not None:
+            self._giving.cancel()
+        self._giving = self._start(self._give())
+
+    async def _give(self) -> None:
+        for tries in range(TRIES):
+            try:
+                await self._asker.serving.basis(basis_frame(self.version, self.bases))
+            except ApiError as error:
+                if error.status != 503 or tries == TRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    # ---- runs
+
+    def _introduce(self, run: Run) -> None:
+        """A run whose rows the ranks project on a basis that it has not been told of."""
+        if self.bases:
+            self._tell(run, Points.none(len(self.bases)))
+
+    def _complete(self, run: Run) -> None:
+        """What was read while the basis was on its way has no coordinates yet: once it is there, and at the end."""
+        if run.ended and not self.bases:
+            self._first_fit(run, range(len(run.tokens)))
+        at = (run.id, run.pca_version, run.ended)
+        if not wants(run) or run.pca_version != self.version or not self.version or not run.whole:
+            return
+        if at in self._completed or self._asker.client is None or not self.bases:
+            return
+        self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
+        if missing := _missing(run, known_rows(run)):
+            self._start(self._bring(run, missing))
+
+    async def _bring(self, run: Run, missing: Mapping[int, range]) -> None:
+        layers, version = sorted(self.bases), self.version
+        for sample, places in missing.items():
+            text = tuple(run.ids(sample)[: run.length(sample)])
+            whole = self._probe((text,), layers)
+            wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
+
+            def done(pieces: Sequence[Piece], sample: int = sample, wanted: Probe = wanted) -> None:
+                rows, states = _states(check(pieces, wanted))
+                if version == self.version == run.pca_version and self._desk.runs.get(run.id) is run:
+                    fresh = coordinates_of(states, [(sample, place) for _, place in rows], self.bases)
+                    self._tell(run, Points.of_frame(run.journal.pca).with_more(fresh))
+
+            await self._asker.ask((run.id, "pca rows", sample, version, places), wanted, done, OURS)
 
 
-def _fit_all(rows: Rows, old: Mapping[int, pca.Basis]) -> dict[int, pca.Basis]:
-    return {layer: pca.fit(found, onto=old.get(layer)) for layer, found in rows.items()}
+def wants(run: Run) -> bool:
+    """Whether coordinates were asked for."""
+    capture = run.header.get("capture") or {}
+    return capture.get("preset") != "off" and bool((capture.get("states") or {}).get("pca", True))
+
+
+def known_rows(run: Run) -> set[Row]:
+    """Rows of a run that have coordinates in the basis that it is shown in."""
+    return set(Points.of_frame(run.journal.pca).rows) | run.pca_rows
+
+
+def _missing(run: Run, known: set[Row]) -> dict[int, range]:
+    """Of each sample the span of rows that have been read and are not known.
+
+    Of a prompt some rows are shown, where it is long: those that are known stand for it.
+    """
+    found: dict[int, range] = {}
+    for sample in range(len(run.tokens)):
+        end = len(run.prompt_ids(sample))
+        first = end if any((sample, place) in known for place in range(end)) else 0
+        places = [place for place in range(first, run.length(sample)) if (sample, place) not in known]
+        if places:
+            found[sample] = range(places[0], places[-1] + 1)
+    return found
+
+
+def _held(run: Run, layers: Sequence[int]) -> tuple[list[Row], States]:
+    """Hidden states that are kept already, of rows that have them in all these layers."""
+    rows: list[Row] = []
+    parts: dict[int, list[NDArray[Any]]] = {layer: [] for layer in layers}
+    for sample in range(len(run.tokens)):
+        held = {layer: run.values.get((SITE, sample, layer, None)) for layer in layers}
+        places = sorted(set.intersection(*(set(found) for found in held.values())))
+        rows += [(sample, place) for place in places]
+        for layer, found in held.items():
+            parts[layer] += [found[place] for place in places]
+    return rows, {layer: np.array(found) for layer, found in parts.items()}
+
+
+def _fits(bases: Mapping[int, pca.Basis], model: Mapping[str, Any]) -> bool:
+    """Whether a basis is of such a model."""
+    return max(bases) < model["layers"] and all(one.mean.size == model["hidden"] for one in bases.values())
+
+
+def _states(pieces: Sequence[Piece]) -> tuple[list[Row], States]:
+    """Hidden states of a probe, by layer."""
+    table = encode.tables_of(pieces, None)[SITE]
+    layers = table.layers or ()
+    return list(table.rows), {layer: table.data[:, place] for place, layer in enumerate(layers)}
+
+
+def _fit_all(states: States, old: Mapping[int, pca.Basis]) -> dict[int, pca.Basis]:
+    """On every so many rows, so that it takes no longer than on FIT_ROWS."""
+    found = {}
+    for layer, rows in states.items():
+        every = -(-len(rows) // FIT_ROWS)
+        found[layer] = pca.fit(rows[::every], onto=old.get(layer))
+    return found
 
 
 def basis_frame(version: int, bases: Mapping[int, pca.Basis]) -> Frame:

@@ -9,14 +9,17 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope import encode
+from megatronapp_analyzer.hub.scope.encode import AttentionRow
+from megatronapp_analyzer.hub.scope.engine import LEADER, Engine, lost_run
 from megatronapp_analyzer.hub.scope.headers import RunHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry
-from megatronapp_analyzer.hub.scope.merge import pieces_of
+from megatronapp_analyzer.hub.scope.merge import PCA, Table, pieces_of
+from megatronapp_analyzer.hub.scope.numbering import part_of
 from megatronapp_analyzer.hub.scope.probes import ProbeBook
 from megatronapp_analyzer.hub.scope.publishers import UNKNOWN, Publishers
 from megatronapp_analyzer.hub.scope.ring import Ring
@@ -70,7 +73,20 @@ class ScopeDesk:
         self.on_prefill: Callable[[Run], None] = lambda _: None
         """Called when the first step of a run has been shown."""
         self.state = "gone"
-        self._clock = clock
+        self.on_hole: Callable[[Run], None] = lambda _: None
+        """Called when tokens of a run have not been seen here."""
+        self.on_engine: Callable[[], None] = lambda: None
+        """Called when rank 0 is there, or there again."""
+        self.on_basis: Callable[[Run], None] = lambda _: None
+        """Called before the first coordinates of a basis that the run has not been told of are shown."""
+        self.on_coordinates: Callable[[Run], None] = lambda _: None
+        """Called when a step of a run with coordinates has been shown, and when it has ended."""
+        self.pca_version = 0
+        """Of the newest basis; coordinates in another one are left out."""
+        self.pca_seen = 0
+        """The largest that ranks have named: another hub may have given them a basis before."""
+        self.clock = clock
+        self._engine = Engine()
         self._steps = StepBook()
         self._viewers: set[Viewer] = set()
         self.watched = asyncio.Event()
@@ -92,33 +108,49 @@ class ScopeDesk:
         try:
             yield
         except (ProtocolError, FrameError) as error:
-            self.errors += 1
-            LOG.warning("what a rank published is left out: %s", error)
+            self._count_error(error)
+
+    def _count_error(self, error: Exception) -> None:
+        self.errors += 1
+        LOG.warning("what a rank published is left out: %s", error)
 
     def _take(self, attempt: int, worker: int, frame: Frame) -> None:
         if frame.type == FrameType.SCOPE_PUBLISHER:
-            self.publishers.add(frame.header, worker)
-            self._set_state("ready", "The model answers.", "")
+            self._take_publisher(worker, frame)
         elif attempt < self.publishers.attempt:
             return
+        elif frame.type == FrameType.SCOPE_LEFT:
+            self._gone(self.publishers.remove(attempt, worker, number(frame.header, "rank")), for_good=True)
         elif frame.type == FrameType.SCOPE_PART:
             self._take_part(frame)
         elif frame.type == FrameType.SCOPE_TOKENS:
             read(StepHeader, "TOKENS", frame.header)
-            self._steps.add_tokens(_step_key(frame), frame, self._clock())
+            self._steps.add_tokens(_step_key(frame), frame, self.clock())
         elif frame.type == FrameType.SCOPE_RUN_STATE:
             self._take_state(frame)
+
+    def _take_publisher(self, worker: int, frame: Frame) -> None:
+        before = self.publishers.attempt
+        self.publishers.add(frame.header, worker)
+        if self.publishers.attempt > before >= 0:
+            self._fail_open()
+        if LEADER in self.publishers.ranks:
+            self._engine.comes()
+            self._set_state("ready", "The model answers.", "")
+        if frame.header.get("rank") == LEADER:
+            self.on_engine()
 
     def _take_part(self, frame: Frame) -> None:
         publisher = self.publishers.ranks.get(number(frame.header, "rank"))
         if publisher is None or publisher.replica != 0:
             return
-        pieces, more = pieces_of(frame, publisher.tp), bool(frame.header.get("more"))
+        pieces, part = pieces_of(frame, publisher.tp), part_of(publisher.rank, frame.header)
+        self.pca_seen = max([self.pca_seen, *(one.version for one in pieces if one.version is not None)])
         if frame.header.get("probe") is not None:
-            self.probes.add(str(frame.header["probe"]), publisher.rank, pieces, more=more)
-            self.probes.settle(self.publishers.expected())
+            self.probes.add(str(frame.header["probe"])[:64], pieces, self.clock(), part)
+            self.probes.settle(self.publishers.expected(), self.clock())
         else:
-            self._steps.add_part(_step_key(frame), publisher.rank, pieces, self._clock(), more=more)
+            self._steps.add_part(_step_key(frame), pieces, self.clock(), part)
 
     def present(self, model: Mapping[str, Any] | None, layout: Mapping[str, int]) -> None:
         """A model that answers from what was recorded."""
@@ -129,10 +161,21 @@ class ScopeDesk:
     def _take_state(self, frame: Frame) -> None:
         """A RUN_STATE frame; the end of a run waits until its last steps have been shown."""
         said = read(RunHeader, "RUN_STATE", frame.header)
-        if said.state in ENDED and self._steps.waits(said.run):
-            self._ends[said.run] = frame
+        ended, late = said.state in ENDED, said.run not in self.runs and said.state not in {"queued", "prefill"}
+        if ended:
+            self._steps.end(said.run)
         else:
-            self.take_state(frame)
+            self._steps.goes_on(said.run)
+            self._ends.pop(said.run, None)
+        if ended and self._steps.waits(said.run):
+            self._ends[said.run] = frame
+            return
+        run = self.take_state(frame)
+        run.late |= late or (ended and (said.steps or 0) > run.steps)
+        if run.late:
+            self.on_hole(run)
+        if ended:
+            self.on_coordinates(run)
 
     def take_state(self, frame: Frame) -> Run:
         """A run has another state. Raises ProtocolError."""
@@ -149,12 +192,34 @@ class ScopeDesk:
             oldest = next((run for run in self.runs.values() if run.ended), next(iter(self.runs.values())))
             self.runs.pop(oldest.id).close()
             self._steps.forget(oldest.id)
+            self._ends.pop(oldest.id, None)
 
-    def lost(self, attempt: int, worker: int) -> None:
-        """The agent of a worker went away, and with it its ranks."""
-        if self.publishers.remove(attempt, worker):
-            self._set_state("restarting", "Ranks of the model are away.", "Pictures come again once they are back.")
-            self.close_due()
+    def begins(self, attempt: int) -> None:
+        """An agent of this attempt is there: the model of an older one is not."""
+        if self.publishers.attempt >= 0 and self.publishers.begin(attempt):
+            self._gone([LEADER], for_good=True)
+
+    def lost(self, attempt: int, worker: int, *, for_good: bool = False) -> None:
+        """The agent of a worker went away, and with it its ranks; for good if it said that they have ended."""
+        self._gone(self.publishers.remove(attempt, worker), for_good=for_good)
+
+    def _gone(self, ranks: Sequence[int], *, for_good: bool) -> None:
+        if not ranks:
+            return
+        self._set_state("restarting", "Ranks of the model are away.", "Pictures come again once they are back.")
+        if LEADER in ranks and for_good:
+            self._fail_open()
+        elif LEADER in ranks:
+            self._engine.goes(self.clock())
+        self.close_due()
+
+    def _fail_open(self) -> None:
+        """Rank 0 will never tell the end of what it was doing."""
+        self._engine.comes()
+        self.probes.clear()
+        for run in [run for run in self.runs.values() if not run.ended and run.id not in self._ends]:
+            with self._forgiving():
+                self._take_state(lost_run(run.header))
 
     def _set_state(self, state: str, message: str, hint: str) -> None:
         if state == self.state:
@@ -175,7 +240,9 @@ class ScopeDesk:
 
     def close_due(self) -> None:
         """Show steps that are ready, and come back when the next may be."""
-        for step in self._steps.close(self.publishers.expected(), self._clock()):
+        if self._engine.lost(self.clock()):
+            self._fail_open()
+        for step in self._steps.close(self.publishers.expected(), self.clock()):
             with self._forgiving():
                 self._show(step)
         for run in [run for run in self._ends if not self._steps.waits(run)]:
@@ -185,31 +252,73 @@ class ScopeDesk:
 
     def _come_back(self) -> None:
         self.close()
-        due = self._steps.due_s()
+        due = min((one for one in (self._steps.due_s(), self._engine.due_s()) if one is not None), default=None)
         with contextlib.suppress(RuntimeError):  # without a loop, whoever feeds the desk looks after the time, too
             loop = asyncio.get_running_loop()
             if due is not None:
-                self._timer = loop.call_later(max(0.001, due - self._clock()), self.close_due)
+                self._timer = loop.call_later(max(0.001, due - self.clock()), self.close_due)
 
     def _show(self, step: ClosedStep) -> None:
         run = self.runs.get(step.run)
         if run is None:
+            self._steps.forget(step.run)
             raise ProtocolError("no-run", "nobody has told its state")
+        if step.first < step.step:
+            self._tell_gap(run, "step", (step.first, step.step - 1), "restart" if run.late else "late")
+            self.on_hole(run)
+        if step.tokens is None:
+            self._tell_gap(run, "step", (step.step, step.step), "late")
+            self.on_hole(run)
+            return
+        for what, span, ranks, reason in gaps_of(step, captured=run.captured):
+            self._tell_gap(run, what, span, reason, ranks)
+        self._show_numbers(run, step, step.tokens)
+
+    def _show_numbers(self, run: Run, step: ClosedStep, tokens: Frame) -> None:
         layers = self.publishers.model["layers"] if self.publishers.model else None
-        tables = encode.tables_of(step.pieces, layers)
-        rows = encode.attention_rows(step.pieces)
+        tables, rows = self._read(run, step, layers)
         if step.step == 0:
-            self._publish_all(run.journal.append(one) for one in encode.overview_frames(step, tables, layers))
+            frames_of_prompts = encode.overview_frames(step, tables, layers, self.pca_version)
+            self._publish_all(run.journal.append(one) for one in frames_of_prompts)
             for sample, layer, head, position, codes in rows:
                 run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
-        self.publish(run.add_step(encode.step_frame(step, tables)))
+        frame, left_out = encode.step_frame(step, tokens, tables, self.pca_version)
+        self.publish(run.add_step(frame))
+        if left_out:
+            self._tell_gap(run, "step", (step.step, step.step), "large", tensors=left_out)
         if step.step == 0:
             self.on_prefill(run)
         else:
             self._publish_all(run.add_rows(one) for one in encode.rows_frames(step.run, step.step, rows))
-        captured = (run.header.get("capture") or {}).get("preset") != "off"
-        if step.missing and captured:
-            self.publish(run.journal.append(_late_ranks(step)))
+        if PCA in tables:
+            run.pca_rows.update(tables[PCA].rows)
+            self.on_coordinates(run)
+
+    def _read(self, run: Run, step: ClosedStep, layers: int | None) -> tuple[dict[str, Table], list[AttentionRow]]:
+        """What ranks sent of a step; nothing if it makes no sense, for its tokens are shown all the same."""
+        if run.pca_version != self.pca_version and any(one.version == self.pca_version for one in step.pieces):
+            self.on_basis(run)
+        known = [one for one in step.pieces if one.tensor.name != PCA or one.version == run.pca_version]
+        try:
+            return encode.tables_of(known, layers), encode.attention_rows(known)
+        except ProtocolError as error:
+            self._count_error(error)
+            self._tell_gap(run, "step", (step.step, step.step), "late")
+            return {}, []
+
+    def _tell_gap(
+        self,
+        run: Run,
+        what: str,
+        span: tuple[int, int],
+        reason: str,
+        ranks: Sequence[int] = (),
+        *,
+        tensors: Sequence[str] = (),
+    ) -> None:
+        header = {"run": run.id, "what": what, "from": span[0], "to": span[1], "ranks": list(ranks), "reason": reason}
+        named = {"tensors": list(tensors)} if tensors else {}
+        self.publish_frame(run, Frame(FrameType.SCOPE_GAP, header | named))
 
     # ---- pages
 
@@ -241,10 +350,11 @@ class ScopeDesk:
         """Send a page again what came after `seq`; all of it if the hub has begun anew since."""
         if (known := self.runs.get(run)) is None:
             return
-        entries = list(known.journal.after(seq))
-        if not entries and seq > known.journal.newest:
-            entries = list(known.journal.after(0))
-        viewer.outbox.resume(run, entries)
+
+        def replay() -> list[Entry]:
+            return known.journal.after(seq if seq <= known.journal.newest else 0)
+
+        viewer.outbox.resume(run, replay)
         viewer.wake.set()
 
     def hello(self, role: str) -> dict[str, Any]:
@@ -281,7 +391,10 @@ def _step_key(frame: Frame) -> tuple[str, int]:
     return run, number(frame.header, "step")
 
 
-def _late_ranks(step: ClosedStep) -> Frame:
-    ranks = [rank for rank in step.missing if rank != UNKNOWN]
-    span = {"what": "ranks", "from": step.step, "to": step.step}
-    return Frame(FrameType.SCOPE_GAP, {"run": step.run, **span, "ranks": ranks, "reason": "late"})
+def gaps_of(step: ClosedStep, *, captured: bool) -> Iterator[tuple[str, tuple[int, int], list[int], str]]:
+    """What is missing of a step, for GAPs. `captured`: ranks were asked for more than tokens."""
+    span = (step.step, step.step)
+    if step.dropped:
+        yield "ranks", span, list(step.dropped), "slow"
+    if captured and (late := set(step.missing) - set(step.dropped)):
+        yield "ranks", span, sorted(rank for rank in late if rank != UNKNOWN), "late"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.headers import StepHeader, read
-from megatronapp_analyzer.hub.scope.merge import Piece, Row, Table, merge
+from megatronapp_analyzer.hub.scope.merge import PCA, Piece, Row, Table, merge
 from megatronapp_analyzer.hub.scope.steps import ClosedStep
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -56,21 +56,33 @@ def chosen(table: Table, rows: Sequence[Row]) -> NDArray[Any]:
     return out
 
 
-def step_frame(step: ClosedStep, tables: Mapping[str, Table]) -> Frame:
-    """SCOPE_STEP; tensors that do not fit into a message are left out, the largest first. Raises ProtocolError."""
-    said = read(StepHeader, "TOKENS", step.tokens.header)
+def step_frame(step: ClosedStep, tokens: Frame, tables: Mapping[str, Table], version: int) -> tuple[Frame, list[str]]:
+    """SCOPE_STEP, and the names of tensors that did not fit into a message, the largest first. Raises ProtocolError.
+
+    `version`: of the basis of `pca`.
+    """
+    said = read(StepHeader, "TOKENS", tokens.header)
     try:
-        sampled = unpack(step.tokens)
+        sampled = unpack(tokens)
     except FrameError as error:
         raise ProtocolError("bad-tokens", f"TOKENS frame: {error}") from error
     tensors = sampled + [coded(name, chosen(table, said.rows)) for name, table in tables.items()]
-    while sum(tensor.nbytes for tensor in tensors) > MAX_MESSAGE_BYTES - HEADER_ROOM:
-        tensors.remove(max(tensors, key=lambda tensor: tensor.nbytes))
-    return frame_of(FrameType.SCOPE_STEP, {"run": step.run, "step": step.step, **said.dump()}, tensors)
+    room = MAX_MESSAGE_BYTES - HEADER_ROOM - sum(len(text) * 4 + 8 for row in said.top_texts or () for text in row)
+    left_out: list[str] = []
+    while tensors and sum(tensor.nbytes for tensor in tensors) > room:
+        largest = max(tensors, key=lambda tensor: tensor.nbytes)
+        tensors.remove(largest)
+        left_out.append(largest.name)
+    header = {"run": step.run, "step": step.step, **said.dump(), **_version(tables, version)}
+    return frame_of(FrameType.SCOPE_STEP, header, tensors), left_out
 
 
-def overview_frames(step: ClosedStep, tables: Mapping[str, Table], layers: int | None) -> Iterator[Frame]:
-    """SCOPE_OVERVIEW of every prompt of a prefill, each within a message."""
+def _version(tables: Mapping[str, Table], version: int) -> dict[str, int]:
+    return {"pcaVersion": version} if PCA in tables else {}
+
+
+def overview_frames(step: ClosedStep, tables: Mapping[str, Table], layers: int | None, version: int) -> Iterator[Frame]:
+    """SCOPE_OVERVIEW of every prompt of a prefill, each within a message. `version`: of the basis of `pca`."""
     atlases: dict[int, list[Piece]] = defaultdict(list)
     for piece in step.pieces:
         if piece.tensor.name == "atlas" and piece.rows:
@@ -79,10 +91,12 @@ def overview_frames(step: ClosedStep, tables: Mapping[str, Table], layers: int |
     for sample in sorted(samples):
         atlas = [_atlas(atlases[sample], layers)] if atlases[sample] else []
         room = MAX_MESSAGE_BYTES - HEADER_ROOM - sum(tensor.nbytes for tensor in atlas)
-        yield _overview(step.run, sample, tables, atlas, room)
+        said = {"run": step.run, "sample": sample, **_version(tables, version)}
+        yield _overview(said, tables, atlas, room)
 
 
-def _overview(run: str, sample: int, tables: Mapping[str, Table], atlas: list[Tensor], room: int) -> Frame:
+def _overview(said: Mapping[str, Any], tables: Mapping[str, Table], atlas: list[Tensor], room: int) -> Frame:
+    sample = said["sample"]
     positions = sorted({row[1] for table in tables.values() for row in table.rows if row[0] == sample})
     cost = sum(coded(name, table.data[:1]).nbytes for name, table in tables.items() if len(table.rows)) + 16
     every = max(1, -(-len(positions) // max(1, room // cost)))
@@ -90,7 +104,7 @@ def _overview(run: str, sample: int, tables: Mapping[str, Table], atlas: list[Te
     rows = [(sample, position) for position in shown]
     tensors = [coded(name, chosen(table, rows)) for name, table in tables.items()] if shown else []
     stride = shown[1] - shown[0] if len(shown) > 1 else 1
-    header = {"run": run, "sample": sample, "stride": stride, "positions": shown}
+    header = {**said, "stride": stride, "positions": shown}
     return frame_of(FrameType.SCOPE_OVERVIEW, header, tensors + atlas)
 
 

@@ -11,6 +11,7 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_common.scope.protocol_requests import Capture
 
 MAX_PROMPTS = 64
+MAX_SAMPLE = 1 << 20
 RunStateName = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 Number = Annotated[int, Field(ge=0, lt=1 << 32, strict=True)]
 Offset = tuple[Number, Number] | None
@@ -54,6 +55,8 @@ class RunHeader(HeaderModel):
     error: ErrorHeader | None = None
     started_at: float | str | None = None
     tokens_per_second: float | None = None
+    steps: Number | None = None
+    """That have tokens so far."""
 
 
 class StepHeader(HeaderModel):
@@ -64,6 +67,9 @@ class StepHeader(HeaderModel):
     texts: list[str | None] | None = None
     offsets: list[Offset] | None = None
     finished: list[str | None] | None = None
+    top_texts: list[list[str]] | None = None
+    """Of each row the texts of its candidates."""
+    pca_version: Number | None = None
 
     @model_validator(mode="after")
     def _as_many_as_rows(self) -> Self:
@@ -72,11 +78,37 @@ class StepHeader(HeaderModel):
                 setattr(self, name, [None] * len(self.rows))
             elif len(getattr(self, name)) != len(self.rows):
                 raise ValueError(f"{name} is not a list of {len(self.rows)}")
+        if self.top_texts is not None and len(self.top_texts) != len(self.rows):
+            raise ValueError(f"topTexts is not a list of {len(self.rows)}")
         return self
 
     def dump(self) -> dict[str, Any]:
         """As it stands in a frame."""
-        return self.model_dump(mode="json", by_alias=True)
+        said = self.model_dump(mode="json", by_alias=True)
+        return {name: value for name, value in said.items() if value is not None}
+
+
+class SampleHeader(HeaderModel):
+    """Tokens of one sample that rank 0 has generated so far."""
+
+    ids: Annotated[list[Number], Field(max_length=MAX_SAMPLE)] = []
+    texts: list[str | None] = []
+    offsets: list[Offset] = []
+    finished: list[str | None] = []
+
+    @model_validator(mode="after")
+    def _as_many_as_ids(self) -> Self:
+        for name in ("texts", "offsets", "finished"):
+            if len(getattr(self, name)) != len(self.ids):
+                raise ValueError(f"{name} is not a list of {len(self.ids)}")
+        return self
+
+
+class StoredRun(HeaderModel):
+    """What rank 0 tells of a run to a hub that has not seen all of it."""
+
+    header: dict[str, Any]
+    samples: Annotated[list[SampleHeader], Field(max_length=MAX_PROMPTS)]
 
 
 def read(model: type[M], what: str, header: Mapping[str, Any]) -> M:

@@ -1,8 +1,9 @@
 """Frames of one run, as pages get them: numbered, some with a short form for who has no room for the whole. Pure."""
 
+import bisect
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from megatronapp_analyzer.hub.scope.ring import Held, Ring
 from megatronapp_common import frames
@@ -22,6 +23,8 @@ CLASSES = {
     FrameType.SCOPE_OVERVIEW: (Drop.VECTORS, Held.VECTORS),
     FrameType.SCOPE_STEP: (Drop.VECTORS, Held.VECTORS),
 }
+OF_TENSORS = frozenset({"topTexts", "pcaVersion"})
+"""In a header, but nothing without the tensors."""
 WHAT = {FrameType.SCOPE_ROWS: "rows", FrameType.SCOPE_OVERVIEW: "overview", FrameType.SCOPE_STEP: "step"}
 
 
@@ -58,6 +61,7 @@ class Journal:
         self._entries: list[Entry] = []
         self._tickets: list[int] = []
         self._newest_state: tuple[str, Entry] | None = None
+        self._newest_pca: Entry | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,6 +83,9 @@ class Journal:
         entry = Entry(self.run, seq, frame.type, step, whole, _short(frame, whole))
         if frame.type == FrameType.SCOPE_RUN:
             self._forget_same_state(str(frame.header.get("state")), entry)
+        elif frame.type == FrameType.SCOPE_PCA:
+            self._take_place_of(self._newest_pca)
+            self._newest_pca = entry
         self._entries.append(entry)
         if frame.type in CLASSES:
             self._tickets.append(self._ring.hold(CLASSES[FrameType(frame.type)][1], len(whole), lambda: _let_go(entry)))
@@ -87,12 +94,21 @@ class Journal:
     def _forget_same_state(self, state: str, entry: Entry) -> None:
         """Of frames that tell the same state only the newest is sent again, so that a long queue fills no memory."""
         if self._newest_state is not None and self._newest_state[0] == state:
-            self._entries.remove(self._newest_state[1])
+            self._take_place_of(self._newest_state[1])
         self._newest_state = (state, entry)
 
-    def after(self, seq: int) -> Iterator[Entry]:
+    def _take_place_of(self, older: Entry | None) -> None:
+        if older is not None:
+            self._entries.remove(older)
+
+    @property
+    def pca(self) -> bytes | None:
+        """The newest SCOPE_PCA: it has the coordinates of all rows, so that no older one is sent again."""
+        return self._newest_pca.whole if self._newest_pca is not None else None
+
+    def after(self, seq: int) -> list[Entry]:
         """Frames with a number above `seq`, oldest first."""
-        return (entry for entry in self._entries if entry.seq > seq)
+        return self._entries[bisect.bisect_right(self._entries, seq, key=lambda entry: entry.seq) :]
 
     def close(self) -> None:
         """Give its room back."""
@@ -103,7 +119,8 @@ class Journal:
 
 def _short(frame: Frame, whole: bytes) -> bytes | None:
     if frame.type == FrameType.SCOPE_STEP:
-        return frames.encode(Frame(frame.type, {**frame.header, "tensors": []}))
+        header = {name: value for name, value in frame.header.items() if name not in OF_TENSORS}
+        return frames.encode(Frame(frame.type, {**header, "tensors": []}))
     return None if frame.type in CLASSES else whole
 
 

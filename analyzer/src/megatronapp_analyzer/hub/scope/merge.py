@@ -22,6 +22,8 @@ Row = tuple[int, int]
 Span = tuple[int, int]
 """First and end of heads or features."""
 MAX_ROWS = 1 << 20
+PCA = "pca"
+"""Name of the tensor of coordinates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +36,8 @@ class Piece:
     """None: not sharded."""
     tp: int
     tensor: Tensor
+    version: int | None = None
+    """Of the basis that coordinates were taken in; None for other tensors."""
 
     @property
     def axis(self) -> int:
@@ -71,11 +75,18 @@ def rows_of(value: object) -> tuple[Row, ...]:
 
 def pieces_of(frame: Frame, tp: int) -> list[Piece]:
     """What a PART frame holds. Raises ProtocolError."""
-    rows = rows_of(frame.header.get("rows"))
+    rows, version = rows_of(frame.header.get("rows")), _version(frame.header.get("pcaVersion"))
     try:
-        return [_piece(tensor, rows, tp) for tensor in unpack(frame)]
+        found = [_piece(tensor, rows, tp) for tensor in unpack(frame)]
     except FrameError as error:
         raise ProtocolError("bad-part", f"PART frame: {error}") from error
+    return [dataclasses.replace(one, version=version) if one.tensor.name == PCA else one for one in found]
+
+
+def _version(value: object) -> int | None:
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 53):
+        raise ProtocolError("bad-part", "PART frame: pcaVersion is not a whole number from 0 on")
+    return value
 
 
 def _piece(tensor: Tensor, rows: tuple[Row, ...], tp: int) -> Piece:

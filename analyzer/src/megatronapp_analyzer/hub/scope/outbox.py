@@ -6,7 +6,7 @@ may be dropped is: attention rows first, then vectors; tokens and states never. 
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megatronapp_analyzer.hub.scope.journal import Drop, Entry
 from megatronapp_common import frames
@@ -16,6 +16,12 @@ from megatronapp_common.scope.protocol import GRANTED_BYTES
 MAX_WAITING_BYTES = 8 << 20
 MAX_KEPT_BYTES = 16 << 20
 """Of frames that must not be dropped: a page that lets so many wait is let go."""
+
+
+MAX_REPLAYS = 32
+"""That one page may wait for."""
+Replay = Callable[[], Iterable[Entry]]
+"""Frames to send again, as they are when it is called."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,11 +60,14 @@ class Outbox:
         self._queue: deque[_Waiting] = deque()
         self._backlog: deque[Entry] = deque()
         """What was asked for again: frames that the ring holds anyway, sent as fast as the page paints."""
+        self._replays: dict[str, Replay] = {}
+        """Runs that are asked for again and wait until the one before is sent: one at a time is held."""
+        self._replayed = ""
         self._gaps: dict[tuple[str, str], Gap] = {}
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._backlog)
+        return len(self._queue) + len(self._backlog) + len(self._replays)
 
     @property
     def overrun(self) -> bool:
@@ -87,21 +96,37 @@ class Outbox:
                 waiting.short = True
                 self.waiting_bytes += waiting.size
 
-    def resume(self, run: str, entries: Iterable[Entry]) -> None:
-        """These frames of a run instead of all that wait of it; what the ring let go is a gap."""
+    def resume(self, run: str, replay: Replay) -> None:
+        """These frames of a run instead of all that wait of it; what the ring let go is a gap.
+
+        One run is sent again at a time: others wait, and what they are made of is asked for when their turn comes.
+        """
+        if self._backlog and self._replayed == run:
+            self._backlog.clear()
+        self._replays.pop(run, None)
+        if len(self._replays) < MAX_REPLAYS:
+            self._replays[run] = replay
+        self._next_replay()
+
+    def _next_replay(self) -> None:
+        if self._backlog or not self._replays:
+            return
+        run = next(iter(self._replays))
+        entries = self._replays.pop(run)()
         self._queue = deque(waiting for waiting in self._queue if waiting.entry.run != run)
         self.waiting_bytes = sum(waiting.size for waiting in self._queue)
-        self._backlog = deque(entry for entry in self._backlog if entry.run != run)
+        self._replayed = run
         self._backlog.extend(entries)
 
     def pop(self) -> list[bytes]:
         """The next frames to send, in their order; empty if nothing waits, or the page must paint first."""
         while len(self):
+            self._next_replay()
             if self._must_paint_first():
                 return []
             waiting = self._next()
-            frame = self._take(waiting)
-            if frame is not None:
+            frame = None if waiting is None else self._take(waiting)
+            if waiting is not None and frame is not None:
                 gaps = [gap.frame(waiting.entry.seq) for gap in self._gaps.values()]
                 self._gaps.clear()
                 return [*gaps, frame]
@@ -112,9 +137,11 @@ class Outbox:
         whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != Drop.NEVER else None
         return whole is not None and self.credit < min(len(whole), GRANTED_BYTES)
 
-    def _next(self) -> _Waiting:
+    def _next(self) -> _Waiting | None:
         if self._backlog:
             return _Waiting(self._backlog.popleft())
+        if not self._queue:
+            return None
         waiting = self._queue.popleft()
         self.waiting_bytes -= waiting.size
         return waiting

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.hub.scope import schemas
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.session_file import Session
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -79,7 +79,10 @@ class Player:
             self._desk.publish(run.add_step(frame))
         elif frame.type == FrameType.SCOPE_ROWS:
             self._desk.publish(run.add_rows(frame))
-        elif frame.type in {FrameType.SCOPE_OVERVIEW, FrameType.SCOPE_PCA, FrameType.SCOPE_GAP}:
+        elif frame.type == FrameType.SCOPE_PCA:
+            self._desk.pca_seen = max(self._desk.pca_seen, int(frame.header["version"]))
+            self._desk.publish_frame(run, frame)
+        elif frame.type in {FrameType.SCOPE_OVERVIEW, FrameType.SCOPE_GAP}:
             self._desk.publish_frame(run, frame)
 
 
@@ -99,4 +102,5 @@ def keep_values(run: Run, frame: Frame) -> None:
         for position, row in zip(positions, codes, strict=True):
             run.attention.put((sample, layer, head), [position], row[None, : position + 1].astype(np.uint8))
     if tensor.code == "f32":
-        run.values.put((str(header["site"]), sample, layer, head), positions, rows)
+        name = value_site(str(header["site"]), str(header.get("rotary", "after")))
+        run.values.put((name, sample, layer, head), positions, rows)

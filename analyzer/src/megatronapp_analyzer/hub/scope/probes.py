@@ -1,23 +1,75 @@
-"""What was asked of the model once more, and what has come of it. Pure."""
+"""What was asked of the model once more, and what has come of it. Pure: the caller gives the time in seconds.
+
+A probe is handed on whole or not at all: where a rank dropped a part, or more came than is kept, it has failed, and
+whoever asks for the same next is told why, once.
+"""
 
 import dataclasses
-from collections import OrderedDict
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope.merge import Piece
+from megatronapp_analyzer.hub.scope.numbering import Numbering, Part
 
-MAX_PROBES = 64
-"""That are waited for; beyond, the oldest is forgotten."""
-MAX_PROBE_BYTES = 256 << 20
-"""That may come of one probe."""
+LOG = logging.getLogger(__name__)
+MAX_PROBES = 32
+"""That are waited for."""
+MAX_OF_CALLER = 16
+"""Of these, for one caller."""
+MAX_BYTES = 256 << 20
+"""That may come of all probes together before they are whole."""
+EARLY = 4
+"""Probes whose parts are kept before rank 0 has answered with their id."""
+PATIENCE_S = 120.0
+"""A probe that is not whole by then is forgotten: its run may have been too long for the model that is there now."""
+KEPT_FAILURES = 64
+RETRY_S = 1
+Failure = Callable[[], ApiError]
+
+
+def dropped() -> ApiError:
+    """A rank had no room for a part."""
+    text = "a rank had to drop a part of these numbers"
+    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+
+
+def too_large() -> ApiError:
+    """More came than the hub keeps."""
+    text = f"these numbers, and others that are on their way, are more than {MAX_BYTES >> 20} MiB"
+    return ApiError(413, "too-large", text, "Take fewer rows: one position, or a tile further in.")
+
+
+def silent() -> ApiError:
+    """The ranks did not bring it."""
+    text = f"the model did not bring these numbers within {PATIENCE_S:.0f} s"
+    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+
+
+def garbled() -> ApiError:
+    """What came is not what was asked for."""
+    text = "what the ranks brought does not fit together"
+    return ApiError(503, "probe-incomplete", text, "Ask again in a moment; the hub's log says more.", retry_s=RETRY_S)
+
+
+def lost() -> ApiError:
+    """The model that was asked is gone."""
+    return ApiError(503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back.")
 
 
 @dataclasses.dataclass(slots=True)
 class _Probe:
-    done: Callable[[Sequence[Piece]], None]
+    began_s: float
+    caller: str | None = None
+    key: object = None
+    done: Callable[[Sequence[Piece]], None] | None = None
+    """None: nobody has asked for it yet."""
     pieces: list[Piece] = dataclasses.field(default_factory=list)
-    reported: set[int] = dataclasses.field(default_factory=set)
+    parts: Numbering = dataclasses.field(default_factory=Numbering)
     bytes: int = 0
+    failure: Failure | None = None
 
 
 class ProbeBook:
@@ -26,49 +78,92 @@ class ProbeBook:
     def __init__(self) -> None:
         self._probes: OrderedDict[str, _Probe] = OrderedDict()
         self._by_key: dict[object, str] = {}
-        self._early: OrderedDict[str, list[tuple[int, list[Piece], bool]]] = OrderedDict()
+        self._failures: OrderedDict[object, Failure] = OrderedDict()
+        self._gone: deque[str] = deque(maxlen=KEPT_FAILURES)
+        """Probes of which nothing is kept any more, whatever still comes."""
 
     def __len__(self) -> int:
-        return len(self._probes)
+        return sum(one.done is not None for one in self._probes.values())
 
     def asked(self, key: object) -> str | None:
         """The probe that was asked for this and has not come yet."""
         return self._by_key.get(key)
 
-    def expect(self, probe: str, key: object, done: Callable[[Sequence[Piece]], None]) -> None:
-        """Wait for a probe; what came before its answer did is taken, too."""
-        self._probes[probe] = _Probe(done)
-        self._by_key[key] = probe
-        for rank, pieces, more in self._early.pop(probe, ()):
-            self.add(probe, rank, pieces, more=more)
-        while len(self._probes) > MAX_PROBES:
-            self._forget(next(iter(self._probes)))
+    def take_failure(self, key: object) -> ApiError | None:
+        """Why the newest probe for this failed. Told once: who asks again has it tried again."""
+        found = self._failures.pop(key, None)
+        return None if found is None else found()
 
-    def add(self, probe: str, rank: int, pieces: Iterable[Piece], *, more: bool) -> None:
+    def count(self, caller: str) -> int:
+        """Probes that are under way for a caller."""
+        return sum(one.caller == caller for one in self._probes.values())
+
+    def expect(
+        self, probe: str, key: object, done: Callable[[Sequence[Piece]], None], now_s: float, *, caller: str = ""
+    ) -> None:
+        """Wait for a probe; what came before its answer did is taken, too."""
+        known = self._probes.setdefault(probe, _Probe(now_s))
+        known.key, known.done, known.caller = key, done, caller
+        self._by_key[key] = probe
+
+    def add(self, probe: str, pieces: Iterable[Piece], now_s: float, part: Part) -> None:
         """Pieces of one rank. Of probes that nobody waits for a few are kept: their answer may be on its way."""
-        known = self._probes.get(probe)
-        if known is None:
-            self._early.setdefault(probe, []).append((rank, list(pieces), more))
-            while len(self._early) > 4:
-                self._early.popitem(last=False)
+        if probe in self._gone:
+            return
+        known = self._probes.setdefault(probe, _Probe(now_s))
+        early = [name for name, one in self._probes.items() if one.done is None]
+        for name in early[: max(0, len(early) - EARLY)]:
+            del self._probes[name]
+        known.parts.add(part)
+        if part.dropped:
+            self._fail(known, dropped)
+        if known.failure is not None:
             return
         for piece in pieces:
             known.bytes += piece.tensor.nbytes
-            if known.bytes <= MAX_PROBE_BYTES:
-                known.pieces.append(piece)
-        if not more:
-            known.reported.add(rank)
+            known.pieces.append(piece)
+        if sum(one.bytes for one in self._probes.values()) > MAX_BYTES:
+            self._fail(known, too_large)
 
-    def settle(self, expected: Iterable[int]) -> None:
-        """Hand on what is complete: all of these ranks have reported."""
+    def settle(self, expected: Iterable[int], now_s: float) -> None:
+        """Hand on what is complete: all of these ranks have reported. What has failed, or waits too long, goes."""
         ranks = set(expected)
-        if not ranks or min(ranks) < 0:
-            return
-        for probe in [name for name, one in self._probes.items() if one.reported >= ranks]:
-            found = self._probes[probe]
-            self._forget(probe)
-            found.done(found.pieces)
+        for probe, one in list(self._probes.items()):
+            if now_s - one.began_s >= PATIENCE_S:
+                self._fail(one, silent)
+                self._forget(probe, one)
+            elif one.done is None:
+                continue
+            elif one.failure is not None:
+                self._forget(probe, one)
+            elif ranks and min(ranks) >= 0 and one.parts.finished >= ranks:
+                self._hand_on(one)
+                self._forget(probe, one)
 
-    def _forget(self, probe: str) -> None:
+    def _hand_on(self, one: _Probe) -> None:
+        assert one.done is not None
+        try:
+            one.done(one.pieces)
+        except ProtocolError as error:
+            LOG.warning("a probe is refused: %s", error)
+            self._fail(one, garbled)
+
+    def clear(self) -> None:
+        """The model that was asked is gone."""
+        for probe, one in list(self._probes.items()):
+            self._fail(one, lost)
+            self._forget(probe, one)
+
+    def _fail(self, one: _Probe, why: Failure) -> None:
+        one.failure, one.pieces, one.bytes = one.failure or why, [], 0
+
+    def _forget(self, probe: str, one: _Probe) -> None:
         del self._probes[probe]
-        self._by_key = {key: name for key, name in self._by_key.items() if name != probe}
+        self._gone.append(probe)
+        if one.done is None:
+            return
+        self._by_key.pop(one.key, None)
+        if one.failure is not None:
+            self._failures[one.key] = one.failure
+            while len(self._failures) > KEPT_FAILURES:
+                self._failures.popitem(last=False)

@@ -78,26 +78,32 @@ class Publishers:
         self.layout = {"tensor": 1, "pipeline": 1}
         self.sites: set[str] = set()
 
+    def begin(self, attempt: int) -> bool:
+        """Something of this attempt is there; whether it is newer than what was."""
+        if attempt <= self.attempt:
+            return False
+        self.attempt, self.ranks = attempt, {}
+        return True
+
     def add(self, header: Mapping[str, Any], worker: int) -> None:
         """A rank begins, or says again that it does. Raises ProtocolError."""
         publisher, model = parse_publisher(header, worker), parse_model(header.get("model"))
         if publisher.attempt < self.attempt:
             return
-        if publisher.attempt > self.attempt:
-            self.attempt, self.ranks = publisher.attempt, {}
+        self.begin(publisher.attempt)
         self.ranks[publisher.rank] = publisher
         self.model = model or self.model
         self.sites |= _names(header.get("sites"))
         self.layout = parse_layout(header.get("layout")) or self.layout
 
-    def remove(self, attempt: int, worker: int) -> bool:
-        """The agent of a worker went away; whether ranks went with it."""
+    def remove(self, attempt: int, worker: int, rank: int | None = None) -> list[int]:
+        """A worker's ranks are gone, or one of them; which."""
         if attempt != self.attempt:
-            return False
-        gone = [rank for rank, one in self.ranks.items() if one.worker == worker]
-        for rank in gone:
-            del self.ranks[rank]
-        return bool(gone)
+            return []
+        gone = [one for one, found in self.ranks.items() if found.worker == worker and rank in {None, one}]
+        for one in gone:
+            del self.ranks[one]
+        return gone
 
     def expected(self) -> list[int]:
         """Ranks whose parts make a step; UNKNOWN stands for those that have not begun."""

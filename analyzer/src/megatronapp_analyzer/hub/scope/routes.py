@@ -1,11 +1,13 @@
 """HTTP and WebSocket of MegaScope (docs/scope-protocol.md, sections 7 and 8)."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from megatronapp_analyzer.hub.access import hub_of, role_of
 from megatronapp_analyzer.hub.problems import ApiError
@@ -13,10 +15,11 @@ from megatronapp_analyzer.hub.schemas import Problem
 from megatronapp_analyzer.hub.scope import exact, schemas, session_file, viewers
 from megatronapp_analyzer.hub.scope.actions import who_of
 from megatronapp_analyzer.hub.scope.asking import RETRY_MS
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.limits import MAX_SESSIONS, Slots, caller_of, too_many_pages
+from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
 from megatronapp_common.scope.protocol import SUBPROTOCOL
-from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, RunRequest
+from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.tokens import Role
 
 if TYPE_CHECKING:
@@ -25,14 +28,14 @@ else:
     ScopeService = object
 
 Answers = dict[int | str, dict[str, Any]]
-PROBLEMS: Answers = {401: {"model": Problem}, 422: {"model": Problem}}
+PROBLEMS: Answers = {401: {"model": Problem}, 422: {"model": Problem}, 429: {"model": Problem}}
 NOT_FOUND: Answers = {404: {"model": Problem}}
-COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.Coming}, 503: {"model": Problem}}
 PROBLEM: dict[str, Any] = {"model": Problem}
+COMING: Answers = {**NOT_FOUND, 202: {"model": schemas.Coming}, 409: PROBLEM, 413: PROBLEM, 503: PROBLEM}
 CONTROLS: Answers = {403: PROBLEM, 404: PROBLEM, 409: PROBLEM, 429: PROBLEM, 503: PROBLEM}
-BODY: Answers = {**CONTROLS, 400: PROBLEM}
+BODY: Answers = {**CONTROLS, 400: PROBLEM, 408: PROBLEM, 413: PROBLEM}
 TILE: Answers = COMING | {200: {"content": {"application/octet-stream": {}}}, 304: {"description": "as it was"}}
-VALUES: Answers = {**COMING, 413: {"model": Problem}}
+VALUES: Answers = {**COMING}
 VALUES[200] = {
     "model": schemas.Values,
     "content": {"text/csv": {"schema": {"type": "string"}}, "application/octet-stream": {}},
@@ -41,12 +44,19 @@ SESSION: Answers = NOT_FOUND | {200: {"content": {"application/octet-stream": {}
 IMMUTABLE = "private, max-age=31536000, immutable"
 RETRY_HINT = "Take one that GET /api/v1/scope/runs lists."
 
-router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS)
-
 
 def service_of(connection: HTTPConnection) -> "ScopeService":
     """MegaScope of the hub that serves this connection."""
     return hub_of(connection).scope
+
+
+def bounded(connection: HTTPConnection) -> None:
+    """Refuses whoever asks too often. Sockets have bounds of their own."""
+    if connection.scope["type"] == "http":
+        service_of(connection).count_request(caller_of(connection))
+
+
+router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS, dependencies=[Depends(bounded)])
 
 
 def controller(connection: HTTPConnection) -> None:
@@ -60,6 +70,7 @@ def controller(connection: HTTPConnection) -> None:
 ScopeOf = Annotated[ScopeService, Depends(service_of)]
 CONTROLLER = [Depends(controller)]
 Who = Annotated[str, Depends(who_of)]
+Caller = Annotated[str, Depends(caller_of)]
 RunId = Annotated[str, Path(max_length=64)]
 Index = Annotated[int, Path(ge=0, lt=1 << 20)]
 IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
@@ -143,6 +154,7 @@ async def change(scope: ScopeOf, run: RunId, request: CaptureChange, who: Who) -
 async def attention_tile(
     *,
     scope: ScopeOf,
+    caller: Caller,
     run: RunId,
     sample: Index,
     layer: Index,
@@ -153,13 +165,13 @@ async def attention_tile(
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
-    known = run_of(scope, run)
+    known = scope.whole(run_of(scope, run))
     place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
     rows = known.attention.get((sample, layer, head))
     absent = missing(place, rows)
     if absent is not None:
         site = ProbeSite(site="attention", layers=(layer,), heads=(head,), code="u8s")
-        return _coming(await scope.asker.probe(known, sample, site, absent))
+        return _coming(await scope.asker.probe(known, sample, site, absent, caller))
     found = tile(place, rows)
     data = found.tobytes()
     finished = place.full or known.ended
@@ -189,24 +201,27 @@ def _tile_place(scope: "ScopeService", run: Run, where: tuple[int, int, int], wh
 async def values(
     *,
     scope: ScopeOf,
+    caller: Caller,
     run: RunId,
     site: Annotated[str, Path(max_length=64)],
     sample: Annotated[int, Query(ge=0, lt=1 << 20)] = 0,
     layer: IndexQuery = None,
     head: IndexQuery = None,
     position: IndexQuery = None,
+    rotary: Rotary = "after",
     form: Annotated[exact.Format, Query(alias="format")] = "json",
 ) -> Response:
-    """Exact numbers of a site at one position, or at all."""
-    known = run_of(scope, run)
+    """Exact numbers of a site at one position, or at all. `rotary`: of `q` and `k`, after the turn or before it."""
+    known = scope.whole(run_of(scope, run))
     scope.check_site(known, site, (sample, layer, head))
+    turn = scope.turn_of(site, rotary)
     wanted = _positions(known, sample, position)
-    rows = known.values.get((site, sample, layer, head))
+    rows = known.values.get((value_site(site, turn), sample, layer, head))
     absent = [place for place in wanted if place not in rows]
     if absent:
         heads = None if head is None else (head,)
-        asked = ProbeSite(site=site, layers=() if layer is None else (layer,), heads=heads)
-        return _coming(await scope.asker.probe(known, sample, asked, range(absent[0], absent[-1] + 1)))
+        asked = ProbeSite(site=site, layers=() if layer is None else (layer,), heads=heads, rotary=turn)
+        return _coming(await scope.asker.probe(known, sample, asked, range(absent[0], absent[-1] + 1), caller))
     block = exact.block(site, (sample, layer, head), rows, wanted)
     if form != "npy" and block.values.size > exact.MAX_TEXT_NUMBERS:
         raise ApiError(
@@ -232,10 +247,16 @@ def _positions(run: Run, sample: int, position: int | None) -> list[int]:
     responses={**BODY, 202: {"model": schemas.Coming}},
     dependencies=CONTROLLER,
 )
-async def refit(scope: ScopeOf, run: RunId, request: schemas.PcaRequest, who: Who) -> Any:  # noqa: ANN401
+async def refit(
+    scope: ScopeOf,
+    run: RunId,
+    request: schemas.PcaRequest,
+    who: Who,
+    caller: Caller,
+) -> Any:  # noqa: ANN401
     """New axes, turned onto the old ones. They come as SCOPE_PCA."""
-    known = run_of(scope, run)
-    probe = await scope.bases.refit(known, scope.check_layers(request.layers))
+    known = scope.whole(run_of(scope, run))
+    probe = await scope.bases.refit(known, scope.check_layers(request.layers), caller)
     scope.asker.actions.note(who, f"asked for new axes of PCA from run {known.id}")
     return schemas.Fitted(version=scope.bases.version) if probe is None else _coming(probe)
 
@@ -245,8 +266,26 @@ async def session(scope: ScopeOf, run: RunId) -> Response:
     """The recorded session: what `megatronapp scope replay` plays."""
     known = run_of(scope, run)
     headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
-    pieces = session_file.pieces(scope.desk, known.id)
-    return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
+    if not scope.sessions.take():
+        text = f"{MAX_SESSIONS} sessions are being written at the moment"
+        raise ApiError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
+    pieces = session_file.Snapshot(scope.desk, known).pieces()
+    return SessionAnswer(pieces, scope.sessions, headers)
+
+
+class SessionAnswer(StreamingResponse):
+    """Pieces that are made in a thread, one after another, of what nobody changes. Gives its slot back at the end."""
+
+    def __init__(self, pieces: Iterator[bytes], slots: Slots, headers: dict[str, str]) -> None:
+        super().__init__(pieces, headers=headers, media_type="application/octet-stream")
+        self._slots = slots
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._slots.give_back()
 
 
 @router.api_route(
@@ -269,4 +308,8 @@ async def page(socket: WebSocket, scope: ScopeOf) -> None:
         await socket.close(viewers.REFUSED, reason=f"subprotocol {SUBPROTOCOL}")
         return
     await socket.accept(subprotocol=SUBPROTOCOL)
-    await viewers.serve(socket, scope.desk, role_of(socket).value)
+    with scope.pages.held() as granted:
+        if granted:
+            await viewers.serve(socket, scope.desk, role_of(socket).value)
+        else:
+            await viewers.refuse(socket, viewers.BUSY, too_many_pages())

@@ -7,18 +7,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.scope.headers import RunHeader, StepHeader, read
+from megatronapp_analyzer.hub.scope.headers import RunHeader, SampleHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
 from megatronapp_analyzer.hub.scope.ring import Held, Ring
 from megatronapp_analyzer.hub.scope.tables import RowTable
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import unpack
+from megatronapp_common.scope.protocol import frame_of, unpack
 
 HeadKey = tuple[int, int, int]
 """Sample, layer and head."""
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
 ENDED = frozenset({"done", "cancelled", "failed"})
+BEFORE = ".before"
+TURNED = frozenset({"q", "k"})
+"""Sites that rotary positions turn."""
 
 
 class Run:
@@ -32,11 +35,22 @@ class Run:
         self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
+        self.late = False
+        """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
+        self.pca_version = 0
+        """Of the basis that its newest SCOPE_PCA is of."""
+        self.pca_rows: set[tuple[int, int]] = set()
+        """Samples and positions whose coordinates in it were shown by steps and overviews."""
 
     @property
     def ended(self) -> bool:
         """Whether nothing comes any more."""
         return self.header.get("state") in ENDED
+
+    @property
+    def captured(self) -> bool:
+        """Whether more than tokens was asked for."""
+        return (self.header.get("capture") or {}).get("preset") != "off"
 
     def set_state(self, header: Mapping[str, Any]) -> Entry:
         """A new state. Raises ProtocolError."""
@@ -50,13 +64,44 @@ class Run:
         return list(self.header["prompts"][sample]["ids"])
 
     def ids(self, sample: int) -> list[int]:
-        """All tokens of a sample: its prompt, and what came of it."""
+        """All tokens of a sample: its prompt, and what came of it. To be asked of runs that are whole only."""
         generated = self.tokens[sample]
         return self.prompt_ids(sample) + [generated[place]["id"] for place in sorted(generated)]
 
     def length(self, sample: int) -> int:
         """Positions that the model has read: the last token that was generated has not been."""
-        return len(self.prompt_ids(sample)) + max(0, len(self.tokens[sample]) - 1)
+        return max(self.tokens[sample], default=len(self.prompt_ids(sample)))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are here that were generated, without a hole."""
+        return not self.late and all(self._follows(sample) for sample in range(len(self.tokens)))
+
+    @property
+    def steps(self) -> int:
+        """That are here with their tokens."""
+        return max(map(len, self.tokens), default=0)
+
+    def _follows(self, sample: int) -> bool:
+        """One position behind the other, from the end of the prompt on."""
+        first, places = len(self.prompt_ids(sample)), self.tokens[sample]
+        return not places or (min(places) == first and max(places) == first + len(places) - 1)
+
+    def fill(self, samples: Sequence[SampleHeader]) -> list[Entry]:
+        """Tokens that were not seen here, as rank 0 tells them: frames of their steps, without numbers.
+
+        Raises ProtocolError if they are not of this run.
+        """
+        if len(samples) != len(self.tokens):
+            raise ProtocolError("bad-run", f"run {self.id}: {len(samples)} samples, not {len(self.tokens)}")
+        steps: dict[int, list[tuple[int, int, SampleHeader]]] = {}
+        for sample, said in enumerate(samples):
+            first = len(self.prompt_ids(sample))
+            for step in range(len(said.ids)):
+                if first + step not in self.tokens[sample]:
+                    steps.setdefault(step, []).append((sample, first + step - 1, said))
+        self.late = False
+        return [self.add_step(_step_of(self.id, step, steps[step])) for step in sorted(steps)]
 
     def has_sample(self, sample: int) -> bool:
         """Whether there is such a prompt."""
@@ -106,6 +151,31 @@ class Run:
         self.journal.close()
         self.attention.close()
         self.values.close()
+
+
+def value_site(site: str, rotary: str) -> str:
+    """What exact numbers of a site are kept under; before the rotary turn `q` and `k` are others than after it."""
+    return f"{site}{BEFORE}" if rotary == "before" and site in TURNED else site
+
+
+def site_of(name: str) -> tuple[str, str]:
+    """Site and rotary turn of what `value_site` gave."""
+    site = name.removesuffix(BEFORE)
+    return site, "after" if site == name else "before"
+
+
+def _step_of(run: str, step: int, rows: Sequence[tuple[int, int, SampleHeader]]) -> Frame:
+    """A SCOPE_STEP frame without numbers."""
+    header = {
+        "run": run,
+        "step": step,
+        "rows": [[sample, position] for sample, position, _ in rows],
+        "ids": [said.ids[step] for _, _, said in rows],
+        "texts": [said.texts[step] for _, _, said in rows],
+        "offsets": [said.offsets[step] for _, _, said in rows],
+        "finished": [said.finished[step] for _, _, said in rows],
+    }
+    return frame_of(FrameType.SCOPE_STEP, header)
 
 
 def split_rows(flat: NDArray[Any], keys: Sequence[int]) -> list[NDArray[Any]]:

@@ -8,8 +8,11 @@ from megatronapp_analyzer.hub.scope import exact
 from megatronapp_analyzer.hub.scope.asking import Asker
 from megatronapp_analyzer.hub.scope.bases import BasisDesk
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.limits import MAX_PAGES, MAX_SESSIONS, Buckets, Slots, too_fast
+from megatronapp_analyzer.hub.scope.refill import Refiller
+from megatronapp_analyzer.hub.scope.run import TURNED, Run
 from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_common.scope.protocol_requests import Rotary
 
 
 class ScopeService:
@@ -19,6 +22,10 @@ class ScopeService:
         self.desk = ScopeDesk(settings)
         self.asker = Asker(self.desk, client)
         self.bases = BasisDesk(self.asker)
+        self.refiller = Refiller(self.asker)
+        self.pages = Slots(MAX_PAGES)
+        self.sessions = Slots(MAX_SESSIONS)
+        self._buckets = Buckets()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -28,8 +35,27 @@ class ScopeService:
         finally:
             self.desk.close()
             await self.bases.close()
+            await self.refiller.close()
             if self.asker.client is not None:
                 await self.asker.client.close()
+
+    def count_request(self, caller: str) -> None:
+        """Raises ApiError 429 for a caller that asks too often."""
+        retry_s = self._buckets.take(caller, self.desk.clock())
+        if retry_s is not None:
+            raise too_fast(retry_s)
+
+    def whole(self, run: Run) -> Run:
+        """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""
+        self.refiller.check(run)
+        return run
+
+    def turn_of(self, site: str, rotary: Rotary) -> Rotary:
+        """Which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
+        if rotary == "before" and site not in TURNED:
+            raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
+        model = self.desk.publishers.model
+        return "after" if model is not None and model["positions"] != "rotary" else rotary
 
     def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
         """Raises ApiError 404 for a sample, layer or head that there is not."""

@@ -42,6 +42,10 @@ class ServeClient:
         """Another capture, from the next step on."""
         await self._ask("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
 
+    async def run(self, run: str) -> dict[str, Any]:
+        """A run with all tokens so far."""
+        return await self._ask("GET", f"/scope/v1/runs/{run}")
+
     async def probe(self, probe: Probe) -> str:
         """Ask for exact numbers; they come as PART frames with this id."""
         answer = await self._ask("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())

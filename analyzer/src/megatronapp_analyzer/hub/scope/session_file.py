@@ -5,13 +5,13 @@ A file that ends in the middle, or is garbled, gives what stands before, and say
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
-from megatronapp_analyzer.hub.scope.run import HeadKey, Run, ValueKey
+from megatronapp_analyzer.hub.scope.run import HeadKey, Run, ValueKey, site_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType
@@ -24,6 +24,8 @@ ATTENTION_ROWS = 256
 """In one frame."""
 BLOCK_BYTES = 8 << 20
 """Of exact numbers in one frame."""
+Block = list[tuple[int, Any]]
+"""Positions and rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,55 +38,58 @@ class Session:
 
 def dump(desk: "ScopeDesk", run: str) -> bytes:
     """The session of a run that the desk has."""
-    return b"".join(pieces(desk, run))
+    return b"".join(Snapshot(desk, desk.runs[run]).pieces())
 
 
-def pieces(desk: "ScopeDesk", run: str) -> Iterator[bytes]:
-    """The same, frame by frame. What the ring has let go of is not in it."""
-    known = desk.runs[run]
-    hello = desk.hello("viewer") | {"runs": [known.summary()]}
-    yield frames.encode(Frame(FrameType.SCOPE_HELLO, hello))
-    for entry in list(known.journal.after(0)):
-        if (kept := entry.whole or entry.short) is not None:
-            yield kept
-    for frame in [*values_frames(known), *attention_frames(known)]:
-        yield frames.encode(frame)
+class Snapshot:
+    """What a run is at this moment. It is taken in the event loop; `pieces` may be made anywhere, while it goes on."""
+
+    def __init__(self, desk: "ScopeDesk", run: Run) -> None:
+        self._run = run.id
+        self._hello = desk.hello("viewer") | {"runs": [run.summary()]}
+        self._frames = [kept for entry in run.journal.after(0) if (kept := entry.whole or entry.short) is not None]
+        self._values = {key: dict(run.values.get(key)) for key in run.values.held()}
+        self._attention = {key: _needed(run, key) for key in run.attention.held()}
+
+    def pieces(self) -> Iterator[bytes]:
+        """The session, frame by frame. What the ring has let go of is not in it."""
+        yield frames.encode(Frame(FrameType.SCOPE_HELLO, self._hello))
+        yield from self._frames
+        for key in sorted(self._values, key=str):
+            for block in _blocks(self._values[key], _goes_on):
+                yield frames.encode(_values_frame(self._run, key, block))
+        for head in sorted(self._attention):
+            for block in _blocks(self._attention[head], _follows):
+                yield frames.encode(_attention_frame(self._run, head, block))
 
 
-def values_frames(run: Run) -> Iterator[Frame]:
-    """SCOPE_VALUES of everything that is held, in blocks of rows that follow each other and have one shape."""
-    for key in sorted(run.values.keys(), key=str):
-        rows = sorted(run.values.get(key).items())
-        block: list[tuple[int, Any]] = []
-        for position, row in rows:
-            if block and not _goes_on(block, position, row):
-                yield _values_frame(run.id, key, block)
-                block = []
-            block.append((position, row))
-        if block:
-            yield _values_frame(run.id, key, block)
-
-
-def attention_frames(run: Run) -> Iterator[Frame]:
-    """SCOPE_VALUES with codes (u8s) of attention rows that stand in no other frame: of prompts, and of probes."""
+def _needed(run: Run, key: HeadKey) -> dict[int, Any]:
+    """Rows of attention that stand in no other frame: of prompts, and of probes."""
+    sample, layer, head = key
     capture = run.header.get("capture") or {}
     pinned = {(one["layer"], one["head"]) for one in capture.get("pinned", ())}
-    for sample, layer, head in sorted(run.attention.keys()):
-        end = len(run.prompt_ids(sample)) if (layer, head) in pinned else run.length(sample)
-        exact = run.values.get(("attention", sample, layer, head))
-        block: list[tuple[int, Any]] = []
-        for position, row in sorted(run.attention.get((sample, layer, head)).items()):
-            if position >= end or position in exact:
-                continue
-            if block and (position != block[-1][0] + 1 or len(block) == ATTENTION_ROWS):
-                yield _attention_frame(run.id, (sample, layer, head), block)
-                block = []
-            block.append((position, row))
-        if block:
-            yield _attention_frame(run.id, (sample, layer, head), block)
+    end = len(run.prompt_ids(sample)) if (layer, head) in pinned else run.length(sample)
+    exact = run.values.get(("attention", sample, layer, head))
+    return {place: row for place, row in run.attention.get(key).items() if place < end and place not in exact}
 
 
-def _attention_frame(run: str, key: HeadKey, block: list[tuple[int, Any]]) -> Frame:
+def _blocks(rows: Mapping[int, Any], goes_on: Callable[[Block, int, Any], bool]) -> Iterator[Block]:
+    """Rows in their order, as many together as belong together."""
+    block: Block = []
+    for position, row in sorted(rows.items()):
+        if block and not goes_on(block, position, row):
+            yield block
+            block = []
+        block.append((position, row))
+    if block:
+        yield block
+
+
+def _follows(block: Block, position: int, row: Any) -> bool:  # noqa: ANN401
+    return position == block[-1][0] + 1 and len(block) < ATTENTION_ROWS
+
+
+def _attention_frame(run: str, key: HeadKey, block: Block) -> Frame:
     sample, layer, head = key
     rows = np.zeros((len(block), max(row.size for _, row in block)), np.uint8)
     for place, (_, row) in enumerate(block):
@@ -95,15 +100,17 @@ def _attention_frame(run: str, key: HeadKey, block: list[tuple[int, Any]]) -> Fr
     )
 
 
-def _goes_on(block: list[tuple[int, Any]], position: int, row: Any) -> bool:  # noqa: ANN401
+def _goes_on(block: Block, position: int, row: Any) -> bool:  # noqa: ANN401
     last, shape = block[-1][0], block[-1][1].shape
     return position == last + 1 and row.shape == shape and (len(block) + 1) * row.nbytes <= BLOCK_BYTES
 
 
-def _values_frame(run: str, key: ValueKey, block: list[tuple[int, Any]]) -> Frame:
-    site, sample, layer, head = key
+def _values_frame(run: str, key: ValueKey, block: Block) -> Frame:
+    name, sample, layer, head = key
+    site, rotary = site_of(name)
     rows = np.stack([row for _, row in block]).astype("<f4")
     header = {"run": run, "site": site, "sample": sample, "layer": layer, "head": head}
+    header |= {} if rotary == "after" else {"rotary": rotary}
     return frame_of(FrameType.SCOPE_VALUES, header | {"rows": [block[0][0], len(block)]}, [Tensor(site, "f32", rows)])
 
 

@@ -1,6 +1,7 @@
 """Steps that wait for their parts: closed when all ranks have reported, or some time after the first. Pure.
 
-The caller gives the time in seconds; any order of frames gives the same steps.
+The caller gives the time in seconds; any order of frames gives the same steps. Every step closes: one whose tokens do
+not come closes without them, at the latest some time after its first part, and soon when its run has ended.
 """
 
 import dataclasses
@@ -9,10 +10,13 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.merge import Piece
+from megatronapp_analyzer.hub.scope.numbering import Numbering, Part
 from megatronapp_common.frames import Frame
 
 WAIT_S = 0.2
 """From the first frame of a step to the moment when it is closed without what is missing."""
+TOKENS_WAIT_S = 60.0
+"""From the first part of a step whose tokens do not come: the stages before the last report long before it does."""
 MAX_OPEN = 64
 """Steps that wait, of all runs; beyond, the oldest is closed as it is."""
 
@@ -26,7 +30,7 @@ class OpenStep:
 
     began_s: float
     pieces: list[Piece] = dataclasses.field(default_factory=list)
-    reported: set[int] = dataclasses.field(default_factory=set)
+    parts: Numbering = dataclasses.field(default_factory=Numbering)
     tokens: Frame | None = None
 
 
@@ -36,10 +40,15 @@ class ClosedStep:
 
     run: str
     step: int
-    tokens: Frame
+    first: int
+    """Below `step` if steps between were never heard of: the first of them."""
+    tokens: Frame | None
+    """None if they did not come."""
     pieces: Sequence[Piece]
     missing: tuple[int, ...]
-    """Ranks that had not reported."""
+    """Ranks that had not reported all."""
+    dropped: tuple[int, ...]
+    """Ranks that say that they dropped something."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,25 +56,34 @@ class StepBook:
     """All steps that wait. A run's steps are closed in their order."""
 
     wait_s: float = WAIT_S
+    tokens_wait_s: float = TOKENS_WAIT_S
     late: int = 0
     """Frames that came after their step was closed."""
     _open: dict[StepKey, OpenStep] = dataclasses.field(default_factory=dict)
     _next: dict[str, int] = dataclasses.field(default_factory=dict)
+    _ended: set[str] = dataclasses.field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add_part(self, key: StepKey, rank: int, pieces: Iterable[Piece], now_s: float, *, more: bool) -> None:
-        """Pieces of one rank; `more`: this rank sends others of the same step."""
+    def add_part(self, key: StepKey, pieces: Iterable[Piece], now_s: float, part: Part) -> None:
+        """Pieces of one rank."""
         if (step := self._step(key, now_s)) is not None:
             step.pieces += pieces
-            if not more:
-                step.reported.add(rank)
+            step.parts.add(part)
 
     def add_tokens(self, key: StepKey, tokens: Frame, now_s: float) -> None:
         """Tokens of a step."""
         if (step := self._step(key, now_s)) is not None:
             step.tokens = tokens
+
+    def end(self, run: str) -> None:
+        """Tokens of this run do not come any more, if not at once."""
+        self._ended.add(run)
+
+    def goes_on(self, run: str) -> None:
+        """It has not ended, whatever was said."""
+        self._ended.discard(run)
 
     def _step(self, key: StepKey, now_s: float) -> OpenStep | None:
         run, step = key
@@ -79,49 +97,64 @@ class StepBook:
     def close(self, expected: Iterable[int], now_s: float) -> list[ClosedStep]:
         """Steps that are ready, in the order of their runs' steps. `expected`: ranks that publish."""
         ranks = frozenset(expected)
-        closed: list[ClosedStep | None] = []
+        closed: list[ClosedStep] = []
         for run in sorted({run for run, _ in self._open}):
             closed += self._close_run(run, ranks, now_s)
         while len(self._open) > MAX_OPEN:
             oldest = min(self._open, key=lambda one: (self._open[one].began_s, one))
             closed.append(self._shut(oldest, ranks))
-        return [step for step in closed if step is not None]
+        return closed
 
-    def _close_run(self, run: str, ranks: frozenset[int], now_s: float) -> Iterator["ClosedStep | None"]:
+    def _close_run(self, run: str, ranks: frozenset[int], now_s: float) -> Iterator[ClosedStep]:
         """Nothing overtakes: a step that is ready waits for the one before it, as long as that one may wait."""
-        waiting = sorted(step for one, step in self._open if one == run)
-        for number in waiting:
+        for number in self._waiting(run):
             step = self._open[run, number]
-            overdue = now_s - step.began_s >= self.wait_s
             follows = number == self._next.get(run, 0)
-            whole = step.tokens is not None and step.reported >= ranks
-            given_up = overdue and (step.tokens is not None or number != waiting[-1])
-            if not given_up and not (whole and follows):
+            whole = step.tokens is not None and step.parts.finished >= ranks
+            if not (whole and follows) and now_s < self._deadline_s(run, number):
                 return
             yield self._shut((run, number), ranks)
 
-    def _shut(self, key: StepKey, ranks: frozenset[int]) -> ClosedStep | None:
+    def _waiting(self, run: str) -> list[int]:
+        return sorted(step for one, step in self._open if one == run)
+
+    def _deadline_s(self, run: str, number: int) -> float:
+        """When a step is closed as it is. Tokens of a later step say that its own were lost."""
+        step = self._open[run, number]
+        later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
+        known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
+        return step.began_s + (self.wait_s if known else self.tokens_wait_s)
+
+    def _shut(self, key: StepKey, ranks: frozenset[int]) -> ClosedStep:
+        run, number = key
         step = self._open.pop(key)
-        self._next[key[0]] = max(self._next.get(key[0], 0), key[1] + 1)
-        if step.tokens is None:
-            return None
-        missing = tuple(sorted(ranks - step.reported))
-        return ClosedStep(run=key[0], step=key[1], tokens=step.tokens, pieces=step.pieces, missing=missing)
+        first = min(self._next.get(run, 0), number)
+        self._next[run] = max(self._next.get(run, 0), number + 1)
+        return ClosedStep(
+            run=run,
+            step=number,
+            first=first,
+            tokens=step.tokens,
+            pieces=step.pieces,
+            missing=tuple(sorted(ranks - step.parts.finished)),
+            dropped=tuple(sorted(step.parts.dropped)),
+        )
 
     def waits(self, run: str) -> bool:
         """Whether a step of this run may still be shown."""
         return any(one == run for one, _ in self._open)
 
     def due_s(self) -> float | None:
-        """When the next step may be due; None if none waits."""
-        began = [step.began_s for step in self._open.values()]
-        return min(began) + self.wait_s if began else None
+        """When the next step closes at the latest; None if none waits."""
+        runs = {run for run, _ in self._open}
+        return min((self._deadline_s(run, self._waiting(run)[0]) for run in runs), default=None)
 
     def forget(self, run: str) -> None:
         """A run has ended for good."""
         for key in [key for key in self._open if key[0] == run]:
             del self._open[key]
         self._next.pop(run, None)
+        self._ended.discard(run)
 
 
 def number(header: Any, name: str) -> int:  # noqa: ANN401

@@ -46,7 +46,7 @@ class RowTable(Generic[K]):
         """Rows of a key by position; must not be changed."""
         return self._rows.get(key, {})
 
-    def keys(self) -> list[K]:
+    def held(self) -> list[K]:
         """Keys that have rows."""
         return [key for key, rows in self._rows.items() if rows]
 

@@ -24,6 +24,10 @@ LOG = logging.getLogger(__name__)
 TOO_SLOW = 4008
 """WebSocket close code (private range): the page did not keep up."""
 REFUSED = 1008
+BUSY = 1013
+"""Try again later."""
+MAX_RESUMES = 10
+"""Of a page in a second."""
 MAX_RATE = 200
 """Messages of a page in a second; an honest one sends one for every frame it paints."""
 GOODBYE_S = 1.0
@@ -77,14 +81,14 @@ async def serve(socket: WebSocket, desk: "ScopeDesk", role: str) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     if isinstance(problem, ProtocolError):
-        await _refuse(socket, REFUSED, problem)
+        await refuse(socket, REFUSED, problem)
     elif viewer.overrun.is_set():
-        await _refuse(socket, TOO_SLOW, ProtocolError("too-slow", "the page did not keep up", "Connect again."))
+        await refuse(socket, TOO_SLOW, ProtocolError("too-slow", "the page did not keep up", "Connect again."))
     elif problem is not None and not isinstance(problem, WebSocketDisconnect):
         raise problem
 
 
-async def _refuse(socket: WebSocket, code: int, problem: ProtocolError) -> None:
+async def refuse(socket: WebSocket, code: int, problem: ProtocolError) -> None:
     """Say why, if the page still listens, and close."""
     said = {"code": problem.code, "message": str(problem), "hint": problem.hint}
     with contextlib.suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
@@ -104,14 +108,17 @@ async def _send_all(socket: WebSocket, viewer: Viewer, hello: bytes) -> None:
 
 
 async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeDesk") -> None:
-    rate = Rate(MAX_RATE)
+    rate, resumes = Rate(MAX_RATE), Rate(MAX_RESUMES)
     while True:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message.get("code") or 1005)
         if not rate.allows():
             raise ProtocolError("too-many", f"more than {MAX_RATE} messages in a second", "Send fewer.")
-        _obey(parse_command(message.get("text")), viewer, desk)
+        command = parse_command(message.get("text"))
+        if command["type"] == "resume" and not resumes.allows():
+            raise ProtocolError("too-many", f"more than {MAX_RESUMES} resumes in a second", "Follow one run at a time.")
+        _obey(command, viewer, desk)
 
 
 def parse_command(text: str | None) -> dict[str, Any]:

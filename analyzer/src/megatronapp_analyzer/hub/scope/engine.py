@@ -1,0 +1,54 @@
+"""Whether the model that runs were given to is still there: when rank 0 goes, its runs can have no end of their own.
+
+An agent whose connection breaks off may come back with the same ranks; one that says goodbye, a rank that leaves its
+agent, and a newer attempt are for good. Pure: the caller gives the time in seconds.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.frames import Frame, FrameType
+
+PATIENCE_S = 30.0
+"""For an agent to connect again."""
+LEADER = 0
+"""The rank that takes runs."""
+CODE = "engine-lost"
+
+
+@dataclasses.dataclass(slots=True)
+class Engine:
+    """`away_s`: since when rank 0 cannot be heard; None while it can."""
+
+    away_s: float | None = None
+
+    def goes(self, now_s: float) -> None:
+        """The connection of rank 0's agent is gone."""
+        self.away_s = now_s if self.away_s is None else self.away_s
+
+    def comes(self) -> None:
+        """Rank 0 is there."""
+        self.away_s = None
+
+    def due_s(self) -> float | None:
+        """When it counts as lost."""
+        return None if self.away_s is None else self.away_s + PATIENCE_S
+
+    def lost(self, now_s: float) -> bool:
+        """Whether it has been away for too long; said once."""
+        if self.away_s is None or now_s < self.away_s + PATIENCE_S:
+            return False
+        self.away_s = None
+        return True
+
+
+def lost_run(header: Mapping[str, Any]) -> Frame:
+    """The state of a run whose model is gone."""
+    error = {
+        "code": CODE,
+        "message": "the model ended before this run did",
+        "hint": "Its tokens so far stay; start it again once the model is ready.",
+    }
+    said = {**header, "state": "failed", "position": None, "error": error}
+    return Frame(FrameType.SCOPE_RUN_STATE, said)

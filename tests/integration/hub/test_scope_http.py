@@ -1,0 +1,290 @@
+"""What MegaScope's hub answers: runs, tiles, exact numbers, sessions; rank 0 is asked for more, within bounds."""
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import scope_rank_zero
+import scope_session
+from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
+
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.limits import Buckets
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.tokens import Role, derive
+
+pytestmark = pytest.mark.asyncio
+CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
+
+
+@pytest.fixture
+def rank_zero(hub: Any) -> Iterator[scope_rank_zero.RankZero]:
+    """A hub whose model answers."""
+    token = derive(hub.secret, Role.SERVE)
+    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
+        hub.hub.scope.asker.client = ServeClient(rank.url, token)
+        yield rank
+
+
+async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
+    async with shown(hub, fake_job, until) as client:
+        assert (await client.get("/api/v1/scope")).json()["role"] == "controller"
+        (summary,) = (await client.get(RUNS)).json()
+        assert (summary["run"], summary["state"]) == (RUN, "done")
+        detail = (await client.get(f"{RUNS}/{RUN}")).json()
+        came = [[token["id"] for token in sample] for sample in detail["generated"]]
+        assert came == recording().generated
+        assert detail["generated"][0][0]["position"] == len(recording().prompts[0])
+        assert detail["prompts"][0]["offsets"][8:10] == [None, [8, 9]]
+        answer = await client.get(f"{RUNS}/nothing")
+        assert (answer.status_code, answer.json()["code"]) == (404, "no-such-run")
+
+
+async def test_tiles_are_the_models_attention(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        pinned = await client.get(f"{RUNS}/{RUN}/attention/0/1/2/0/0/0")
+        assert pinned.status_code == 200
+        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.asked if path == "probes"]
+        assert "attention" not in sites, "a pinned head needs no probe"
+        answer = await brought(client, f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
+        expected = scope_session.codes_of(recording().sites[1]["attention"][2, 3])
+        assert answer.headers["x-tile-shape"] == f"{len(expected)},{len(expected)}"
+        assert answer.content == expected.tobytes()
+        assert "immutable" in answer.headers["cache-control"]
+        etag = answer.headers["etag"]
+        again = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0", headers={"If-None-Match": etag})
+        assert (again.status_code, again.content) == (304, b"")
+        coarse = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/3/0/0")
+        assert max(coarse.content) == expected.max()
+        for outside in ("1/2/3/0/1/0", "1/2/9/0/0/0", "1/9/3/0/0/0", "5/2/3/0/0/0"):
+            assert (await client.get(f"{RUNS}/{RUN}/attention/{outside}")).json()["code"] == "outside"
+
+
+async def test_exact_numbers_in_three_forms(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        path = f"{RUNS}/{RUN}/values"
+        expected = recording().sites[0]["residual"][:, 2]
+        answer = await brought(client, f"{path}/residual?layer=2&format=npy")
+        np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), expected)
+        said = (await client.get(f"{path}/residual?layer=2&position=3")).json()
+        assert (said["positions"], np.float32(said["values"][0]).tolist()) == ([3], expected[3].tolist())
+        lines = (await client.get(f"{path}/residual?layer=2&format=csv")).text.splitlines()
+        assert [np.float32(one) for one in lines[1].split(",")[1:]] == list(expected[0])
+        asked = len(rank_zero.asked)
+        exact = np.load(io.BytesIO((await brought(client, f"{path}/attention?layer=0&head=1&format=npy")).content))
+        np.testing.assert_array_equal(exact, recording().sites[0]["attention"][0, 1])
+        logits = np.load(io.BytesIO((await brought(client, f"{path}/logits?format=npy&sample=1")).content))
+        np.testing.assert_array_equal(logits, recording().sites[1]["logits"])
+        keys = np.load(io.BytesIO((await brought(client, f"{path}/k?layer=3&head=1&format=npy")).content))
+        np.testing.assert_array_equal(keys, recording().sites[0]["k"][:, 3, 1])
+        assert len(rank_zero.asked) == asked + 3
+        for wrong, code in (
+            ("residual", 422),
+            ("residual?layer=9", 404),
+            ("k?layer=0&head=2", 404),
+            ("logits?layer=1", 422),
+            ("soul", 404),
+            ("residual?layer=0&position=99", 404),
+        ):
+            assert (await client.get(f"{path}/{wrong}")).status_code == code
+
+
+async def test_q_and_k_before_the_turn(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        for turn, sign in (("before", -1), ("after", 1)):
+            path = f"{RUNS}/{RUN}/values/q?layer=1&head=3&rotary={turn}&format=npy"
+            found = np.load(io.BytesIO((await brought(client, path)).content))
+            np.testing.assert_array_equal(found, sign * recording().sites[0]["q"][:, 1, 3])
+        assert (await client.get(f"{RUNS}/{RUN}/values/v?layer=1&head=1&rotary=before")).status_code == 422
+        again = session_file.parse((await client.get(f"{RUNS}/{RUN}/session")).content)
+        turns = {one.header.get("rotary") for one in again.frames if one.header.get("site") == "q"}
+        assert turns == {None, "before"}
+
+
+async def test_what_is_not_whole_is_refused_and_asked_again(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    path = f"{RUNS}/{RUN}/values/mlp2?layer=1&format=npy"
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        publish = rank_zero.publish
+        for spoil in ({"dropped": True}, {}):
+
+            def spoiled(one: Frame, spoil: dict[str, Any] = spoil) -> None:
+                publish(Frame(one.type, {**one.header, "tensors": []} | spoil))
+
+            rank_zero.publish = spoiled
+            refused = await brought(client, path)
+            assert (refused.status_code, refused.json()["code"]) == (503, "probe-incomplete")
+            assert refused.headers["retry-after"] == "1"
+        rank_zero.publish = publish
+        found = np.load(io.BytesIO((await brought(client, path)).content))
+        np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
+
+
+async def test_the_same_is_asked_once_and_no_caller_asks_without_end(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until) as client:
+        await pca_was_asked(hub, rank_zero, until)
+        before = len(rank_zero.asked)
+        places = [f"{RUNS}/{RUN}/values/k?layer={layer}&head={head}" for layer in range(4) for head in range(2)]
+        places += [f"{one}&sample=1" for one in places] + [f"{RUNS}/{RUN}/values/residual?layer=0"]
+        twice = await asyncio.gather(*(client.get(places[0]) for _ in range(6)))
+        assert {one.status_code for one in twice} == {202} and len({one.json()["probe"] for one in twice}) == 1
+        assert len(rank_zero.asked) == before + 1
+        answers = [await client.get(place) for place in places]
+        assert [one.status_code for one in answers] == [202] * 16 + [429]
+        assert (answers[-1].json()["code"], answers[-1].headers["retry-after"]) == ("too-many-probes", "1")
+        other = await client.get(places[-1], headers={"X-Megatronapp-Caller": "jane"})
+        assert other.status_code == 202, "another caller's share is another"
+
+
+async def test_a_text_with_holes_is_not_probed_until_rank_zero_has_filled_it(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    sent = [frame for _, frame in scope_session.rank_frames(recording())]
+    late = next(place for place, frame in enumerate(sent) if frame.header.get("step") == 2)
+    again = [sent[0], scope_session.run_state(recording(), "decoding"), *sent[late:]]
+    path = f"{RUNS}/{RUN}/values/mlp2?layer=1&format=npy"
+    async with agents(hub, fake_job, 1) as (worker,), viewer(hub, Role.CONTROLLER) as page:
+        rank_zero.refuse = (503, {"code": "restarting", "message": "", "hint": ""})
+        for frame in again:
+            await worker.connection.send(frames.encode(frame))
+        got = await until_done(page)
+        gaps = [frame.header for frame in got if frame.type == FrameType.SCOPE_GAP]
+        assert [(gap["what"], gap["from"], gap["to"], gap["reason"]) for gap in gaps] == [("step", 0, 1, "restart")]
+        async with hub.client() as client:
+            refused = await client.get(path)
+            assert (refused.status_code, refused.json()["code"]) == (503, "refilling")
+            rank_zero.refuse = None
+            rank_zero.publish = scope_rank_zero.sender(worker.connection)
+
+            async def whole() -> bool:
+                await client.get(path)
+                return bool(hub.hub.scope.desk.runs[RUN].whole)
+
+            await until(whole)
+            found = np.load(io.BytesIO((await brought(client, path)).content))
+            np.testing.assert_array_equal(found, recording().sites[0]["mlp2"][:, 1])
+            detail = (await client.get(f"{RUNS}/{RUN}")).json()
+        assert [[token["id"] for token in sample] for sample in detail["generated"]] == recording().generated
+        told = [await receive(page), await receive(page)]
+        assert [(one.type, one.header["step"], one.header["tensors"]) for one in told] == [
+            (FrameType.SCOPE_STEP, step, []) for step in range(2)
+        ]
+
+
+async def test_without_a_model_a_text_with_holes_stays_refused(hub: Any, fake_job: Any, until: Any) -> None:
+    async with shown(hub, fake_job, until) as client:
+        del hub.hub.scope.desk.runs[RUN].tokens[0][max(hub.hub.scope.desk.runs[RUN].tokens[0]) - 1]
+        for path in ("attention/0/1/2/0/0/0", "values/mlp2?layer=1"):
+            refused = await client.get(f"{RUNS}/{RUN}/{path}")
+            assert (refused.status_code, refused.json()["code"]) == (409, "run-incomplete")
+
+
+async def test_long_bodies_are_refused_before_anybody_reads_them(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        long = {"prompts": ["a" * 60_000, "b" * 60_000]}
+        for method, path in CONTROL:
+            answer = await client.request(method, path, json=long, headers=bearer(hub, Role.VIEWER))
+            assert (answer.status_code, answer.json()["code"]) == (413, "too-large")
+        assert (await client.post(RUNS, json=long)).status_code == 201
+        assert (await client.post(RUNS, content=bytes(6 << 20))).status_code == 413
+        assert (await client.patch(f"{RUNS}/{RUN}", json=long)).status_code == 413
+
+
+async def test_who_asks_too_fast_is_told_when_to_come_back(hub: Any) -> None:
+    hub.hub.scope._buckets = Buckets(rate_per_s=0.5, burst=2)
+    async with hub.client() as client:
+        answers = [await client.get(RUNS) for _ in range(3)]
+        assert [one.status_code for one in answers] == [200, 200, 429]
+        assert (answers[2].json()["code"], answers[2].headers["retry-after"]) == ("too-many-requests", "2")
+
+
+async def test_controlling_needs_the_role_and_a_model(hub: Any, fake_job: Any, until: Any) -> None:
+    async with shown(hub, fake_job, until) as client:
+        request = {"prompts": ["The sea "], "tokens": 4}
+        bodies: dict[str, Any] = {"POST": request, "PATCH": {"capture": {}}, "DELETE": None}
+        for method, path in CONTROL:
+            body = {"layers": [0]} if path.endswith("pca") else bodies[method]
+            refused = await client.request(method, path, json=body, headers=bearer(hub, Role.VIEWER))
+            assert (refused.status_code, refused.json()["code"]) == (403, "needs-controller")
+        for method, path in CONTROL[:3]:
+            answer = await client.request(method, path, json=bodies[method])
+            assert (answer.status_code, answer.json()["code"]) == (409, "no-model")
+        for path in ("perturbations", "training"):
+            for method in ("POST", "PATCH", "DELETE"):
+                answer = await client.request(method, f"/api/v1/scope/{path}")
+                assert (answer.status_code, answer.json()["code"]) == (501, "not-yet")
+
+
+async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        request = {"prompts": ["The sea "], "tokens": 4, "capture": {"pinned": [{"layer": 1, "head": 2}]}}
+        answer = await client.post(RUNS, json=request)
+        assert (answer.status_code, answer.json()) == (201, {"run": RUN, "position": 0})
+        sent = next(body for method, path, body in rank_zero.asked if (method, path) == ("POST", "runs"))
+        assert sent["prompts"] == ["The sea "] and sent["capture"]["preset"] == "default"
+        assert (await client.patch(f"{RUNS}/{RUN}", json={"capture": {"preset": "lite"}})).status_code == 204
+        assert (await client.delete(f"{RUNS}/{RUN}")).status_code == 204
+        door = {"X-Megatronapp-Caller": "jane@example.org"}
+        assert (await client.delete(f"{RUNS}/{RUN}", headers=door)).status_code == 204
+        actions = (await hub.get("/api/v1/summary"))["actions"]
+        assert [(one["who"], one["what"]) for one in actions] == [
+            ("controller token", f"started run {RUN} of 1 prompts"),
+            ("controller token", f"changed what is captured of run {RUN}"),
+            ("controller token", f"cancelled run {RUN}"),
+            ("jane@example.org", f"cancelled run {RUN}"),
+        ]
+        assert actions[0]["at"].endswith("Z")
+        ids = [one["id"] for one in actions]
+        assert ids == sorted(set(ids))
+        filters = {"expression": {"qkv": "__import__('os')"}}
+        refused: list[dict[str, Any]] = [{"prompts": []}, request | {"capture": filters}]
+        for wrong in [*refused, request | {"capture": {"pinned": [{"layer": 9, "head": 0}]}}]:
+            answer = await client.post(RUNS, json=wrong)
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
+        rank_zero.refuse = (429, {"code": "queue-full", "message": "32 wait", "hint": "Wait."})
+        answer = await client.post(RUNS, json=request)
+        assert (answer.status_code, answer.json()) == (429, rank_zero.refuse[1])
+        rank_zero.refuse = (500, {})
+        assert (await client.post(RUNS, json=request)).json()["code"] == "model-failed"
+
+
+async def test_a_model_that_is_away_is_told(hub: Any) -> None:
+    hub.hub.scope.asker.client = ServeClient("http://127.0.0.1:9", "token")
+    async with hub.client() as client:
+        answer = await client.post(RUNS, json={"prompts": ["a"]}, headers=bearer(hub, Role.CONTROLLER))
+        assert (answer.status_code, answer.json()["code"]) == (503, "restarting")
+
+
+async def test_a_session_is_what_the_reference_writes(hub: Any, fake_job: Any, until: Any) -> None:
+    async with shown(hub, fake_job, until) as client:
+        answer = await client.get(f"{RUNS}/{RUN}/session")
+        got = list(frames.split(answer.content))
+        assert got[0].type == FrameType.SCOPE_HELLO
+        prompts = [frame for frame in got if frame.type == FrameType.SCOPE_VALUES]
+        assert [(one.header["layer"], one.header["head"]) for one in prompts] == [(1, 2), (3, 0)] * 2
+        assert {one.header["tensors"][0]["c"] for one in prompts} == {"u8s"}
+        assert [frame.type for frame in got[1 : -len(prompts)]] == [
+            frame.type
+            for frame in frames.split(scope_session.session(recording()))
+            if frame.type not in {FrameType.SCOPE_HELLO, FrameType.SCOPE_VALUES, FrameType.SCOPE_PCA}
+        ]
+        assert threading.active_count() < 50

@@ -1,0 +1,100 @@
+"""Pages, agents and rank 0 around a real hub, and a run of the tiny model that everybody sees."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import scope_rank_zero
+import scope_session
+import websockets.asyncio.client
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import SUBPROTOCOL
+from megatronapp_common.tokens import Role, derive
+
+RUN = scope_session.RUN
+RUNS = "/api/v1/scope/runs"
+
+
+@functools.cache
+def recording() -> scope_session.Recording:
+    return scope_session.record(tokens=4)
+
+
+def bearer(hub: Any, role: Role) -> dict[str, str]:
+    return {"Authorization": f"Bearer {derive(hub.secret, role)}"}
+
+
+@contextlib.asynccontextmanager
+async def viewer(hub: Any, role: Role = Role.VIEWER, **how: Any) -> AsyncIterator[Any]:
+    url = f"ws://127.0.0.1:{hub.port}/api/v1/scope"
+    headers = bearer(hub, role) | how.pop("headers", {})
+    how = {"subprotocols": [SUBPROTOCOL], "compression": None} | how
+    async with websockets.asyncio.client.connect(url, additional_headers=headers, proxy=None, **how) as connection:
+        yield connection
+
+
+async def receive(connection: Any) -> Frame:
+    return frames.decode(await asyncio.wait_for(connection.recv(), 20))
+
+
+async def until_done(connection: Any) -> list[Frame]:
+    got: list[Frame] = []
+    while not (got and got[-1].type == FrameType.SCOPE_RUN and got[-1].header["state"] == "done"):
+        got.append(await receive(connection))
+    return got
+
+
+@contextlib.asynccontextmanager
+async def agents(hub: Any, fake_job: Any, count: int = 2) -> AsyncIterator[list[Any]]:
+    async with contextlib.AsyncExitStack() as stack:
+        job = fake_job()
+        found = [await stack.enter_async_context(hub.agent(job, worker)) for worker in range(count)]
+        for one in found:
+            await one.hello()
+        yield found
+
+
+async def play(hub: Any, workers: list[Any], *, until: Any, **layout: Any) -> None:
+    """Send everything that ranks would, each by its own agent."""
+    for rank, frame in scope_session.rank_frames(recording(), **layout):
+        await workers[rank % len(workers)].connection.send(frames.encode(frame))
+
+    async def arrived() -> bool:
+        run = hub.hub.scope.desk.runs.get(RUN)
+        return run is not None and run.ended and all(len(found) == recording().steps for found in run.tokens)
+
+    await until(arrived)
+
+
+@contextlib.asynccontextmanager
+async def shown(hub: Any, fake_job: Any, until: Any, rank: Any = None) -> AsyncIterator[Any]:
+    """A client of a hub that has seen the run; probes' answers come by the agent."""
+    async with agents(hub, fake_job) as workers:
+        if rank is not None:
+            rank.publish = scope_rank_zero.sender(workers[0].connection)
+        await play(hub, workers, until=until)
+        async with hub.client() as client:
+            client.headers.update(bearer(hub, Role.CONTROLLER))
+            yield client
+
+
+async def pca_was_asked(hub: Any, rank: scope_rank_zero.RankZero, until: Any) -> None:
+    """The hub's own probe, which comes first."""
+
+    async def asked() -> bool:
+        return any(path == "probes" for _, path, _ in rank.asked) and len(hub.hub.scope.desk.probes) == 1
+
+    await until(asked)
+
+
+async def brought(client: Any, path: str, **how: Any) -> Any:
+    """The answer once the probe has brought it."""
+    async with asyncio.timeout(20):
+        while (answer := await client.get(path, **how)).status_code == 202:
+            assert answer.json()["retryMs"] > 0
+            await asyncio.sleep(0.02)
+    return answer

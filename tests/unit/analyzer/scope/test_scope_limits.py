@@ -1,0 +1,119 @@
+"""What callers may have, and what they see while a run goes on."""
+
+import functools
+
+import pytest
+import scope_session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope import probes, session_file
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.journal import Entry, Journal
+from megatronapp_analyzer.hub.scope.limits import MAX_CALLERS, Buckets
+from megatronapp_analyzer.hub.scope.numbering import Numbering, Part, part_of
+from megatronapp_analyzer.hub.scope.outbox import Outbox
+from megatronapp_analyzer.hub.scope.ring import Ring
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+
+@given(st.lists(st.floats(0, 3), max_size=60))
+def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float]) -> None:
+    buckets, now, granted = Buckets(rate_per_s=2, burst=5), 0.0, 0
+    for wait in waits:
+        now += wait
+        retry_s = buckets.take("one", now)
+        granted += retry_s is None
+        assert granted <= 5 + 2 * now + 1e-6
+        if retry_s is not None:
+            assert retry_s >= 1
+            now += retry_s
+            granted += 1
+            assert buckets.take("one", now) is None, "who waits as long as told is served"
+    assert buckets.take("another", now) is None
+
+
+def test_callers_that_are_told_apart_are_bounded() -> None:
+    buckets = Buckets(rate_per_s=1, burst=1)
+    for number in range(3 * MAX_CALLERS):
+        buckets.take(str(number), 0.0)
+    assert len(buckets._left) == MAX_CALLERS
+
+
+@given(st.permutations(list(range(6))), st.integers(0, 5))
+def test_a_rank_has_finished_when_all_its_numbers_are_there(order: list[int], lost: int) -> None:
+    numbering, seen = Numbering(), set[int]()
+    for number in order:
+        if number == lost and lost != order[-1]:
+            continue
+        numbering.add(Part(3, number, more=number < 5))
+        seen.add(number)
+        assert (numbering.finished == {3}) == (seen == set(range(6)))
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    for wrong in (-1, "1", True, 1.5, 1 << 40):
+        with pytest.raises(ProtocolError, match="part is"):
+            part_of(0, {"part": wrong})
+
+
+def test_probes_fail_once_each_with_their_reason() -> None:
+    book, got = probes.ProbeBook(), list[int]()
+    for why, at in (("dropped", 1.0), ("silent", probes.PATIENCE_S), ("lost", 1.0), ("whole", 1.0)):
+        book.expect(why, "key", lambda pieces: got.append(len(pieces)), 0.0, caller="me")
+        assert (book.asked("key"), book.count("me"), len(book)) == (why, 1, 1)
+        if why == "lost":
+            book.clear()
+        elif why != "silent":
+            book.add(why, [], at, Part(0, dropped=why == "dropped"))
+        book.settle([0], at)
+        assert (book.asked("key"), book.count("me"), len(book)) == (None, 0, 0)
+        failure = book.take_failure("key")
+        assert (failure is None) == (why == "whole")
+        assert failure is None or (isinstance(failure, ApiError) and failure.status == 503)
+        assert book.take_failure("key") is None
+    assert got == [0]
+
+
+def test_one_run_at_a_time_is_sent_again() -> None:
+    journals = {name: Journal(name, Ring(1 << 20)) for name in "abc"}
+    for name, journal in journals.items():
+        for step in range(3):
+            header = {"run": name, "step": step, "rows": [[0, step]], "ids": [step]}
+            journal.append(Frame(FrameType.SCOPE_STEP, header, bytes(1000)))
+    outbox, asked = Outbox(credit=1000), list[str]()
+
+    def replay(name: str) -> list[Entry]:
+        asked.append(name)
+        return journals[name].after(0)
+
+    for name in ("a", "b", "c", "b", "a"):
+        outbox.resume(name, functools.partial(replay, name))
+    assert asked == ["a", "c"], "others are made when their turn comes"
+    outbox.grant(1 << 20)
+    got = []
+    while len(outbox):
+        got += [frames.decode(one).header["run"] for one in outbox.pop()]
+    assert got == ["c"] * 3 + ["b"] * 3 + ["a"] * 3 and asked == ["a", "c", "b", "a"]
+
+
+def test_a_session_that_is_being_read_does_not_change() -> None:
+    run = scope_session.record(tokens=3)
+    sent = list(scope_session.rank_frames(run))
+    desk = ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+    for rank, frame in sent[: len(sent) // 2]:
+        desk.take(0, rank, frame)
+    scope_session.put_values(desk, 0, run.sites[0])
+    known = desk.runs[scope_session.RUN]
+    before = session_file.dump(desk, known.id)
+    reading = session_file.Snapshot(desk, known).pieces()
+    got = [next(reading)]
+    for rank, frame in sent[len(sent) // 2 :]:
+        desk.take(0, rank, frame)
+    scope_session.put_values(desk, 1, run.sites[1])
+    desk.ring.limit_bytes = 1
+    known.values.put(("mlp2", 0, 0, None), [0], run.sites[0]["mlp2"][:1, 0])
+    assert b"".join([*got, *reading]) == before
