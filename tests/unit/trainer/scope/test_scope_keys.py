@@ -1,18 +1,21 @@
-"""What a step's graph depends on: the sites that are hooked, on every rank of a tensor group the same."""
+"""What a step's graph depends on: the sites that are hooked, on every rank of a tensor group the same. And what ranks
+tell of sites of people's own, which is the same in every layout."""
 
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.errors import PlanError
 from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.scope.collect import Collector
+from megatronapp_trainer.scope.collect import Collector, Values
 from megatronapp_trainer.scope.look import Looker, hooked
-from megatronapp_trainer.scope.recipe import Recipe, recipe_of
+from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
 from megatronapp_trainer.scope.share import Share
-from megatronapp_trainer.scope.sites import forget_site, register_site
+from megatronapp_trainer.scope.sites import Axis, forget_site, register_site
 
 SHARE = Share(
     layers=(0, 2),
@@ -81,6 +84,48 @@ def test_only_sites_change_a_key(one: dict[str, Any], other: dict[str, Any]) -> 
     assert hooked(recipe(one)) == hooked(alike)
     states = one["states"] | {"mlp2": not one["states"]["mlp2"]}
     assert hooked(recipe(one)) != hooked(recipe(one | {"states": states}))
+
+
+def seen(share: Share, width: int, *, gated: bool) -> Collector:
+    """A layer's numbers, 0, 1, 2, .., as far as this rank has them; of gated ones a part of each half."""
+    whole = torch.arange(float(width * share.tensor_size)).expand(3, -1)
+    halves = whole.chunk(2, dim=-1) if gated else (whole,)
+    mine = torch.cat([half.chunk(share.tensor_size, dim=-1)[share.tp] for half in halves], dim=-1)
+    found = Collector(torch.nn.Module())
+    found.put({"own": Values(values={0: mine})})
+    return found
+
+
+def own_pixels(share: Share, width: int, *, gated: bool = False, **how: Any) -> dict[tuple[int, ...], torch.Tensor]:
+    """What a rank tells of a registered site, by the span that it says."""
+    register_site("own", "mlp", **how)
+    try:
+        found = Pixels(recipe({"states": dict.fromkeys(STATES, False)}), share, torch.device("cpu"))
+        own = [one for one in found.compute(seen(share, width, gated=gated)) if one.name == "own"]
+        return {tuple(one.said["features"]): one.values[0] for one in own}
+    finally:
+        forget_site("own")
+
+
+@pytest.mark.parametrize("reducer", ["mean", "data.max()", "histogram(4, 0, 128)"])
+@pytest.mark.parametrize("axis", [Axis.FEATURES, Axis.HEADS, Axis.MLP])
+def test_shards_of_people_s_own_sites_are_the_whole_side_by_side(axis: Axis, reducer: str) -> None:
+    how: dict[str, Any] = {"axis": axis, "reducers": (reducer,), "pixels": 8}
+    alone = dataclasses.replace(SHARE, heads=(0, 4), key_heads=(0, 4), mlp=(0, 64), tensor_size=1)
+    gated = axis is Axis.MLP
+    (whole,) = own_pixels(alone, 128, **how).values()
+    parts = {span: values for share in SHARES for span, values in own_pixels(share, 64, gated=gated, **how).items()}
+    assert [span[0] for span in sorted(parts)] == ([0, 32, 64, 96] if gated else [0, 64])
+    assert torch.equal(torch.cat([parts[span] for span in sorted(parts)], dim=-1), whole)
+
+
+@pytest.mark.parametrize(("axis", "least"), [(Axis.FEATURES, 2), (Axis.HEADS, 2), (Axis.KEY_HEADS, 2), (Axis.MLP, 4)])
+def test_a_pixel_of_several_ranks_is_refused(axis: Axis, least: int) -> None:
+    how: dict[str, Any] = {"axis": axis, "reducers": ("histogram(4, 0, 1)",)}
+    words = f"site own: {least - 1} pixels would be made of what 2 tensor ranks hold.*pixels={least} or more"
+    with pytest.raises(PlanError, match=words):
+        own_pixels(SHARE, 64, pixels=least - 1, **how)
+    assert own_pixels(SHARE, 64, pixels=least, **how)
 
 
 def test_filters_are_kept_for_a_few_recipes() -> None:

@@ -4,10 +4,12 @@ Equal recipes give equal kernels, so that a decode step of one recipe is one CUD
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import torch
 
+from megatronapp_common.errors import PlanError
 from megatronapp_common.scope.plan import compile_plan
 from megatronapp_common.scope.protocol_requests import Capture, Rotary
 from megatronapp_common.scope.reducers import parse_reducer
@@ -68,14 +70,19 @@ class _Reduction:
 
 
 class Pixels:
-    """The vector filters of a recipe, made for one rank's share."""
+    """The vector filters of a recipe, made for one rank's share.
+
+    Raises PlanError, ExpressionError where that cannot be.
+    """
 
     def __init__(self, recipe: Recipe, share: Share, device: torch.device) -> None:
         self._share = share
         self._device = device
         self._reductions = [*self._built_in(recipe)]
         self._own = recipe.own
-        self._own_programs: dict[tuple[str, int], tuple[DeviceProgram, Span]] = {}
+        self._own_programs: dict[tuple[str, int, int], tuple[DeviceProgram, Span]] = {}
+        for site in recipe.own:
+            self._check_own(site)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -141,9 +148,9 @@ class Pixels:
         """A registered site: how wide it is, is known when it has been seen."""
         if not (layers := seen.layers(site.name)) or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
             return
-        values = seen.stacked(site.name).flatten(2)
-        for place, text in enumerate(site.reducers):
-            program, span = self._own_program(site, place, values.size(-1))
+        parts = self._parts(site.axis, seen.stacked(site.name).flatten(2))
+        for (place, text), (part, values) in itertools.product(enumerate(site.reducers), enumerate(parts)):
+            program, span = self._own_program(site, place, (part, len(parts)), values.size(-1))
             out = program.buffer(*values.shape[:-1])
             program.run(values, out)
             said = {"site": site.name, "replicated": site.axis is Axis.WHOLE}
@@ -152,18 +159,36 @@ class Pixels:
             found, of = (out.flatten(2), tuple(layers)) if site.per_layer else (out.flatten(2)[0], None)
             yield Found(name=name, values=found, layers=of, said=said)
 
-    def _own_program(self, site: Site, place: int, width: int) -> tuple[DeviceProgram, Span]:
-        shards, shard = self._shards(site.axis)
-        if (site.name, place) not in self._own_programs:
-            program = self._program((site.pixels, site.reducers[place]), (width * shards, shards, shard))
-            self._own_programs[site.name, place] = program, (width * shard, width * (shard + 1))
-        return self._own_programs[site.name, place]
+    def _own_program(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[DeviceProgram, Span]:
+        """`of`: which part of how many, of a width that each rank has."""
+        (part, parts), (shards, shard) = of, self._shards(site.axis)
+        if (site.name, place, part) not in self._own_programs:
+            count, index = parts * shards, part * shards + shard
+            program = self._program((site.pixels, site.reducers[place]), (width * count, count, index))
+            self._own_programs[site.name, place, part] = program, (width * index, width * (index + 1))
+        return self._own_programs[site.name, place, part]
+
+    def _parts(self, axis: Axis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
+        width = self._share.mlp[1] - self._share.mlp[0]
+        is_halved = axis is Axis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
+        return values.split(width, dim=-1) if is_halved else (values,)
 
     def _shards(self, axis: Axis) -> tuple[int, int]:
         share = self._share
         if axis is Axis.WHOLE:
             return 1, 0
         return (share.key_shards, share.key_shard) if axis is Axis.KEY_HEADS else (share.tensor_size, share.tp)
+
+    def _check_own(self, site: Site) -> None:
+        """Several ranks tell their parts; nobody makes one number of them."""
+        shards, _ = self._shards(site.axis)
+        least = 2 * shards if site.axis is Axis.MLP and self._share.gated and shards > 1 else shards
+        if site.pixels < least:
+            raise PlanError(
+                f"site {site.name}: {site.pixels} pixels would be made of what {shards} tensor ranks hold, which is "
+                f"not merged; register it with pixels={least} or more"
+            )
 
 
 def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
