@@ -172,7 +172,7 @@ class Pixels:
         """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
         width = self._share.mlp[1] - self._share.mlp[0]
         is_halved = axis is Axis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
-        return values.split(width, dim=-1) if is_halved else (values,)
+        return torch.split(values, width, dim=-1) if is_halved else (values,)
 
     def _shards(self, axis: Axis) -> tuple[int, int]:
         share = self._share
