@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from megatronapp_common.tokens import Role, derive, new_secret
@@ -28,13 +29,20 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
 
         def start(
-            secret: str | None, *, head_s: float = 60.0, stall_s: float = 60.0, route: Callable[..., Any] | None = None
+            secret: str | None,
+            *,
+            head_s: float = 60.0,
+            stall_s: float = 60.0,
+            route: Callable[..., Any] | None = None,
+            stopping: Callable[[], bool] = lambda: False,
         ) -> int:
             monkeypatch.setattr(protocol, "HEAD_S", head_s)
             monkeypatch.setattr(protocol, "STALL_S", stall_s)
             sock = web.listen("127.0.0.1", 0)
             port: int = sock.getsockname()[1]
-            app = web.create_app(Desk(most_open=2, tally=Tally()), secret=secret)
+            desk = Desk(most_open=2, tally=Tally())
+            desk.is_stopping = stopping
+            app = web.create_app(desk, secret=secret)
             if route is not None:
                 app.add_api_route("/route", route)
             stack.enter_context(web.served(app, sock))
@@ -180,3 +188,12 @@ def test_without_a_key_only_names_of_this_machine_are_answered(serve: Any) -> No
 def test_with_a_key_any_name_will_do(serve: Any) -> None:
     port = serve(SECRET)
     assert ask(port, "/v1/models", host="demo-serve.team.svc", authorization=f"Bearer {KEY}") == 503
+
+
+def test_a_server_that_was_asked_to_stop_says_so_at_once(serve: Any) -> None:
+    asked = threading.Event()
+    port = serve(SECRET, stopping=asked.is_set)
+    for wanted in ("starting", "stopping"):
+        answer = httpx.get(f"http://127.0.0.1:{port}/readyz", trust_env=False)
+        assert (answer.status_code, answer.json()) == (503, {"status": wanted})
+        asked.set()

@@ -130,6 +130,17 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     return int(caught.value.exit_code), str(caught.value)
 
 
+def train_with_a_signal_in_the_last_step() -> int:
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared("--train-iters 2")
+    with StopWish() as wish:
+        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        return int(Trainer(run, DataIterators(train=ask, valid=None, test=None), stop_wish=wish).train())
+
+
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     from megatronapp_trainer.batch import DataIterators
     from megatronapp_trainer.loop import Trainer
@@ -288,6 +299,10 @@ def test_a_stop_without_a_checkpoint_is_no_preemption(run_ranks: RunRanks) -> No
     ((code, words),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
     assert code == ExitCode.OWN_FAILURE
     assert "stopped after 2 steps, as asked, without a checkpoint (no --save)" in words
+
+
+def test_a_stop_in_the_last_step_finds_all_done(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, train_with_a_signal_in_the_last_step) == [int(ExitCode.OK)]
 
 
 def test_not_finite_losses_name_step_rank_and_microbatch(run_ranks: RunRanks) -> None:

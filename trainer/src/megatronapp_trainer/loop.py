@@ -153,7 +153,7 @@ class Trainer:
             self._evaluate("validation")
         if _due(iteration, config.checkpoint.save_interval):
             self._save()
-        if outcome.loss.stop:
+        if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
             return self._stop()
         if outcome.loss.time_is_up or _due(iteration, config.training.exit_interval):
             return self._finish()

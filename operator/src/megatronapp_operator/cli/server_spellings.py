@@ -96,7 +96,6 @@ _SHAPE = (
     ("--hidden-dropout", "SHARE"),
     ("--distributed-timeout-minutes", "N"),
     ("--bf16", None),
-    ("--seed", "N"),
     ("--no-masked-softmax-fusion", None),
     ("--use-mcore-models", None),
 )
@@ -122,6 +121,7 @@ SPELLINGS: Final = (
     Spelling("--top-k", "K", belongs=f'{_PER_REQUEST}: "top_k"'),
     Spelling("--top-p", "P", belongs=f'{_PER_REQUEST}: "top_p"'),
     Spelling("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
+    Spelling("--seed", "N", belongs=f'{_PER_REQUEST}: "seed"'),
     Spelling("--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"),
     Spelling("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
     Spelling("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
 from megatronapp_trainer.generate.events import Event, FinishedEvent
 from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError
+from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 from megatronapp_trainer.serve.tally import Tally
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class Desk:
         self.observers: list[Observer] = []
         self.most_open = most_open
         """Prompts that wait or are generated."""
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether the server was asked to stop, though a step may still be computed."""
         self._engine: Engine | None = None
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
@@ -100,6 +102,8 @@ class Desk:
         """Why no request is taken now."""
         if self._closed is not None:
             return self._closed
+        if self.is_stopping():
+            return StoppingError("the server was asked to stop")
         return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Ticket:

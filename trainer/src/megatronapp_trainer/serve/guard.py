@@ -8,12 +8,14 @@ rebinding).
 
 import asyncio
 import ipaddress
+import os
 import urllib.parse
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatronapp_common.browsers import bearer, same_origin
+from megatronapp_common.names import Env
 from megatronapp_common.tokens import Role, matches
 from megatronapp_trainer.serve.problems import ApiError, error_response
 
@@ -45,7 +47,8 @@ class TokenGuard:
         token = bearer(headers) or ""
         if token.isascii() and matches(self._secret, Role.SERVE, token):
             return None
-        hint = "Send 'Authorization: Bearer <key>'; `megatronapp serve --print JOB` prints the key."
+        command = f"megatronapp serve --print {os.environ.get(Env.JOB, 'JOB')}"
+        hint = f"Send 'Authorization: Bearer <key>'; `{command}` prints the key."
         return ApiError(401, "unauthorised", "missing or wrong key", hint=hint)
 
 

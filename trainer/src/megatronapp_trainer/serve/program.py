@@ -61,7 +61,7 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
 
     layout = generation_layout(config)
     with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
-        front = stack.enter_context(open_front(command)) if layout.rank == 0 else None
+        front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
         stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
         gang = load(command, config)
         scope = look_out(gang, stack)
@@ -89,7 +89,7 @@ def load(command: Command, config: TrainerConfig) -> "Gang":
     initialize_groups(config, layout, device)
     vocab_size = config.data.vocab_size
     assert vocab_size is not None  # of the checkpoint's arguments
-    model = build.build_model(config, layout, device, vocab_size=vocab_size)
+    model = build.build_model(config, layout, device, vocab_size=vocab_size, drawn=False)
     path = build.load_weights(model, config, command.load)
     options = Options(
         slots=command.options.max_batch_size,
@@ -197,7 +197,7 @@ def _blamed(failure: "EngineLostError") -> "GenerationError":
 
 
 @contextlib.contextmanager
-def open_front(command: Command) -> Iterator[Front]:
+def open_front(command: Command, wish: "StopWish") -> Iterator[Front]:
     """Listen and answer that the model is being loaded. Raises UsageError, RendezvousError."""
     from megatronapp_trainer.report import open_progress
     from megatronapp_trainer.serve import web
@@ -214,6 +214,7 @@ def open_front(command: Command) -> Iterator[Front]:
     host, port = sock.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     desk = Desk(most_open=_most_open(command), tally=Tally())
+    desk.is_stopping = lambda: wish.requested
     app = web.create_app(desk, secret=secret)
     with web.served(app, sock):
         if (folder := os.environ.get(Env.RUN_DIR)) is not None:
