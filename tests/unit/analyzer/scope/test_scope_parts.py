@@ -190,7 +190,7 @@ def test_a_rate_is_by_the_second() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), length=st.integers(1, 700), level=st.integers(0, 3))
+@given(data=st.data(), length=st.integers(1, 700), level=st.integers(0, 8))
 def test_tiles_are_the_largest_of_what_they_cover(data: st.DataObject, length: int, level: int) -> None:
     whole = np.tril(np.random.default_rng(length).integers(0, 256, (length, length), np.uint8))
     known = {query: whole[query, : query + 1] for query in range(length)}

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 TILE = 256
 MAX_LEVEL = 12
+ROWS_AT_ONCE = 64
+"""Of a map, that are laid beside each other; a power of 2."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,17 +64,27 @@ def missing(place: Place, rows: Mapping[int, NDArray[Any]]) -> range | None:
 
 def tile(place: Place, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
     """The tile; smaller at the ends of the map."""
-    side, first = 1 << place.level, place.keys.start
+    side, start = 1 << place.level, place.queries.start
     columns = -(-len(place.keys) // side)
     out = np.zeros((-(-len(place.queries) // side), columns), np.uint8)
-    padded = np.zeros(columns * side, np.uint8)
-    for query in place.needed:
-        end = min(place.keys.stop, query + 1)
-        seen = rows[query][first:end]
-        padded[: seen.size] = seen
-        padded[seen.size :] = 0
-        line = out[(query - place.queries.start) // side]
-        np.maximum(line, padded.reshape(columns, side).max(axis=1), out=line)
+    depth = min(side, ROWS_AT_ONCE)
+    for begin in range(start, place.queries.stop, ROWS_AT_ONCE):
+        strip = range(begin, min(begin + ROWS_AT_ONCE, place.queries.stop))
+        lines = -(-len(strip) // depth)
+        largest = _laid(place, strip, rows, (lines * depth, columns * side)).reshape(lines, depth, -1).max(axis=1)
+        for _ in range(place.level):
+            largest = np.maximum(largest[:, ::2], largest[:, 1::2])
+        line = (begin - start) // side
+        np.maximum(out[line : line + lines], largest, out=out[line : line + lines])
+    return out
+
+
+def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
+    """Some rows of the map, as far as the tile shows them; 0 where there is none."""
+    out = np.zeros(shape, np.uint8)
+    for query in range(max(strip.start, place.needed.start), strip.stop):
+        seen = rows[query][place.keys.start : min(place.keys.stop, query + 1)]
+        out[query - strip.start, : seen.size] = seen
     return out
 
 
