@@ -40,8 +40,8 @@ RUNS = "/api/v1/scope/runs"
 LAYERS, HEADS, TILE = 2, 4, 256
 DEADLINE_S = 60
 ENDED = {"done", "cancelled", "failed"}
-AT_ONCE = 24
-"""Probes that wait, of the 40 that the server takes."""
+AT_ONCE = 16
+"""Probes that wait, of the 24 that a page may have."""
 CASES = [(layout, variant) for layout in scope_chain.LAYOUTS for variant in scope_chain.VARIANTS]
 
 
@@ -290,9 +290,9 @@ async def check_values(case: Case) -> None:
     """Exact numbers of every site, layer, head and sample, as files."""
     key_heads = case.sites[0]["k"].shape[2]
 
-    async def one(site: str, sample: int, where: str) -> None:
-        path = f"{RUNS}/{case.run}/values/{site}?sample={sample}{where}&format="
-        wanted = wanted_of(case.sites[sample], site, where)
+    async def one(site: str, sample: int, where: str, turn: str = "") -> None:
+        path = f"{RUNS}/{case.run}/values/{site}?sample={sample}{where}{turn and '&rotary=before'}&format="
+        wanted = wanted_of(case.sites[sample], site + turn, where)
         close(np.load(io.BytesIO((await case.page.get(path + "npy")).content)), wanted, (site, where))
         if sample == 0:
             said = (await case.page.get(path + "json")).json()
@@ -304,6 +304,8 @@ async def check_values(case: Case) -> None:
         for site, sample in itertools.product(sorted(exact.SITES), (0, 1)):
             for where in places(site, key_heads):
                 group.create_task(one(site, sample, where))
+                if sample == 0 and site in {"q", "k"}:
+                    group.create_task(one(site, sample, where, " before"))
 
 
 async def check_tiles(case: Case) -> None:
