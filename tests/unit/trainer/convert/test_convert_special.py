@@ -8,6 +8,8 @@ import pytest
 from convert_folder import LLAMA, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from megatronapp_trainer.errors import CheckpointError
+
 TEXTS = ["the whale and the ship met at sea", "né à Paris, a b c"]
 PROMPTS = ["the whale", "a", "", "ship  at sea\n", "<s>the"]
 END, BEGIN = "</s>", "<s>"
@@ -165,9 +167,34 @@ def test_the_tokens_that_end_a_text_travel_both_ways(
     assert text_tokens_of(tmp_path / "other").ends == ends, "a config.json of ours says it too"
 
 
+def test_a_server_of_a_converted_model_has_its_tokens(tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.convert.job import convert
+    from megatronapp_trainer.convert.options import Options
+    from megatronapp_trainer.serve.program import describe
+    from megatronapp_trainer.serve.settings import configure, read_command
+
+    made, _ = KINDS["llama3"]
+    write(tmp_path / "hf", LLAMA | {"vocab_size": made.get_vocab_size(), "eos_token_id": [0, 7]})
+    made.save(str(tmp_path / "hf" / "tokenizer.json"))
+    convert(Options(load_dir=tmp_path / "hf", save_dir=tmp_path / "ours"))
+    command = read_command(["--load", str(tmp_path / "ours")])
+    model = describe(command, configure(command))
+    assert model.end_tokens == (0, 7)
+    assert model.ids_of("") == (1,)
+    assert model.ids_of("the whale")[0] == 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"before": ["<s>"]}', '{"ends": [-1]}', '{"other": [1]}'])
+def test_damaged_ids_are_told(content: str, tmp_path: pathlib.Path) -> None:
+    from megatronapp_trainer.data.text_tokens import read_text_tokens
+
+    (tmp_path / "text_tokens.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"text_tokens\.json cannot be read .*; convert the model again"):
+        read_text_tokens(tmp_path)
+
+
 def test_an_end_that_is_no_token_is_refused(tmp_path: pathlib.Path) -> None:
     from megatronapp_trainer.convert.special import text_tokens_of
-    from megatronapp_trainer.errors import CheckpointError
 
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):

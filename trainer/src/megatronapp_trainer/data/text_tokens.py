@@ -39,7 +39,7 @@ def read_text_tokens(folder: pathlib.Path) -> TextTokens:
         found = {name: tuple(map(_id, ids)) for name, ids in json.loads(path.read_text(encoding="utf-8")).items()}
         return TextTokens(**found)
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); remove it, or convert the model again") from error
+        raise CheckpointError(f"{path} cannot be read ({error}); convert the model again") from error
 
 
 def _id(value: object) -> int:
