@@ -1,6 +1,7 @@
 """Ranks that generate while they are looked at, for tests: what each sends, and what plain torch says."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,14 @@ import torch
 from generating_ranks import config_of, drain, generated, groups_of, model_of, open_engine, plain_of, prompts
 from plain_sites import SeenGpt
 
-from megatronapp_common.frames import Frame, FrameType, encode
-from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.frames import Frame, FrameType, decode, encode
+from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.events import Event
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.leader import ScopeLeader
 from megatronapp_trainer.scope.publisher import Job, Numbers
-from megatronapp_trainer.scope.session import CaptureSession
+from megatronapp_trainer.scope.session import CaptureSession, SetBasis
 
 RUN = "0123456789ab"
 LENGTHS = (3, 21, 9)
@@ -38,12 +39,29 @@ def basis_frame(hidden: int) -> Frame:
     return frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": BASIS_LAYERS}, tensors)
 
 
+@functools.cache
+def large_basis() -> SetBasis:
+    """Of 32 layers of 4,096 numbers: 4.5 MiB, more than any part may have; as it came in a frame."""
+    axes = np.arange(32 * 8 * 4096, dtype="<f4").reshape(32, 8, 4096)
+    tensors = [Tensor("mean", "f32", axes[:, 0].copy()), Tensor("basis", "f32", axes)]
+    data = encode(frame_of(FrameType.SCOPE_BASIS, {"version": 1, "layers": list(range(32))}, tensors))
+    mean, found = (tensor.data for tensor in unpack(decode(data)))
+    return SetBasis(version=1, layers=tuple(range(32)), mean=np.array(mean), axes=np.array(found))
+
+
+def same_basis(one: SetBasis, other: SetBasis) -> bool:
+    """The same bits."""
+    return one.layers == other.layers and one.axes.tobytes() + one.mean.tobytes() == other.axes.tobytes() + (
+        other.mean.tobytes()
+    )
+
+
 @dataclasses.dataclass
 class Sent:
     """What a rank hands to its publisher."""
 
     jobs: list[Job] = dataclasses.field(default_factory=list)
-    _numbered: Numbers = dataclasses.field(default_factory=Numbers)
+    _numbers: Numbers = dataclasses.field(default_factory=Numbers)
     _built: dict[Job, list[bytes]] = dataclasses.field(default_factory=dict)
 
     def post(self, job: Job) -> None:
@@ -55,8 +73,13 @@ class Sent:
     def _frames(self, job: Job) -> list[bytes]:
         if job not in self._built:
             frames = [frame for one in job.split() for frame in one.build()]
-            self._built[job] = [encode(self._numbered(frame)) for frame in frames]
+            self._built[job] = list(map(self._encoded, frames))
         return self._built[job]
+
+    def _encoded(self, frame: Frame) -> bytes:
+        data = encode(self._numbers.numbered(frame))
+        self._numbers.go_on(frame)
+        return data
 
 
 def requests(count: int = NEW) -> list[GenerationRequest]:
@@ -84,12 +107,17 @@ def _capture_one(model: Any, config: Any, layout: Any, device: Any, change: dict
     session = CaptureSession(gang.stage, attempt=0, sink=sent.post)
     session.attach(gang)
     hello = encode(session.hello())
+    heard: list[SetBasis] = []
+    gang.handle("large", heard.append)
     if engine is None:
         gang.follow()
+        assert [same_basis(one, large_basis()) for one in heard] == [True]
         return [hello, *sent.frames()], None, {}
     leader = ScopeLeader(engine, session, sent.post)
+    engine.command("large", large_basis())
     leader.set_basis(basis_frame(config.model.hidden_size))
-    for request in leader.begin_run(RUN, Capture.model_validate(CAPTURE | change), requests()):
+    wanted = Capture.model_validate(CAPTURE | change)
+    for request in leader.begin_run(RUN, wanted, requests(), text_of=lambda token: f"<{token}>"):
         engine.submit(request)
     events = observed(engine, leader)
     tokens = {request.id: generated(events, request.id) for request in requests()}
@@ -114,6 +142,8 @@ def probe_all(engine: Any, leader: ScopeLeader, tokens: dict[str, list[int]]) ->
     ids = [[*request.prompt, *tokens[request.id][:-1]] for request in requests()]
     layers = [0, 1, 2, 3]
     asked: dict[str, dict[str, Any]] = {site: {"sites": [{"site": site, "layers": layers}]} for site in PROBED}
+    for site in ("q", "k"):
+        asked[f"{site} before"] = {"sites": [{"site": site, "layers": layers, "rotary": "before"}]}
     asked["attention"] = {"sites": [{"site": "attention", "layers": [1, 3], "heads": [0, 1, 3]}]}
     asked["attention codes"] = {
         "sites": [{"site": "attention", "layers": [2], "heads": [2], "code": "u8s"}],

@@ -176,8 +176,10 @@ def test_atlases(seen: Seen) -> None:
 def test_probes_tell_exact_numbers(seen: Seen) -> None:
     lengths = [length + NEW - 1 for length in LENGTHS]
     rows = tuple((sample, position) for sample, length in enumerate(lengths) for position in range(length))
-    for site in PROBED:
-        table = seen.tables(probe=seen.probes[site])[site]
+    for site in (*PROBED, "q before", "k before"):
+        pieces = seen.pieces(probe=seen.probes[site])
+        assert {piece.tensor.extra.get("rotary") for piece in pieces} == {"before" if "before" in site else None}
+        table = seen.tables(probe=seen.probes[site])[site.split()[0]]
         assert table.rows == rows, site
         close(table.data, rows_of_site(seen, site, rows), site)
 
@@ -209,6 +211,9 @@ def test_every_rank_reports_once_whole(seen: Seen) -> None:
         if frame.type == FrameType.SCOPE_PART:
             rows_of(frame.header["rows"])
             key = (frame.header["rank"], frame.header.get("probe") or frame.header["step"])
+            assert frame.header["part"] == len(last[key])
+            has_pca = any(tensor["n"] == "pca" for tensor in frame.header["tensors"])
+            assert frame.header.get("pcaVersion") == (1 if has_pca else None)
             last[key].append(frame.header["more"])
     assert len(last) == len(seen.hellos) * (NEW + len(seen.probes))
     assert all(said[-1] is False and all(said[:-1]) for said in last.values())
@@ -228,6 +233,7 @@ def test_tokens_tell_their_distributions(seen: Seen) -> None:
         best = np.argsort(-logits, axis=-1)[:, :5]
         close(tensors["partition"], wanted, "")
         np.testing.assert_array_equal(tensors["top.id"], best)
+        assert frame.header["topTexts"] == [[f"<{token}>" for token in row] for row in best]
         close(tensors["top.logit"], np.take_along_axis(logits, best, -1), "")
         np.testing.assert_allclose(tensors["top.p"], np.exp(np.take_along_axis(logs, best, -1)), atol=1e-3)
         close(tensors["entropy"], -(np.exp(logs) * logs).sum(-1), "")

@@ -260,17 +260,23 @@ def test_what_cannot_be_told_is_counted_and_said(path: pathlib.Path) -> None:
             self._headers.popleft()
             raise KeyError("no such row")
 
+    class TooLarge(Step):
+        def build(self) -> Iterator[Frame]:
+            yield next(super().build())
+            self._headers.popleft()
+            yield Frame(FrameType.SCOPE_PART, self._headers[0], bytes(MAX_PART_BYTES))
+
     publisher = Publisher(path, HELLO)
-    for step in (Broken(0, frames=3), Step(1, body=MAX_PART_BYTES), Step(2)):
+    for step in (Broken(0, frames=3), TooLarge(1, frames=2), Step(2)):
         publisher.post(step)
     with listening(path) as listener:
         publisher.start()
         with accepted(listener) as peer:
             read(peer)
-            told = [read(peer).header for _ in range(5)]
+            told = [read(peer).header for _ in range(6)]
     publisher.close()
     seen = [(header["step"], header["part"], header.get("dropped", False)) for header in told]
-    assert seen == [(0, 0, False), (0, 1, True), (0, 2, True), (1, 0, True), (2, 0, False)]
+    assert seen == [(0, 0, False), (0, 1, True), (0, 2, True), (1, 0, False), (1, 1, True), (2, 0, False)]
     assert next(iter(publisher.failures)) == "'no such row'"
     assert publisher.dropped == 2
 

@@ -1,6 +1,7 @@
 """Runs that begin, change and end beside others; sites of people's own; a model that is as it was afterwards."""
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from megatronapp_common.errors import ExpressionError
 from megatronapp_common.frames import Frame, FrameType, decode
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture, Probe
-from megatronapp_trainer.generate.events import Event, TokenEvent
+from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.leader import ScopeLeader
 from megatronapp_trainer.scope.session import CaptureSession
 from megatronapp_trainer.scope.sites import Axis, forget_site, known_sites, register_site, site_of
+from megatronapp_trainer.serve.looking import Looking
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]
@@ -255,6 +257,57 @@ def test_what_cannot_be_looked_at_is_refused_before_it_begins(run_ranks: RunRank
     ]
     for text, part in zip(told, wanted, strict=True):
         assert part in text
+
+
+def cancelled_in_prefill() -> tuple[list[str], list[Any], int, list[str]]:
+    """A run that is cancelled when its first prompt has been read alone, and what is told while one begins."""
+    with groups_of("") as (layout, device):
+        opened = Opened(layout, device)
+        opened.begin(Capture(), max_new_tokens=2)
+        opened.leader.observe(opened.engine.step())
+        begun = [part.header["more"] for part in opened.parts()]
+        assert opened.engine.is_busy
+        for sample in range(3):
+            opened.engine.cancel(f"{RUN}-{sample}")
+        events = observed(opened.engine, opened.leader)
+        reasons = [str(one.reason) for one in events if isinstance(one, FinishedEvent)]
+        told = [decode(data) for data in opened.sent.frames()]
+        tokens: list[Any] = [
+            (frame.header["step"], frame.header["rows"], frame.header["finished"])
+            for frame in told
+            if frame.type == FrameType.SCOPE_TOKENS
+        ]
+        assert begun and all(begun)
+        return reasons, tokens, opened.hooks(), _in_order(opened)
+
+
+def _steps(opened: Opened, looking: Looking) -> None:
+    for _ in range(3):
+        looking.observe(opened.engine.step())
+
+
+def _in_order(opened: Opened) -> list[str]:
+    """Tokens of a run that come before its first state has been told wait for it."""
+    looking = Looking(opened.leader)
+    before = len(opened.sent.jobs)
+    with looking.quiet():
+        for request in looking.begin(OTHER, Capture(preset="off"), requests(1), [0, 0, 0], None):
+            opened.engine.submit(request)
+        other = threading.Thread(target=_steps, args=(opened, looking))
+        other.start()
+        while not opened.engine.is_busy:
+            pass
+        looking.tell({"run": OTHER, "state": "queued"})
+    other.join()
+    frames = [frame for job in opened.sent.jobs[before:] for frame in job.build()]
+    names = {FrameType.SCOPE_TOKENS: "tokens", FrameType.SCOPE_RUN_STATE: "state"}
+    return [names[FrameType(frame.type)] for frame in frames if frame.type in names]
+
+
+def test_a_run_that_is_cancelled_in_its_prefill_tells_what_came_and_ends(run_ranks: RunRanks) -> None:
+    ((reasons, tokens, hooks, order),) = run_ranks(1, cancelled_in_prefill)
+    assert (reasons, tokens, hooks) == (["cancelled"] * 3, [(0, [[0, 2]], ["cancelled"])], 0)
+    assert order == ["state", "tokens"]
 
 
 def test_names_of_sites() -> None:

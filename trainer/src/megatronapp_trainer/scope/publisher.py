@@ -110,18 +110,28 @@ class Numbers:
         self._most = most
         self._next: collections.OrderedDict[object, int] = collections.OrderedDict()
 
-    def __call__(self, frame: Frame) -> Frame:
+    def numbered(self, frame: Frame) -> Frame:
         """The frame with its number; frames that are no parts as they are."""
         if frame.type != FrameType.SCOPE_PART:
             return frame
-        header = frame.header
-        key = header.get("probe") or (header.get("run"), header.get("step"))
-        number = self._next.pop(key, 0)
-        if header.get("more"):
-            self._next[key] = number + 1
+        number = self._next.get(_key(frame), 0)
+        return Frame(frame.type, {**frame.header, "part": number}, frame.body)
+
+    def go_on(self, frame: Frame) -> None:
+        """This frame is sent: the next one has another number."""
+        if frame.type != FrameType.SCOPE_PART:
+            return
+        number = self._next.pop(_key(frame), 0)
+        if frame.header.get("more"):
+            self._next[_key(frame)] = number + 1
         while len(self._next) > self._most:  # runs that were cancelled in their prefill
             self._next.popitem(last=False)
-        return Frame(frame.type, {**header, "part": number}, frame.body)
+
+
+def _key(frame: Frame) -> object:
+    """The step or probe of a part."""
+    header = frame.header
+    return header.get("probe") or (header.get("run"), header.get("step"))
 
 
 class Waiting:
@@ -339,9 +349,10 @@ class Publisher:
             self._waiting.over(kind, cost)
 
     def _encoded(self, frame: Frame) -> bytes:
-        data = encode(self._numbers(frame))
+        data = encode(self._numbers.numbered(frame))
         if len(data) > MAX_PART_BYTES:
             raise FrameError(f"a frame of {len(data)} bytes; ranks send at most {MAX_PART_BYTES}")
+        self._numbers.go_on(frame)
         return data
 
     def _connect(self) -> bool:

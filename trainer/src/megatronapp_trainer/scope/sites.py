@@ -165,12 +165,12 @@ def forget_site(name: str) -> None:
 
 def registered() -> tuple[Site, ...]:
     """Sites that people have registered."""
-    return tuple(_registered.values())
+    return tuple(_registered.copy().values())
 
 
 def known_sites() -> list[str]:
     """Names of all sites."""
-    return [*BUILT_IN, ATTENTION, *_registered]
+    return [*BUILT_IN, ATTENTION, *_registered.copy()]
 
 
 def site_of(name: str, *, rotary: str = "after") -> Site:
