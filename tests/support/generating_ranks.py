@@ -69,7 +69,7 @@ def groups_of(flags: str) -> Iterator[tuple[Layout, Device]]:
 
 
 def model_of(config: TrainerConfig, layout: Layout, device: Device, load: pathlib.Path | None = None) -> Any:
-    model = build_model(config, layout, device, vocab_size=VOCABULARY)
+    model = build_model(config, layout, device, vocab_size=VOCABULARY, drawn=load is None)
     if load is not None:
         load_weights(model, config, load)
     return model

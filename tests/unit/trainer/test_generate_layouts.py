@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from generating_ranks import (
     LAYOUTS,
     MORE_VARIANTS,
     VARIANTS,
+    VOCABULARY,
     config_of,
     drain,
     expected,
@@ -22,8 +24,9 @@ from generating_ranks import (
 )
 from plain_gpt import PlainGpt
 
-from megatronapp_trainer.generate.build import checkpoint_config
+from megatronapp_trainer.generate.build import build_model, checkpoint_config, load_weights
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.watch import Sight
 
 pytestmark = pytest.mark.torch
 
@@ -136,6 +139,51 @@ def test_layouts_say_the_same(run_ranks: RunRanks, alone: list[Answers], layout:
         assert wrong == []
 
 
+class Reader:
+    """Looks at what a stage was given by the one before until the next step begins, as MegaScope does on a GPU."""
+
+    def __init__(self, stage: Any) -> None:
+        self.unchanged: list[bool] = []
+        self._stage = stage
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def begin(self, _sight: Sight) -> str:
+        if self._seen is not None:
+            self.unchanged.append(torch.equal(*self._seen))
+        return "all"
+
+    def collect(self) -> None:
+        """Nothing but the buffer."""
+
+    def finish(self, _found: object, _logits: torch.Tensor | None) -> None:
+        buffers = list(self._stage._hidden.values())
+        self._seen = (buffers[-1], buffers[-1].clone()) if buffers else None
+
+    def forget(self, _looked: object) -> None:
+        """There are no graphs."""
+
+
+def read_between_steps(flags: str) -> list[bool]:
+    with groups_of(flags) as (layout, device):
+        config = config_of(flags)
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
+        reader = Reader(gang.stage)
+        gang.stage.watcher = reader
+        if engine is None:
+            gang.follow()
+        else:
+            engine.submit(requests()[0])
+            drain(engine)
+            engine.close()
+    return reader.unchanged
+
+
+def test_a_stage_is_sent_nothing_new_before_what_looks_at_the_last_step_is_told(run_ranks: RunRanks) -> None:
+    world, flags = LAYOUTS["PP2"]
+    _, second = run_ranks(world, read_between_steps, flags)
+    assert (len(second) > 8, all(second)) == (True, True)
+
+
 def train(flags: str) -> None:
     """A few steps, saved."""
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
@@ -160,9 +208,19 @@ def generate_from(load: str, flags: str) -> tuple[dict[str, list[int]] | None, l
     config = checkpoint_config(pathlib.Path(load), flags.split())
     with groups_of(flags) as (layout, device):
         model = model_of(config, layout, device, pathlib.Path(load))
+        if layout.world_size == 1:
+            same_as_drawn(model, config, layout, device, load)
         plain = plain_of(model, config) if layout.world_size == 1 else None
         said = generate_with(model, config, layout, device)
     return said, [] if plain is None or said is None else differences(plain, said)
+
+
+def same_as_drawn(model: Any, config: Any, layout: Any, device: Any, load: str) -> None:
+    """A model that had no weights before has those of one that had."""
+    drawn = build_model(config, layout, device, vocab_size=VOCABULARY)
+    load_weights(drawn, config, pathlib.Path(load))
+    pairs = zip(model.named_parameters(), drawn.named_parameters(), strict=True)
+    assert all(name == other and torch.equal(one, two) for (name, one), (other, two) in pairs)
 
 
 def test_a_checkpoint_trained_with_sequence_parallelism(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:

@@ -25,7 +25,7 @@ from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.stage import Options, Stage, cache_shape
 from megatronapp_trainer.groups import seed_everything
 from megatronapp_trainer.layout import Layout, layout_from_environment
-from megatronapp_trainer.models.gpt import _build_chunk, padded_vocab_size, transformer_config
+from megatronapp_trainer.models.gpt import build_stage
 
 _TRAINING_ALONE = (
     "--mock-data",
@@ -82,16 +82,13 @@ def generation_layout(config: TrainerConfig) -> Layout:
     return layout
 
 
-def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> Any:  # noqa: ANN401
-    """This stage's GPTModel with initial weights, in evaluation mode and without gradients."""
+def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Any:  # noqa: ANN401 - GPTModel
+    """This stage's GPTModel in evaluation mode and without gradients, with initial weights (`drawn`) or any."""
     config = generation_config(config)
     # On a GPU megatron-core draws weights from states of its own, which have to be there though ours replace them.
     seed_everything(config, layout)
-    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
-    model = _build_chunk(config, transformer_config(config, device), layout, 0, padded)
-    if config.precision.bf16:
-        model.bfloat16()
-    return model.to(device.torch_device).eval().requires_grad_(False)
+    model = build_stage(config, layout, device, vocab_size=vocab_size, drawn=drawn)
+    return model.eval().requires_grad_(False)
 
 
 def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> pathlib.Path:  # noqa: ANN401

@@ -40,12 +40,33 @@ def build_chunks(config: TrainerConfig, layout: Layout, device: Device, *, vocab
     return core_config, _wrap(config, core_config, chunks)
 
 
+def build_stage(
+    config: TrainerConfig,
+    layout: Layout,
+    device: Device,
+    *,
+    vocab_size: int,
+    drawn: bool = True,
+) -> Any:  # noqa: ANN401 - GPTModel
+    """A pipeline stage's model without what training wraps around it, in the precision of the configuration.
+
+    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    """
+    padded = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
+    model = _build_chunk(config, transformer_config(config, device), layout, 0, padded, drawn=drawn)
+    if config.precision.bf16:
+        model.bfloat16()
+    return model.to(device.torch_device)
+
+
 def _build_chunk(
     config: TrainerConfig,
     core_config: Any,  # noqa: ANN401 - TransformerConfig
     layout: Layout,
     chunk: int,
     vocab_size: int,
+    *,
+    drawn: bool = True,
 ) -> Any:  # noqa: ANN401 - GPTModel
     from megatron.core.models.gpt import GPTModel
 
@@ -65,7 +86,8 @@ def _build_chunk(
         rope_scaling_factor=model.rope_scaling_factor,
         vp_stage=vp_stage,
     )
-    initialize_weights(gpt, model, seed=config.training.seed, layout=layout)
+    if drawn:
+        initialize_weights(gpt, model, seed=config.training.seed, layout=layout)
     return gpt
 
 
