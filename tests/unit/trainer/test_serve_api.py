@@ -123,6 +123,8 @@ def test_seeds_copies_stops_and_logprobs(client: httpx.Client) -> None:
     two = ask(client, prompt="hello", max_tokens=8, seed=7, n=2, logprobs=3)["choices"]
     other = ask(client, prompt="hello", max_tokens=8, seed=8)["choices"][0]
     assert two[1]["token_ids"] == other["token_ids"] != two[0]["token_ids"]
+    alike = ask(client, prompt=["hello", "hello"], max_tokens=8, seed=7)["choices"]
+    assert [one["token_ids"] for one in alike] == [one["token_ids"] for one in two]
     told = two[0]["logprobs"]
     assert told["token_ids"] == two[0]["token_ids"]
     assert all(len(one) == 3 for one in told["top_logprobs"])

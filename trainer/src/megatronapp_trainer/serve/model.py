@@ -116,7 +116,7 @@ class ServedModel:
                 temperature=body.temperature,
                 top_k=body.top_k,
                 top_p=body.top_p,
-                seed=(seed + copy) % SEEDS,
+                seed=(seed + place * body.n + copy) % SEEDS,
                 stop_texts=tuple(stops),
                 stop_tokens=tuple(map(tuple, body.stop_token_ids)),
                 ignore_end=body.ignore_eos,
@@ -138,7 +138,7 @@ class ServedModel:
                 temperature=sampling.temperature,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
-                seed=seed,
+                seed=(seed + sample) % SEEDS,
                 stop_texts=sampling.stop,
             )
             for sample, prompt in enumerate(body.prompts)

@@ -60,7 +60,7 @@ class CompletionRequest(Body):
     seed: Seed | None = None
     """The same seed gives the same text again; left out: a new one each time."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    """Texts for each prompt, with the seeds seed, seed + 1, ..."""
+    """Texts for each prompt. The choice of index i is drawn with seed + i."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     """Texts that end the generation; they are left out."""
     stop_token_ids: Annotated[list[StopTokens], Field(max_length=MOST_STOPS)] = []
