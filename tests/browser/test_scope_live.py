@@ -1,0 +1,201 @@
+"""MegaScope's screen over a live model of two ranks: typing, looking, stopping, changing, and a rank that is killed."""
+
+import math
+import os
+import pathlib
+import re
+import signal
+import tempfile
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import playwright.sync_api as pw
+import pytest
+from served_job import Served, make_model, served
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.tokens import Role
+
+pytestmark = [pytest.mark.browser, pytest.mark.process]
+LAYER, HEAD = 1, 2
+LONG = 512
+PATIENCE_MS = 60_000
+POST = """async (asked) => {
+  const headers = {"Content-Type": "application/json"};
+  return (await fetch("/api/v1/scope/runs", {method: "POST", headers, body: JSON.stringify(asked)})).status;
+}"""
+CODE_STEP = 1 / 255
+"""Of `u8s`: the root of a probability is off by half of it at most."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = make_model(tmp_path_factory.mktemp("model"))
+    with (
+        tempfile.TemporaryDirectory() as state,  # a short name, for the sockets in it
+        served(pathlib.Path(state), model, "live", "--tensor-model-parallel-size", "2") as started,
+    ):
+        started.until_phase("Running", 0)
+        yield started
+
+
+class Screen:
+    """MegaScope as somebody of a role sees it."""
+
+    def __init__(self, page: pw.Page, job: Served, role: Role = Role.CONTROLLER) -> None:
+        self.page, self.job = page, job
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(job.entry(role))
+        with page.expect_websocket(lambda socket: socket.url.endswith("/api/v1/scope")) as found:
+            page.get_by_text("Open MegaScope").click()
+        self.socket = found.value
+        self.state = page.get_by_test_id("run-state")
+        self.go = page.get_by_role("button", name="Generate")
+        pw.expect(self.go).to_be_visible(timeout=PATIENCE_MS)
+
+    def ask(self, prompt: str, tokens: int) -> None:
+        """Fill the form in, greedily, so that no sampled end of text ends a long run first, and press Generate."""
+        self.page.get_by_label("Prompt 1").fill(prompt)
+        self.page.get_by_label("New tokens").fill(str(tokens))
+        self.page.get_by_label("Temperature", exact=True).fill("0")
+        self.go.click(timeout=PATIENCE_MS)
+
+    def until(self, text: str) -> None:
+        """Wait until the run is so far."""
+        pw.expect(self.state).to_contain_text(text, timeout=PATIENCE_MS)
+
+    def sees(self, wanted: Callable[[Frame], bool]) -> Any:
+        """A block at whose end such a frame has come since its beginning."""
+        return self.socket.expect_event("framereceived", lambda data: wanted(frames.decode(data)))
+
+    @property
+    def run(self) -> str:
+        """The run that the address names."""
+        return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.page.url).query))["run"]
+
+    def header(self) -> dict[str, Any]:
+        """What the hub tells of that run."""
+        with self.job.hub() as hub:
+            found: dict[str, Any] = hub.get(f"scope/runs/{self.run}").raise_for_status().json()
+        return found
+
+    def values(self, site: str, **place: int) -> np.ndarray:
+        """The hub's numbers of a site; whoever waits asks again."""
+        with self.job.hub() as hub:
+            path, given = f"scope/runs/{self.run}/values/{site}", {"sample": 0, **place}
+            while (answer := hub.get(path, params=given)).status_code == 202:
+                self.page.wait_for_timeout(answer.json()["retryMs"])
+            return np.array(answer.raise_for_status().json()["values"])
+
+
+def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    pw.expect(page.get_by_text("Nothing generated yet")).to_be_visible()
+    screen.ask("hello world", 8)
+    screen.until("Done: 8 new tokens")
+    prompt = screen.header()["prompts"][0]["ids"]
+    pw.expect(page.get_by_test_id("tokens").get_by_role("button")).to_have_count(len(prompt) + 8)
+    check_attention(screen, len(prompt) + 6)
+    check_candidates(screen, len(prompt) + 6)
+    screen.ask("whales", 4)
+    screen.until("Done: 4 new tokens")
+    page.locator("body").press("4")
+    pw.expect(page.get_by_test_id("pca")).to_be_visible()
+
+
+def check_attention(screen: Screen, query: int) -> None:
+    """The last row of a head, as the table shows it, is what the hub says."""
+    page = screen.page
+    page.goto(f"{page.url.partition('?')[0]}?page=scope&run={screen.run}&view=attention&layer={LAYER}&head={HEAD}")
+    card = page.get_by_role("region", name=f"Layer {LAYER}, head {HEAD}")
+    card.get_by_role("button", name="Table").click()
+    rows = card.get_by_role("table").locator("tbody tr")
+    exact = screen.values("attention", layer=LAYER, head=HEAD)[query]
+    pw.expect(rows).to_have_count(query + 1)
+    shown = [float(text) for text in rows.locator("td:last-child").all_inner_texts()]
+    np.testing.assert_allclose(np.sqrt(shown), np.sqrt(exact[: query + 1]), atol=CODE_STEP + 5e-4)
+    with page.expect_download() as download:
+        card.get_by_role("button", name="NPY").click()
+    saved = np.load(pathlib.Path(download.value.path()))
+    np.testing.assert_array_equal(saved[query, : query + 1], exact[: query + 1].astype(np.float32))
+
+
+def check_candidates(screen: Screen, position: int) -> None:
+    """Probabilities of what could follow are the softmax of the hub's logits."""
+    screen.page.locator("body").press("3")
+    table = screen.page.get_by_test_id("candidates")
+    row = table.locator("tbody tr").first
+    logits = screen.values("logits", position=position).ravel()
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    best = int(logits.argmax())
+    pw.expect(row.get_by_role("rowheader")).to_have_attribute("title", f"token {best}")
+    percent, logit = row.locator("td.number").all_inner_texts()
+    assert float(percent.split()[0]) / 100 == pytest.approx(shares[best], rel=0.01)
+    assert float(logit) == pytest.approx(logits[best], abs=0.006)
+    assert math.isclose(shares.sum(), 1)
+
+
+def test_what_is_looked_at_changes_while_a_run_goes_on_until_it_is_stopped(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    page.locator("body").press("2")
+    screen.ask("hello", LONG)
+    screen.until("Generating")
+    pin = page.get_by_role("button", name="Pin", exact=True)
+    with screen.sees(lambda frame: frame.type == FrameType.SCOPE_ROWS) as rows:
+        pin.click()
+    places = frames.decode(rows.value).header["rows"]
+    assert {(layer, head) for _, layer, head, _ in places} == {(0, 0)}
+    assert screen.header()["capture"]["pinned"] == [{"layer": 0, "head": 0}]
+    with screen.sees(lambda frame: frame.type == FrameType.SCOPE_STEP and "mlp1" not in names(frame)):
+        page.get_by_label("MLP 1").uncheck()
+    page.get_by_role("button", name="Stop").click()
+    screen.until("Stopped")
+    found = screen.header()
+    assert found["state"] == "cancelled"
+    assert 0 < len(found["generated"][0]) < LONG
+
+
+def names(frame: Frame) -> set[str]:
+    return {tensor["n"] for tensor in frame.header["tensors"]}
+
+
+def test_a_wrong_expression_is_marked_at_its_column(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    field = page.get_by_label("A pixel of Q, K, V")
+    field.fill("data.meen(dim=-1)")
+    with page.expect_response(lambda answer: answer.request.method == "POST" and answer.status == 422):
+        screen.ask("hello", 4)
+    pw.expect(field).to_have_attribute("aria-invalid", "true")
+    pw.expect(page.get_by_text("column 6: 'meen' is not known; did you mean mean?")).to_be_visible()
+    assert page.locator("pre.caret").text_content() == " " * 5 + "^"
+    field.fill("data.abs().mean()")
+    screen.go.click()
+    screen.until("Done: 4 new tokens")
+    assert screen.header()["capture"]["expression"]["qkv"] == "data.abs().mean()"
+
+
+def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job, Role.VIEWER)
+    screen.until("Done: 4 new tokens")
+    pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
+    pw.expect(screen.go).to_be_disabled()
+    assert page.evaluate(POST, {"prompts": ["hello"], "tokens": 1}) == 403
+
+
+def test_a_killed_rank_is_told_of_and_the_page_works_again_after_it(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.ask("hello", LONG)
+    screen.until("Generating")
+    os.kill(job.rank(1), signal.SIGKILL)
+    pw.expect(page.get_by_test_id("why-not")).to_contain_text("The ranks restart", timeout=PATIENCE_MS)
+    screen.until("Failed")
+    pw.expect(screen.go).to_be_disabled()
+    pw.expect(screen.go).to_be_enabled(timeout=2 * PATIENCE_MS)
+    job.until_phase("Running", 1)  # the page hears of new ranks a moment before they take runs
+    screen.ask("hello", 4)
+    screen.until("Done: 4 new tokens")
+    pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))).to_have_count(4)
