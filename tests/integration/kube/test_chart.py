@@ -154,6 +154,7 @@ def test_monitors_come_with_the_api_or_when_asked_for(chart: Chart) -> None:
         ("images.operator.digest=abc", "/images/operator/digest"),
         ("door.users[0].name=jane", "/door/users/0"),
         ("door.maxSockets=0", "/door/maxSockets"),
+        ("door.controls=often", "/door/controls"),
     ],
 )
 def test_a_wrong_value_is_named(chart: Chart, wrong: str, told: str) -> None:
@@ -171,6 +172,7 @@ def test_a_wrong_value_that_no_schema_sees_is_explained(chart: Chart) -> None:
     "missing",
     [
         "door.maxSockets",
+        "door.controls",
         "door.users",
         "door.viewerAccount",
         "admissionPolicy.authors",

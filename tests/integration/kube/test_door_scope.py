@@ -171,10 +171,9 @@ def test_who_controls_too_often_waits(job: door.Job, by_tokens: door.Door) -> No
 def test_a_page_gets_the_frames_of_its_hub_and_hears_that_it_has_gone(
     job: door.Job, session: pathlib.Path, reviewing: door.Door, viewer: str, controller: str
 ) -> None:
-    bearer = {"Authorization": f"Bearer {viewer}"}
     with contextlib.ExitStack() as stack:
         with scope_hub.replaying(job, session, port=reviewing.hub_port, key=reviewing.key):
-            one = stack.enter_context(page(reviewing, job, ("other", SUBPROTOCOL), **bearer))
+            one = stack.enter_context(page(reviewing, job, ("other", SUBPROTOCOL), Authorization=f"Bearer {viewer}"))
             hello = receive(one)
             assert one.subprotocol == SUBPROTOCOL
             assert (hello.type, hello.header["role"]) == (FrameType.SCOPE_HELLO, "viewer")
@@ -193,7 +192,7 @@ def test_a_page_gets_the_frames_of_its_hub_and_hears_that_it_has_gone(
         with pytest.raises(ConnectionClosed) as closed:
             one.recv(door.DEADLINE_S)
     assert closed.value.rcvd is not None and closed.value.rcvd.code == 1012
-    with page(reviewing, job, **bearer) as late:
+    with page(reviewing, job, Authorization=f"Bearer {viewer}") as late:
         assert receive(late).header["code"] == "hub-not-there"
 
 

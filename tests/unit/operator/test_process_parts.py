@@ -452,7 +452,7 @@ def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
     assert [one.id for one in read] == list(range(38, 100))
     assert {len(one.text) for one in read} == {len("jane ?[1m ") + summary.MAX_WHAT}
     assert "\x1b" not in read[0].text and "\n" not in read[0].text
-    answer = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
+    answer: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
     odd: list[Any] = [None, 3, "text", {}, [{}], [{"id": "x", "who": 1, "what": 2}], [None]]
     for actions in odd:
         told = summary.read_summary(answer | {"actions": actions})

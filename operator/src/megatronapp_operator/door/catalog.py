@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import hmac
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ FRESH_S = 2.0
 UNKNOWN_S, MAX_UNKNOWN = 60.0, 2_000
 """How long a token counts as that of no job, which was asked for once: browsers keep those of jobs that are gone."""
 TOKEN_LENGTH = 64
+ALIAS_DIGITS = 16
 ROLES = (Role.VIEWER, Role.CONTROLLER)
 """Of people. The other tokens of a job open nothing here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
@@ -87,6 +89,11 @@ class Catalog:
     def token(self, job: Job, role: Role) -> str:
         """What the job's hub wants to see of somebody with this role."""
         return derive(job_secret(self._key, job.uid), role)
+
+    def alias(self, job: Job, identity: str) -> str:
+        """A word that stands for somebody who looks at a job: the same in each of its requests, and no name."""
+        said = f"megatronapp:alias:{job.uid}:{identity}".encode()
+        return "viewer-" + hmac.new(bytes.fromhex(self._key), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
 
     async def _list(self, _: None) -> _Listed:
         documents: list[Object] = []

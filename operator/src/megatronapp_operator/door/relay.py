@@ -1,6 +1,6 @@
 """Passes a request on to a hub and its answer back. A hub is not trusted: only what `answers` names comes through.
 
-Of the caller method, path, query, a JSON body and an entity tag reach the hub, and the name of who controls its model;
+Of the caller method, path, query, a JSON body and an entity tag reach the hub, and the name of who controls its job;
 of the hub's headers those that `answers` passes reach the caller. Redirects are not followed, and content that is
 compressed is not taken (it was not asked for).
 """
@@ -60,7 +60,7 @@ class Question:
     method: str = "GET"
     body: bytes | None = None
     who: str | None = None
-    """Who controls, for the hub's record. It comes with the controller's token only."""
+    """Who asks, by whom the hub shares out: who controls by name, for its record; who looks by a word without meaning."""
     tag: str | None = None
     """Entity tag of what the caller has already."""
     kind: Kind = PLAIN

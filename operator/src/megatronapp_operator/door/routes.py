@@ -81,8 +81,12 @@ class Door:
     ) -> Response:
         """What the job's hub tells. Raises Refusal."""
         url = relay.address_of(await self.hubs.address(job), path, query)
-        token = self.catalog.token(job, role)
-        return await self._pass_on(caller, job, Question(url=url, token=token, tag=tag, kind=kind_of(path, query)))
+        token, who = (
+            self.catalog.token(job, role),
+            self.catalog.alias(job, caller.identity),
+        )  # hubs share out by callers
+        question = Question(url=url, token=token, who=who, tag=tag, kind=kind_of(path, query))
+        return await self._pass_on(caller, job, question)
 
     async def control_hub(
         self, caller: Caller, job: Job, path: str, *, method: str, body: bytes | None = None
