@@ -18,7 +18,9 @@ export interface Back {
   readonly seconds: number;
   readonly run: string | null;
   readonly gaps: number;
-  /** Whether the hub still has the run. */
+  /** Frames of the run that were here: a hub that has it again sends more. */
+  readonly frames: number;
+  /** Whether the hub told of the run when it greeted. */
   readonly known: boolean;
 }
 
@@ -84,12 +86,14 @@ export function createScope(api: ApiClient) {
   let lostAt: number | null = null;
   /** Told once a connection after a lost one has said hello. */
   const tellBack = (hello: EarlyHello): void => {
+    state.notice.value = null;
     if (lostAt === null || state.live.value.kind !== "live") return;
     const id = runId.value;
     state.back.value = {
       seconds: (Date.now() - lostAt) / 1000,
       run: id,
-      gaps: id === null ? 0 : (store.runs.get(id)?.gaps.length ?? 0),
+      gaps: run.value?.gaps.length ?? 0,
+      frames: run.value?.version ?? 0,
       known: id === null || hello.runs.some((one) => one.run === id),
     };
     lostAt = null;
@@ -103,10 +107,7 @@ export function createScope(api: ApiClient) {
     state.status.value = { state: hello.state };
   };
   const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
-    onHello: (hello) => {
-      tellBack(hello);
-      setHello(hello);
-    },
+    onHello: (hello) => (tellBack(hello), setHello(hello)),
     onStatus: (status) => (state.status.value = status),
     onChange: () => painter.changed(),
     onState: (live) => {

@@ -119,11 +119,14 @@ export class RunStore {
 
   setPca(header: PcaHeader, tensors: ReadonlyMap<string, Tensor>): void {
     const { version, layers, explained, fitted } = header;
-    if (version < (this.pca?.version ?? 0)) return;
+    const before = this.pca?.version;
+    if (version < (before ?? 0)) return;
     this.pca = { version, layers, explained, fitted };
+    // A later frame of the same version has more rows of a long run; another one takes the place of all.
     const mine = pcaTable(version);
-    for (const sample of this.samples)
-      sample.dropTables((name) => name === FITTED || (name.startsWith("pca.") && name !== mine));
+    if (version !== before)
+      for (const sample of this.samples)
+        sample.dropTables((name) => name.startsWith("pca.") && name !== mine);
     const tensor = tensors.get("pca");
     if (!tensor) return;
     const exact = { ...tensor, name: FITTED };

@@ -88,6 +88,15 @@ describe("coordinates", () => {
     expect(shown(...refitted, basis(1, 10, [0, 1]))).toEqual(shown(...refitted));
   });
 
+  it("of one basis may come in several frames", () => {
+    expect(shown(basis(2, 20, [0, 1]), basis(2, 20, [2, 3]))).toEqual([
+      [0, 20],
+      [1, 20],
+      [2, 20],
+      [3, 20],
+    ]);
+  });
+
   it("wait for their basis, and without a version count only while there was one", () => {
     expect(shown(stepOf(3, 11, 1))).toEqual([]);
     expect(shown(stepOf(3, 11, 1), basis(1, 10, [0]))).toEqual([

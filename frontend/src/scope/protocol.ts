@@ -168,7 +168,7 @@ export interface Gap {
   readonly from: number | null;
   readonly to: number | null;
   readonly ranks?: readonly number[] | null;
-  readonly reason: "slow" | "late" | "restart" | "old";
+  readonly reason: "slow" | "late" | "restart" | "old" | "large";
 }
 
 export interface PcaHeader {

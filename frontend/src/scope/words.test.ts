@@ -95,6 +95,7 @@ describe("words of a refusal", () => {
       hint: "with a hint. The page asks again in 7 s.",
     });
     expect(words(refused(503, "probe-incomplete"))).toMatchObject({ title: "said by the hub", again: true });
+    expect(words(refused(409, "run-incomplete"))).toMatchObject({ kind: "empty", again: false });
     expect(refusalWords(refused(503, "probe-incomplete", 1), false, false).hint).toBe("with a hint.");
   });
 });

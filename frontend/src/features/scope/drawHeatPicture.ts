@@ -101,7 +101,8 @@ function drawMark(surface: Surface, mark: Mark, frame: Box, { x, y }: Scales, pa
     surface.outline(grown, mark.look === "selected" ? palette.accent : palette.text, 2);
     return;
   }
-  surface.outline(grown, mark.look === "area" ? palette.text : palette.accent, 1);
+  if (mark.look === "area") surface.outline(grown, palette.panel, 4);
+  surface.outline(grown, mark.look === "area" ? palette.text : palette.accent, mark.look === "area" ? 2 : 1);
 }
 
 /** A corner in the upper right. */

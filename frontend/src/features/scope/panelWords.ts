@@ -111,10 +111,11 @@ export function refusalWords(
       again: false,
     };
   const { retryAfterS } = error;
+  const final = error.status === 404 || error.status === 409;
   const title = error.status === 429 ? "The model has too much to do to bring these numbers" : error.message;
   const hint =
     retryAfterS === null || !comesAgain
       ? error.hint
       : `${error.hint} The page asks again in ${retryAfterS} s.`.trim();
-  return { kind: error.status === 404 ? "empty" : "error", title, hint, again: error.status !== 404 };
+  return { kind: final ? "empty" : "error", title, hint, again: !final };
 }

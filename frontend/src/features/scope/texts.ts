@@ -52,6 +52,7 @@ const REASONS: Readonly<Record<Gap["reason"], string>> = {
   late: "ranks reported too late",
   restart: "the hub was restarted",
   old: "the hub needed the room for newer ones",
+  large: "no message is large enough for them",
 };
 
 /** What people read when a lost connection is back. */
@@ -76,7 +77,7 @@ export function gapText(gaps: readonly Gap[]): { title: string; hint: string } |
   const whose = ranks.length > 0 ? ` (${rankList(ranks)})` : "";
   const count = gaps.reduce((sum, { from, to }) => sum + Math.max(1, (to ?? 0) - (from ?? 0) + 1), 0);
   return {
-    title: `${count} ${WHAT[last.what]} were skipped${whose}: ${REASONS[last.reason]}.`,
+    title: `${count} ${WHAT[last.what]} were skipped${whose}: ${REASONS[last.reason] ?? last.reason}.`,
     hint: "Their places are hatched.",
   };
 }
