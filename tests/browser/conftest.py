@@ -211,13 +211,15 @@ def start(module: str, arguments: list[str], environment: dict[str, str], log: p
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
+    """Agents drain for long after one signal, and end at once after a second one: nobody reads what they would send."""
     process.send_signal(signal.SIGCONT)
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    for patience_s in (0.3, 10):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+            return
+    process.kill()
+    process.wait()
 
 
 def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[], str | None]:
