@@ -181,6 +181,7 @@ def test_nobody_is_let_in_without_the_key(server: Server) -> None:
                 answer = stranger.get(path, headers=headers)
                 assert answer.status_code == 401, (token, path)
                 assert answer.json()["code"] == "unauthorised"
+                assert "`megatronapp serve --print tiny` prints the key" in answer.json()["hint"]
             assert stranger.get("/healthz").is_success
 
 

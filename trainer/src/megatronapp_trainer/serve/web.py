@@ -27,6 +27,9 @@ SPARE_REQUESTS = 64
 SPARE_CONNECTIONS = 192
 """Connections beyond those whose requests are worked on; the oldest that asks nothing gives its place to a new one."""
 SPARE_FILES = 256
+KERNEL_BYTES = 128 << 10
+"""What the kernel may hold of an answer that nobody reads (it doubles it); by itself it takes megabytes, and so long
+nobody would notice."""
 
 
 def build_api() -> FastAPI:
@@ -64,6 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
     try:
         found.bind((host, port))
         found.listen(128)
