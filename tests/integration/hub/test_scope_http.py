@@ -14,6 +14,7 @@ from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, recei
 
 from megatronapp_analyzer.hub.scope import session_file
 from megatronapp_analyzer.hub.scope.limits import Buckets
+from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
@@ -42,6 +43,12 @@ async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
         assert came == recording().generated
         assert detail["generated"][0][0]["position"] == len(recording().prompts[0])
         assert detail["prompts"][0]["offsets"][8:10] == [None, [8, 9]]
+        more = (await client.get(f"{RUNS}/{RUN}?candidates=true")).json()["generated"][0][0]
+        assert detail["generated"][0][0]["candidates"] is None
+        assert len(more["candidates"]) == 10
+        assert all(one["text"] == (scope_session.text_of(one["id"]) or "\ufffd") for one in more["candidates"])
+        chances = [one["probability"] for one in more["candidates"]]
+        assert chances == sorted(chances, reverse=True) and 0 < sum(chances) <= 1.01
         answer = await client.get(f"{RUNS}/nothing")
         assert (answer.status_code, answer.json()["code"]) == (404, "no-such-run")
 
@@ -139,13 +146,13 @@ async def test_the_same_is_asked_once_and_no_caller_asks_without_end(
     async with shown(hub, fake_job, until) as client:
         await pca_was_asked(hub, rank_zero, until)
         before = len(rank_zero.asked)
-        places = [f"{RUNS}/{RUN}/values/k?layer={layer}&head={head}" for layer in range(4) for head in range(2)]
-        places += [f"{one}&sample=1" for one in places] + [f"{RUNS}/{RUN}/values/residual?layer=0"]
+        places = [f"{RUNS}/{RUN}/values/q?layer={layer}&head={head}" for layer in range(4) for head in range(4)]
+        places = [*places, *(f"{one}&sample=1" for one in places)][: MAX_OF_CALLER + 1]
         twice = await asyncio.gather(*(client.get(places[0]) for _ in range(6)))
         assert {one.status_code for one in twice} == {202} and len({one.json()["probe"] for one in twice}) == 1
         assert len(rank_zero.asked) == before + 1
         answers = [await client.get(place) for place in places]
-        assert [one.status_code for one in answers] == [202] * 16 + [429]
+        assert [one.status_code for one in answers] == [202] * MAX_OF_CALLER + [429]
         assert (answers[-1].json()["code"], answers[-1].headers["retry-after"]) == ("too-many-probes", "1")
         other = await client.get(places[-1], headers={"X-Megatronapp-Caller": "jane"})
         assert other.status_code == 202, "another caller's share is another"

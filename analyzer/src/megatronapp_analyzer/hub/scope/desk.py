@@ -278,11 +278,11 @@ class ScopeDesk:
         layers = self.publishers.model["layers"] if self.publishers.model else None
         tables, rows = self._read(run, step, layers)
         if step.step == 0:
-            frames_of_prompts = encode.overview_frames(step, tables, layers, self.pca_version)
+            frames_of_prompts = encode.overview_frames(step, tables, layers, run.pca_version)
             self._publish_all(run.journal.append(one) for one in frames_of_prompts)
             for sample, layer, head, position, codes in rows:
                 run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
-        frame, left_out = encode.step_frame(step, tokens, tables, self.pca_version)
+        frame, left_out = encode.step_frame(step, tokens, tables, run.pca_version)
         self.publish(run.add_step(frame))
         if left_out:
             self._tell_gap(run, "step", (step.step, step.step), "large", tensors=left_out)

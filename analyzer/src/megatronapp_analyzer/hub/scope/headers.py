@@ -69,7 +69,6 @@ class StepHeader(HeaderModel):
     finished: list[str | None] | None = None
     top_texts: list[list[str]] | None = None
     """Of each row the texts of its candidates."""
-    pca_version: Number | None = None
 
     @model_validator(mode="after")
     def _as_many_as_rows(self) -> Self:

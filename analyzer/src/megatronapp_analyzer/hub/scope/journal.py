@@ -106,6 +106,10 @@ class Journal:
         """The newest SCOPE_PCA: it has the coordinates of all rows, so that no older one is sent again."""
         return self._newest_pca.whole if self._newest_pca is not None else None
 
+    def steps(self) -> list[bytes]:
+        """SCOPE_STEP frames that are held whole."""
+        return [one.whole for one in self._entries if one.type == FrameType.SCOPE_STEP and one.whole is not None]
+
     def after(self, seq: int) -> list[Entry]:
         """Frames with a number above `seq`, oldest first."""
         return self._entries[bisect.bisect_right(self._entries, seq, key=lambda entry: entry.seq) :]

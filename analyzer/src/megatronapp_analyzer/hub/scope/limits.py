@@ -11,7 +11,7 @@ from megatronapp_analyzer.hub.access import role_of
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 
-REQUESTS_PER_S = 100.0
+REQUESTS_PER_S = 200.0
 BURST = 400.0
 """Requests at once, after a rest: a page that opens asks for many tiles."""
 MAX_CALLERS = 1024

@@ -15,9 +15,9 @@ from megatronapp_analyzer.hub.scope.merge import Piece
 from megatronapp_analyzer.hub.scope.numbering import Numbering, Part
 
 LOG = logging.getLogger(__name__)
-MAX_PROBES = 32
-"""That are waited for."""
-MAX_OF_CALLER = 16
+MAX_PROBES = 36
+"""That are waited for; rank 0 takes a few more."""
+MAX_OF_CALLER = 24
 """Of these, for one caller."""
 MAX_BYTES = 256 << 20
 """That may come of all probes together before they are whole."""

@@ -15,6 +15,7 @@ from megatronapp_analyzer.hub.schemas import Problem
 from megatronapp_analyzer.hub.scope import exact, schemas, session_file, viewers
 from megatronapp_analyzer.hub.scope.actions import who_of
 from megatronapp_analyzer.hub.scope.asking import RETRY_MS
+from megatronapp_analyzer.hub.scope.candidates import candidates_of
 from megatronapp_analyzer.hub.scope.limits import MAX_SESSIONS, Slots, caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
@@ -115,9 +116,15 @@ async def start(scope: ScopeOf, request: RunRequest, who: Who) -> schemas.Starte
 
 
 @router.get("/runs/{run}", operation_id="getRun", responses=NOT_FOUND)
-async def run_detail(scope: ScopeOf, run: RunId) -> schemas.RunDetail:
-    """State of a run, and all its tokens."""
-    known = run_of(scope, run).detail()
+async def run_detail(scope: ScopeOf, run: RunId, *, candidates: bool = False) -> schemas.RunDetail:
+    """State of a run, and all its tokens; `candidates`: also what else could have come, as far as it is held."""
+    found = run_of(scope, run)
+    known = found.detail()
+    if candidates:
+        others = await asyncio.to_thread(candidates_of, found.journal.steps())
+        for sample, line in enumerate(known["generated"]):
+            for token in line:
+                token["candidates"] = others.get((sample, token["position"]))
     return schemas.RunDetail.model_validate({name: known.get(name) for name in schemas.DETAIL_NAMES if name in known})
 
 

@@ -94,6 +94,14 @@ class Hello(ApiModel):
     runs: list[RunSummary]
 
 
+class Candidate(ApiModel):
+    """A token that could have come; its text alone, if rank 0 has texts."""
+
+    id: int
+    text: str | None
+    probability: float
+
+
 class GeneratedToken(ApiModel):
     """A token that came out of the row before its position."""
 
@@ -103,6 +111,8 @@ class GeneratedToken(ApiModel):
     offset: list[int] | None
     """Place of its text in UTF-16 units."""
     finished: str | None
+    candidates: list[Candidate] | None = None
+    """Asked for by `candidates=true`; None, too, where the hub holds them no more."""
 
 
 class RunDetail(ApiModel):
