@@ -5,8 +5,9 @@ import dataclasses
 import io
 import pathlib
 import re
+import struct
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ import pytest
 import scope_replay
 import scope_session
 from axe import CONTRAST, violations
+
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_common.frames import FrameType, encode
+from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, frame_of
 
 pytestmark = pytest.mark.browser
 RUN = scope_session.RUN
@@ -50,7 +55,7 @@ def replay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
     folder = tmp_path_factory.mktemp("replay")
     recording = scope_session.record()
     file = folder / "tiny.scope"
-    file.write_bytes(scope_session.session(recording))
+    file.write_bytes(session_file.dump(scope_session.desk_of(recording, tp=2, pp=2), RUN))
     with scope_replay.replaying(file, folder / "replay.log") as running:
         yield Replay(url=running.url, token=running.token, recording=recording)
 
@@ -150,6 +155,14 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> N
     pw.expect(scope.get_by_text("preview: click or Enter to lock")).to_be_visible()
     scope.keyboard.press("Enter")
     pw.expect(scope).to_have_url(re.compile("head="))
+    assert query(scope)["head"] == "2"
+    scope.keyboard.press("m")
+    filled = scope.locator("section.large")
+    pw.expect(filled.get_by_test_id("head-atlas")).to_be_focused()
+    assert filled.bounding_box() == {"x": 0, "y": 0, "width": 1440, "height": 900}
+    scope.keyboard.press("Escape")
+    pw.expect(filled).to_have_count(0)
+    pw.expect(scope.get_by_test_id("head-atlas")).to_be_focused()
     scope.keyboard.press("[")
     assert query(scope)["token"] == "16"
     scope.keyboard.press("n")
@@ -163,6 +176,44 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> N
     assert query(scope)["prompt"] == "1"
     scope.go_back()
     pw.expect(scope.get_by_test_id("attention-map").or_(scope.get_by_test_id("head-atlas"))).to_have_count(2)
+
+
+def test_rank_is_one_selection_with_its_layers_and_heads(scope: pw.Page, replay: Replay) -> None:
+    scope.goto(replay.view("attention", layer=0, head=0))
+    where = scope.get_by_test_id("where")
+    pw.expect(where).to_contain_text("on rank 0 (stage 0, tensor rank 0)")
+    scope.get_by_label("Rank").select_option("3: layers 2 to 3, heads 2 to 3")
+    assert {name: query(scope)[name] for name in ("rank", "layer", "head")} == {"rank": "3", "layer": "2", "head": "2"}
+    scope.reload()
+    pw.expect(where).to_contain_text("on rank 3 (stage 1, tensor rank 1)")
+    pw.expect(scope.get_by_label("Rank").locator("option:checked")).to_contain_text("3: layers 2 to 3")
+    scope.get_by_test_id("head-atlas").focus()
+    for key in ("ArrowUp", "Enter"):
+        scope.keyboard.press(key)
+    pw.expect(where).to_contain_text("layer 1, head 2, on rank 1")
+    scope.keyboard.press("r")
+    assert query(scope)["rank"] == "2"
+
+
+def test_every_panel_saves_its_picture_as_large_as_it_stands(scope: pw.Page, replay: Replay) -> None:
+    panels = 0
+    for view in ("layers", "attention", "probabilities", "pca"):
+        scope.goto(replay.view(view, layer=PINNED[0], head=PINNED[1]))
+        pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+        if view == "attention":
+            pw.expect(scope.get_by_test_id("attention-map")).to_be_visible()
+        for panel in scope.locator("[data-panel]").all()[0 if view == "layers" else 1 :]:
+            with scope.expect_download() as download:
+                panel.get_by_role("button", name="PNG").click()
+            picture = pathlib.Path(download.value.path()).read_bytes()
+            box = panel.bounding_box()
+            assert box is not None
+            width, height = struct.unpack(">II", picture[16:24])
+            assert abs(width - box["width"]) <= 1
+            assert abs(height - box["height"]) <= 1
+            assert len(picture) > 3000, "hardly anything is painted"
+            panels += 1
+    assert panels == 8
 
 
 VIEWS = {"1": "layers-matrix", "2": "attention-map", "3": "candidates", "4": "pca"}
@@ -198,3 +249,176 @@ def test_fits_the_window(scope: pw.Page, replay: Replay) -> None:
             over = scope.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             assert over <= 0, f"{shown} is {over} pixels too wide at {width}"
             assert scope.evaluate("document.querySelectorAll('*').length") < 3000
+
+
+TEXT = "abcdefghijklmnopqrst"
+STRIDE = 4
+TOLD = [0, 4, 8, 12, 16, 19]
+LAYERS = 2
+LOGITS = np.array([3, 2, 1, 0, -1, -2, -3, -4, -5, -6])
+"""Of the whole vocabulary; the first six are candidates."""
+SAMPLING = {"temperature": 0.5, "topK": 0, "topP": 0.9, "seed": 1, "stop": []}
+HELLO: dict[str, Any] = {
+    "protocol": 1, "role": "controller", "job": "long", "source": "live", "state": "ready",
+    "model": {"layers": LAYERS, "hidden": 8, "heads": 2, "keyHeads": 2, "headWidth": 4, "mlpWidth": 8, "gated": False,
+              "vocabulary": len(LOGITS), "positions": "rotary", "maxLength": 64},
+    "layout": {"tensor": 1, "pipeline": 1}, "presets": ["default", "lite", "off"], "reducers": [],
+    "limits": {"prompts": 8, "tokens": 64, "pinnedHeads": 8, "ringBytes": 1 << 20, "expressionLength": 256},
+    "runs": [{"run": RUN, "state": "decoding", "prompts": [TEXT], "position": None}],
+}  # fmt: skip
+RUN_HEADER: dict[str, Any] = {
+    "run": RUN, "seq": 1, "state": "decoding", "tokens": 4, "error": None, "sampling": SAMPLING,
+    "prompts": [{"text": TEXT, "ids": list(range(20)), "offsets": [[at, at + 1] for at in range(20)]}],
+}  # fmt: skip
+
+
+def overview() -> bytes:
+    """Numbers of every fourth token of the prompt: each is its own position."""
+    rows = np.repeat(np.array(TOLD, np.float32), LAYERS * 3).reshape(-1, LAYERS, 3)
+    scales = np.ones((len(TOLD), LAYERS), np.float32)
+    tensors = [
+        Tensor("q", "i8", rows.astype(np.int8), scales),
+        Tensor("residual.norm", "f16", rows[..., 0].astype(np.float16)),
+        Tensor("head.entropy", "u8", np.repeat(np.array(TOLD, np.uint8), 4).reshape(-1, LAYERS, 2)),
+    ]
+    header = {"run": RUN, "seq": 2, "sample": 0, "stride": STRIDE, "positions": TOLD}
+    return encode(frame_of(FrameType.SCOPE_OVERVIEW, header, tensors))
+
+
+def first_step() -> bytes:
+    """The first token that was generated, with six candidates."""
+    logits = LOGITS[:6].astype(np.float32)[None]
+    partition = np.array([[np.log(np.exp(LOGITS / t).sum()) for t in TEMPERATURES]], np.float32)
+    tensors = [
+        Tensor("top.id", "u32", np.arange(6, dtype=np.uint32)[None]),
+        Tensor("top.p", "f16", np.exp(logits - partition[:, [5]]).astype(np.float16)),
+        Tensor("top.logit", "f32", logits),
+        Tensor("partition", "f32", partition),
+        Tensor("surprise", "f32", np.array([0.5], np.float32)),
+        Tensor("entropy", "f32", np.array([1.5], np.float32)),
+    ]
+    header = {
+        "run": RUN, "seq": 3, "step": 0, "rows": [[0, 19]], "ids": [0], "texts": [" the"], "offsets": [None],
+        "finished": [None], "topTexts": [[" the", " a", "\ufffd", "x", "y", "z"]],
+    }  # fmt: skip
+    return encode(frame_of(FrameType.SCOPE_STEP, header, tensors))
+
+
+def hello(**change: Any) -> bytes:
+    return encode(frame_of(FrameType.SCOPE_HELLO, HELLO | change))
+
+
+def run_frame(**change: Any) -> bytes:
+    return encode(frame_of(FrameType.SCOPE_RUN, RUN_HEADER | change))
+
+
+Scripted = Callable[..., None]
+
+
+@pytest.fixture
+def scripted(page: pw.Page, replay: Replay) -> Scripted:
+    """Lets a test play the hub's socket: it is given every connection and its number from 0."""
+    page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
+    page.route("**/api/v1/scope", lambda route: route.fulfill(json=HELLO))
+    page.route("**/attention/**", lambda route: route.fulfill(status=404, json={"message": "none", "hint": ""}))
+
+    def open_with(serve: Callable[[pw.WebSocketRoute, int], None], view: str = "layers", **selection: Any) -> None:
+        count = iter(range(100))
+        page.route_web_socket("**/api/v1/scope", lambda socket: serve(socket, next(count)))
+        page.goto(replay.view(view, **selection))
+
+    return open_with
+
+
+def long_prompt(socket: pw.WebSocketRoute, _: int) -> None:
+    for frame in (hello(), run_frame(), overview(), first_step()):
+        socket.send(frame)
+
+
+def test_numbers_of_a_neighbour_are_called_by_its_name(page: pw.Page, scripted: Scripted) -> None:
+    scripted(long_prompt, token=6)
+    states = page.get_by_role("region", name="States of the token")
+    pw.expect(states).to_contain_text("“e” at 4")
+    pw.expect(states).to_contain_text("These are the numbers of “e” at 4, not of “g” at 6.")
+    with page.expect_download() as download:
+        states.get_by_role("button", name="PNG").click()
+    assert download.value.suggested_filename == "states-token4.png"
+    matrix = page.get_by_role("region", name="Layers by tokens")
+    pw.expect(matrix).to_contain_text("Every 4th token of this prompt has numbers.")
+    page.get_by_test_id("layers-matrix").focus()
+    page.keyboard.press("ArrowRight")
+    pw.expect(matrix.locator("[aria-live]")).to_have_text("“e” at 4, layer 0: Norm 4")
+    page.keyboard.press("2")
+    heads = page.get_by_role("region", name="Heads", exact=True)
+    pw.expect(heads).to_contain_text("at “e” at 4")
+    pw.expect(heads).to_contain_text("not of “h” at 7")
+    page.keyboard.press("]")
+    pw.expect(heads).to_contain_text("at “i” at 8")
+    pw.expect(heads.get_by_text("These are the numbers")).to_have_count(0)
+
+
+def test_candidates_have_texts_and_are_cut_after_the_temperature(page: pw.Page, scripted: Scripted) -> None:
+    scripted(long_prompt, view="probabilities")
+    rows = page.get_by_test_id("candidates").locator("tbody tr")
+    pw.expect(rows.locator("th bdi")).to_have_text(["␣the", "␣a", "part of a character (token 2)", "x", "y", "z"])
+    cut = page.get_by_test_id("candidates").locator("tr.cut")
+    pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 0.5 by top-k off, top-p 0.9")
+    pw.expect(cut).to_have_count(4)
+    page.get_by_test_id("what-if").press("End")
+    pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 2")
+    pw.expect(cut).to_have_count(1)
+    page.get_by_role("button", name="As it was").click()
+    pw.expect(cut).to_have_count(4)
+
+
+def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scripted) -> None:
+    gap = {"seq": 9, "run": RUN, "what": "step", "from": 1, "to": 3, "ranks": None, "reason": "restart"}
+
+    def serve(socket: pw.WebSocketRoute, number: int) -> None:
+        if number == 0:
+            long_prompt(socket, number)
+            socket.close()
+            return
+        socket.on_message(lambda _: socket.send(encode(frame_of(FrameType.SCOPE_GAP, gap))))
+        socket.send(hello())
+
+    scripted(serve, token=6)
+    back = page.get_by_test_id("back")
+    pw.expect(back).to_contain_text("Connected again after")
+    pw.expect(back).to_contain_text("3 steps were skipped: the hub was restarted.")
+    pw.expect(page.get_by_role("region", name="States of the token")).to_contain_text("“e” at 4")
+
+
+def test_run_that_the_hub_no_longer_knows_stays_and_says_so(page: pw.Page, scripted: Scripted) -> None:
+    def serve(socket: pw.WebSocketRoute, number: int) -> None:
+        if number == 0:
+            long_prompt(socket, number)
+            socket.close()
+        else:
+            socket.send(hello(runs=[]))
+
+    scripted(serve, token=6, run=RUN)
+    pw.expect(page.get_by_test_id("back")).to_contain_text("no longer knows this run")
+    pw.expect(page.get_by_test_id("tokens")).to_be_visible()
+
+
+def test_failed_run_and_full_queue_are_told_in_plain_words(page: pw.Page, scripted: Scripted) -> None:
+    error = {"code": "engine-lost", "message": "The model ended.", "hint": "Ask again once it is back."}
+
+    def serve(socket: pw.WebSocketRoute, number: int) -> None:
+        long_prompt(socket, number)
+        socket.send(run_frame(seq=4, state="failed", error=error))
+
+    def full(route: pw.Route) -> None:
+        said = {"code": "queue-full", "message": "16 prompts wait", "hint": "Wait a little."}
+        route.fulfill(status=429, json=said, headers={"Retry-After": "7"})
+
+    page.route("**/api/v1/scope/runs", full)
+    scripted(serve, view="pca")
+    pw.expect(page.get_by_role("alert").first).to_contain_text("The model ended.")
+    pca = page.get_by_role("region", name="Principal components")
+    pw.expect(pca).to_contain_text("The run failed before these numbers came")
+    pw.expect(pca).to_contain_text("Ask again once it is back.")
+    pw.expect(page.get_by_test_id("tokens")).to_be_visible()
+    page.get_by_role("button", name="Generate", exact=True).click()
+    pw.expect(page.get_by_text("16 prompts wait. Wait a little. Try again in 7 s.")).to_be_visible()
