@@ -60,7 +60,7 @@ class Question:
     method: str = "GET"
     body: bytes | None = None
     who: str | None = None
-    """Who asks, by whom the hub shares out: who controls by name, for its record; who looks by a word without meaning."""
+    """Who asks, for the hub's shares: who controls by name, for its record; who looks by a word without meaning."""
     tag: str | None = None
     """Entity tag of what the caller has already."""
     kind: Kind = PLAIN

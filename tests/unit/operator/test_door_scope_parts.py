@@ -1,0 +1,139 @@
+"""Parts of the door that MegaScope needs, and that need no cluster: what may come back, names, turns, frames."""
+
+import re
+import urllib.parse
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_operator.door import live
+from megatronapp_operator.door.answers import BYTES, CSV, JSON, PLAIN, TILE, kind_of
+from megatronapp_operator.door.catalog import Catalog, Job
+from megatronapp_operator.door.gate import TOKEN_HOLDER, Caller
+from megatronapp_operator.door.problems import Refusal, refused
+from megatronapp_operator.door.rates import Rates
+from megatronapp_operator.door.relay import MAX_IDENTITY, spelled
+from megatronapp_operator.door.reviews import User
+from megatronapp_operator.door.routes import Word
+
+RUN = "scope/runs/0123456789ab"
+WORDS = st.from_regex(re.compile(f"{Word}", re.ASCII), fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "types", "file"),
+    [
+        ("job", "", {JSON}, None),
+        ("scope", "format=csv", {JSON}, None),
+        (f"{RUN}/attention/0/1/2/0/0/0", "", {JSON, BYTES}, None),
+        (f"{RUN}/session", "format=csv", {JSON, BYTES}, "0123456789ab.scope"),
+        (f"{RUN}/values/q", "layer=1", {JSON}, None),
+        (f"{RUN}/values/q", "format=json&format=csv", {JSON, CSV}, "0123456789ab-q.csv"),
+        (f"{RUN}/values/my.site", "format=npy", {JSON, BYTES}, "0123456789ab-my.site.npy"),
+        (f"{RUN}/values/q/session", "format=npy", {JSON}, None),
+        (f"faults/{RUN}/session", "", {JSON}, None),
+    ],
+)
+def test_what_may_come_back_is_said_by_the_path(path: str, query: str, types: set[str], file: str | None) -> None:
+    kind = kind_of(path, query)
+    assert (kind.types, kind.file) == (types, file)
+
+
+@given(st.lists(WORDS, max_size=8).map("/".join), st.text(max_size=30))
+def test_a_file_s_name_is_made_of_plain_words(path: str, query: str) -> None:
+    for whole in (path, f"scope/runs/{path}", f"{RUN}/values/{path}"):
+        for form in (query, f"format=csv&{query}", "format=npy"):
+            name = kind_of(whole, form).file
+            assert name is None or re.fullmatch(r"[A-Za-z0-9._~-]+", name)
+
+
+@given(st.dictionaries(st.sampled_from(["ETag", "X-Tile-Shape", "Retry-After", "Set-Cookie", "Location"]), st.text()))
+def test_headers_of_a_hub_pass_only_as_what_they_should_be(hub: dict[str, str]) -> None:
+    for kind in (PLAIN, TILE, kind_of(f"{RUN}/session")):
+        found = kind.headers(JSON, hub)
+        assert found.pop("content-type") == JSON
+        assert set(found) <= {"retry-after"} | ({"etag", "x-tile-shape", "cache-control"} if kind.tagged else set())
+        assert all(value.isascii() and value.isprintable() for value in found.values())
+
+
+@given(st.text(max_size=300))
+def test_a_name_in_a_header_is_printable_ascii_and_says_which_name_it_is(name: str) -> None:
+    told = spelled(name)
+    assert told.isascii() and (told.isprintable() or not told) and len(told) <= MAX_IDENTITY
+    if len(told) < MAX_IDENTITY and name == name.strip() and name.isprintable():
+        assert urllib.parse.unquote(told) == name
+    assert spelled("system:serviceaccount:team:jane") == "system:serviceaccount:team:jane"
+
+
+def test_who_looks_has_a_word_at_each_job_and_no_name() -> None:
+    catalog = Catalog(None, key="ab" * 32)  # type: ignore[arg-type]
+    jane, joe = Caller(User("jane"), frozenset()), Caller(User("joe"), frozenset())
+    one, two = Job("team", "gpt", "u1"), Job("team", "gpt", "u2")
+    words = {catalog.alias(job, caller.identity) for job in (one, two) for caller in (jane, joe)}
+    assert len(words) == 4 and catalog.alias(one, jane.identity) in words
+    assert not any("jane" in word or "joe" in word for word in words)
+    assert (jane.name, Caller(None, frozenset({"u1"})).name) == ("jane", TOKEN_HOLDER)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_turns_come_back_with_time_and_a_refusal_says_when() -> None:
+    clock = Clock()
+    rates = Rates("calls", turns=3, fill_s=15.0, clock=clock)
+    jane, joe = {"jane": 1, "the job": 2}, {"joe": 1, "the job": 2}
+    for _ in range(3):
+        rates.take(jane)
+    with pytest.raises(Refusal, match="jane has had 3 calls in a short time") as told:
+        rates.take(jane)
+    assert (told.value.status, told.value.retry_s) == (429, 5)
+    assert refused(told.value).headers["retry-after"] == "5"
+    for _ in range(3):
+        rates.take(joe)
+    with pytest.raises(Refusal, match="the job has had 6 calls"):
+        rates.take({"jim": 1, "the job": 2})
+    clock.now += 4.9
+    with pytest.raises(Refusal, match="jane"):
+        rates.take(jane)
+    clock.now += 0.2
+    rates.take(jane)
+    clock.now += 1000
+    for _ in range(3):
+        rates.take(jane)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=60))
+def test_nobody_has_more_turns_than_time_gives(calls: list[tuple[str, float]]) -> None:
+    clock, granted = Clock(), {"a": 0, "b": 0}
+    rates = Rates("calls", turns=3, fill_s=6.0, clock=clock)
+    for who, pause in calls:
+        clock.now += pause
+        try:
+            rates.take({who: 1})
+        except Refusal as refusal:
+            assert refusal.retry_s is not None and 1 <= refusal.retry_s <= 2
+        else:
+            granted[who] += 1
+    passed = clock.now - Clock.now
+    assert all(count <= 3 + passed / 2 + 1e-6 for count in granted.values())
+
+
+def test_only_the_frames_of_prompts_are_longer_than_a_message() -> None:
+    def frame(kind: FrameType, size: int) -> bytes:
+        return frames.encode(Frame(kind, {}, bytes(size - 24)))
+
+    most = live.SCOPE_RULES.most
+    for kind in FrameType:
+        assert live.SCOPE_RULES.refuses(frame(kind, most)) is None
+        long = live.SCOPE_RULES.refuses(frame(kind, most + 8))
+        assert (long is None) == (kind is FrameType.SCOPE_RUN)
+        assert live.RULES.refuses(frame(kind, most + 8)) is None
+    assert live.SCOPE_RULES.refuses("text") == live.RULES.refuses("text") == "the hub sent text"
+    assert live.SCOPE_RULES.refuses(b"") is None
