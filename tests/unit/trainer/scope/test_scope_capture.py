@@ -24,7 +24,7 @@ RunRanks = Callable[..., list[Any]]
 ALL = VARIANTS | MORE_VARIANTS
 BY_LAYOUT = {
     "alone": ("learned-tied", "rotary-grouped", "rotary-tied-window", "rotary-one-key-head"),
-    "TP2": ("learned-tied", "rotary-grouped"),
+    "TP2": ("rotary-one-key-head", "rotary-grouped"),
     "PP2": ("learned-tied", "rotary-one-key-head"),
     "TP2xPP2": ("learned-tied", "rotary-grouped"),
 }
