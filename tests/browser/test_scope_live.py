@@ -74,7 +74,8 @@ class Screen:
     @property
     def run(self) -> str:
         """The run that the address names."""
-        return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.page.url).query))["run"]
+        found: dict[str, str] = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(self.page.url).query))
+        return found["run"]
 
     def header(self) -> dict[str, Any]:
         """What the hub tells of that run."""
