@@ -142,9 +142,9 @@ def test_a_port_that_is_taken_is_told() -> None:
 @pytest.mark.asyncio
 async def test_pages_of_other_sites_are_kept_out_where_there_is_no_key() -> None:
     app = TokenGuard(PlainTextResponse("hello"), secret=None)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here:1") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:1") as client:
         assert (await client.get("/v1/models")).status_code == 200
-        assert (await client.get("/v1/models", headers={"Origin": "http://here:1"})).status_code == 200
+        assert (await client.get("/v1/models", headers={"Origin": "http://localhost:1"})).status_code == 200
         other = await client.post("/v1/completions", headers={"Origin": "http://elsewhere"})
         assert (other.status_code, other.json()["code"]) == (403, "other-origin")
 
