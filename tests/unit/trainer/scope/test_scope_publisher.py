@@ -1,5 +1,6 @@
 """The thread that sends: whatever its peer does, nobody waits for it, and what is lost is counted."""
 
+import asyncio
 import pathlib
 import socket
 import tempfile
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket
+from megatronapp_analyzer.hub.scope.numbering import Numbering, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.scope.publisher import FRAME_COST, MOST_COMING, Kind, Publisher, Ready
+from megatronapp_trainer.scope.publisher import BOUND_BYTES, FRAME_COST, MOST_COMING, Kind, Publisher, Ready
 
 HELLO = Frame(FrameType.SCOPE_PUBLISHER, {"rank": 3})
 BODY = 100 << 10
@@ -295,3 +298,32 @@ def test_the_end_sends_what_is_left(path: pathlib.Path) -> None:
             assert peer.recv(1) == b""
             closing.join()
     assert len(encode(HELLO)) % 8 == 0
+
+
+@pytest.mark.asyncio
+async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears_of_every_step(
+    path: pathlib.Path,
+) -> None:
+    """The real agent's socket: while the hub takes nothing, all but its 8 MiB waits in the rank."""
+    agent = ScopeSocket(path.parent, lambda: None)
+    probe, steps = Numbering(), {number: Numbering() for number in range(30)}
+    async with asyncio.timeout(20), agent.running():
+        one = Publisher(path, Frame(FrameType.SCOPE_PUBLISHER, {"rank": 0}))
+        one.start()
+        one.post(Step(0, kind=Kind.PROBE, frames=24, body=1 << 20))
+        for number in steps:
+            one.post(Step(number, body=1 << 20))
+        while agent.buffer.held_bytes < LIMIT_BYTES:
+            await asyncio.sleep(0)
+        assert agent.buffer.held_bytes < LIMIT_BYTES + (2 << 20)
+        assert one.held_bytes <= BOUND_BYTES + (26 << 20)
+        while not (probe.finished and all(step.finished for step in steps.values())):
+            if (data := agent.pop()) is not None and (frame := decoded(data)).type == FrameType.SCOPE_PART:
+                assert len(data) <= MAX_PART_BYTES
+                of = probe if "probe" in frame.header else steps[frame.header["step"]]
+                of.add(part_of(0, frame.header))
+            await asyncio.sleep(0)
+        await asyncio.to_thread(one.close)
+    assert not probe.dropped
+    dropped = [number for number, step in steps.items() if step.dropped]
+    assert 0 < len(dropped) == one.dropped and 29 not in dropped
