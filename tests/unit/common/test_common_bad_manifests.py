@@ -149,8 +149,8 @@ ROWS: list[tuple[dict[str, Any], str]] = [
         "spec.model.numQueryGroups: 6 does not divide numAttentionHeads 8; write a divisor of it",
     ),
     (
-        {"spec.model.numQueryGroups": 1},
-        "spec.model.numQueryGroups: 1 is not a multiple of parallelism.tensor 2; write 2",
+        {"spec.model.numQueryGroups": 3, "spec.model.numAttentionHeads": 12, "spec.model.hiddenSize": 96},
+        "spec.model.numQueryGroups: 3 is neither a multiple nor a divisor of parallelism.tensor 2; write 4",
     ),
     (
         {"spec.model.ffnHiddenSize": 127},
