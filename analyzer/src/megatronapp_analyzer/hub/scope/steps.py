@@ -1,7 +1,7 @@
 """Steps that wait for their parts: closed when all ranks have reported, or some time after the first. Pure.
 
 The caller gives the time in seconds; any order of frames gives the same steps. Every step closes: one whose tokens do
-not come closes without them, at the latest some time after its first part, and soon when its run has ended.
+not come closes without them, at the latest some time after its newest part, and soon when its run has ended.
 """
 
 import dataclasses
@@ -14,9 +14,10 @@ from megatronapp_analyzer.hub.scope.numbering import Numbering, Part
 from megatronapp_common.frames import Frame
 
 WAIT_S = 0.2
-"""From the first frame of a step to the moment when it is closed without what is missing."""
+"""From the newest frame of a step to the moment when it is closed without what is missing: parts of a long prompt come
+over seconds, and its tokens may overtake the last of them."""
 TOKENS_WAIT_S = 60.0
-"""From the first part of a step whose tokens do not come: the stages before the last report long before it does."""
+"""From the newest part of a step whose tokens do not come: the stages before the last report long before it does."""
 MAX_OPEN = 64
 """Steps that wait, of all runs; beyond, the oldest is closed as it is."""
 
@@ -29,6 +30,7 @@ class OpenStep:
     """What has come of a step."""
 
     began_s: float
+    heard_s: float
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     parts: Numbering = dataclasses.field(default_factory=Numbering)
     tokens: Frame | None = None
@@ -92,7 +94,9 @@ class StepBook:
         if step < self._next.get(run, 0):
             self.late += 1
             return None
-        return self._open.setdefault(key, OpenStep(now_s))
+        found = self._open.setdefault(key, OpenStep(now_s, now_s))
+        found.heard_s = now_s
+        return found
 
     def close(self, expected: Iterable[int], now_s: float) -> list[ClosedStep]:
         """Steps that are ready, in the order of their runs' steps. `expected`: ranks that publish."""
@@ -123,7 +127,7 @@ class StepBook:
         step = self._open[run, number]
         later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
         known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
-        return step.began_s + (self.wait_s if known else self.tokens_wait_s)
+        return step.heard_s + (self.wait_s if known else self.tokens_wait_s)
 
     def _shut(self, key: StepKey, ranks: frozenset[int]) -> ClosedStep:
         run, number = key
