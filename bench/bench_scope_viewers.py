@@ -157,9 +157,9 @@ def answers(url: str) -> bool:
 def killed(job: Served, page: pw.Page, request: dict[str, Any]) -> dict[str, Any]:
     """Kill the hub in the middle of a run; how long the page needs, and what it says."""
     with job.hub() as hub:
-        url = str(hub.base_url).removesuffix("/api/v1/")
         run = hub.post("scope/runs", json=request).raise_for_status().json()["run"]
-    page.goto(f"{url}/?page=scope&run={run}")
+        url = str(hub.base_url).removesuffix("/api/v1/")
+    page.goto(f"{page.url.partition('/?')[0]}/?page=scope&run={run}")
     place = page.get_by_test_id("token-place")
     page.evaluate(CHANGED, "")
     page.wait_for_timeout(1000)
@@ -185,7 +185,7 @@ def killed(job: Served, page: pw.Page, request: dict[str, Any]) -> dict[str, Any
     return {"hub_away_s": round(up - gone, 2), "page_back_s": round(back, 2), "run": state, "said": words}
 
 
-def restarts(job: Served, request: dict[str, Any], times: int) -> list[dict[str, Any]]:
+def restarts(job: Served, request: dict[str, Any], times: int) -> Iterator[dict[str, Any]]:
     """Kills of the hub, seen by Chromium."""
     with pw.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -193,10 +193,10 @@ def restarts(job: Served, request: dict[str, Any], times: int) -> list[dict[str,
         page.set_default_timeout(60_000)
         page.goto(job.entry(Role.CONTROLLER))
         page.get_by_text("Open MegaScope").click()
-        page.get_by_test_id("run-state").wait_for()
-        found = [killed(job, page, request) for _ in range(times)]
+        page.get_by_role("button", name="Generate").wait_for()
+        for _ in range(times):
+            yield killed(job, page, request)
         browser.close()
-    return found
 
 
 def main() -> int:
@@ -206,18 +206,20 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new", type=int, default=128, help="tokens of a block and prompt (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=10, help="0: only kills (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5)
     given = parser.parse_args()
     size = Size(layers=given.layers, heads=given.heads, head_width=8, positions=1024)
     print(json.dumps({"machine": machine()}), flush=True)
     with tempfile.TemporaryDirectory() as name, serving(pathlib.Path(name), size) as job:
         text = prompt_of(pathlib.Path(name), 64)
-        shares = compared(job, request_of(text, given.prompts, given.new), given.rounds)
+        request = request_of(text, given.prompts, given.new)
+        shares = compared(job, request, given.rounds) if given.rounds else []
         for one in shares:
             print(json.dumps(one | {"goal": SHARE_GOAL}), flush=True)
-        kills = restarts(job, request_of(text, 1, 512), given.kills)
-        for found in kills:
+        kills = []
+        for found in restarts(job, request_of(text, 1, 512), given.kills):
+            kills.append(found)
             print(json.dumps(found | {"goal_s": BACK_GOAL_S}), flush=True)
     slow = any(one["share_median"] < SHARE_GOAL for one in shares)
     late = any(one["page_back_s"] > BACK_GOAL_S or not one["said"] for one in kills)

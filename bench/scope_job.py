@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -27,11 +28,13 @@ from megatronapp_common.scope.protocol import SUBPROTOCOL  # noqa: E402
 ENDED = frozenset({"done", "cancelled", "failed"})
 ROUTE = "/api/v1/scope"
 WRITE = """
+# No token ends a text: runs are as long as they were asked for.
 import sys
 from megatronapp_trainer.data.tokenizer import train
 from megatronapp_trainer.pretrain import main
 texts = ["hello world, this is a small text about whales and ships. " * 20, "né à Paris, 日本語 " * 10]
-train(texts, 300).backend.save(sys.argv[1] + "/tokenizer.json")
+whole = train(texts, 300).backend.to_str().replace("<|endoftext|>", "<|nothing|>")
+open(sys.argv[1] + "/tokenizer.json", "w").write(whole)
 raise SystemExit(main([*sys.argv[2:], "--save", sys.argv[1] + "/saved"]))
 """
 DEADLINE_S = 900.0
@@ -77,7 +80,8 @@ def prompt_of(folder: pathlib.Path, tokens: int) -> str:
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, size: Size, *words: str) -> Iterator[Served]:
-    """`megatronapp serve` of a model in `folder`, until it takes requests."""
+    """`megatronapp serve` of a model in `folder`, until it takes requests. A SIGTERM leaves nothing behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     write_model(folder, size)
     with served(folder, folder, "bench", *words) as job:
         job.until_phase("Running", 0)
