@@ -108,6 +108,22 @@ def test_ranks_that_hang_are_told_of_a_lost_peer_and_end_by_themselves(gang: Gan
     assert gang.workers[1].record()["rank"] == 3
 
 
+def test_who_leaves_by_itself_when_a_peer_is_lost_ends_as_it_likes() -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "from megatronapp_trainer import lost\n"
+        "lost.LINGER_S = 600\n"
+        "before, heard = signal.getsignal(lost.PEER_LOST), threading.Event()\n"
+        "with lost.LossWatch(heard.set):\n"
+        "    os.kill(os.getpid(), signal.SIGCHLD)\n"
+        "    os.kill(os.getpid(), lost.PEER_LOST)\n"
+        "    heard.wait()\n"
+        "assert signal.getsignal(lost.PEER_LOST) is before and signal.set_wakeup_fd(-1) == -1\n"
+        "sys.exit(7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 7
+
+
 def test_a_killed_launcher_takes_its_ranks_along_and_the_others_stop(gang: Gang) -> None:
     gang.start({})
     pids = gang.running(BOTH)
