@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from megatronapp_common import cli
-from megatronapp_common.tokens import job_secret
+from megatronapp_common.tokens import Role, job_secret
 from megatronapp_operator.cli.cluster import doors, tokens, trace
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.cluster.doors import Door
@@ -76,7 +76,7 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
         assert client.get(job.path).status_code == 403
     with opened(asked(config)) as cluster:
         found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
-    assert found == reviewing.job_token(job.uid)
+    assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
 
 
 def asked(config: pathlib.Path, service_account: str | None = None) -> argparse.Namespace:
