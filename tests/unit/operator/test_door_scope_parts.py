@@ -125,7 +125,7 @@ def test_nobody_has_more_turns_than_time_gives(calls: list[tuple[str, float]]) -
     assert all(count <= 3 + passed / 2 + 1e-6 for count in granted.values())
 
 
-def test_only_the_frames_of_prompts_are_longer_than_a_message() -> None:
+def test_only_prompts_and_coordinates_are_longer_than_a_message() -> None:
     def frame(kind: FrameType, size: int) -> bytes:
         return frames.encode(Frame(kind, {}, bytes(size - 24)))
 
@@ -133,7 +133,7 @@ def test_only_the_frames_of_prompts_are_longer_than_a_message() -> None:
     for kind in FrameType:
         assert live.SCOPE_RULES.refuses(frame(kind, most)) is None
         long = live.SCOPE_RULES.refuses(frame(kind, most + 8))
-        assert (long is None) == (kind is FrameType.SCOPE_RUN)
+        assert (long is None) == (kind in {FrameType.SCOPE_RUN, FrameType.SCOPE_PCA})
         assert live.RULES.refuses(frame(kind, most + 8)) is None
     assert live.SCOPE_RULES.refuses("text") == live.RULES.refuses("text") == "the hub sent text"
     assert live.SCOPE_RULES.refuses(b"") is None

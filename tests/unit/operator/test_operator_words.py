@@ -1,6 +1,7 @@
 """Words of failures, of one worker alone, and of a deletion."""
 
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -44,16 +45,17 @@ def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("save", "force", "said"),
+    ("spec", "force", "said"),
     [
-        ({"save": "ckpt"}, False, "stopping; a checkpoint is written, at most 30 s"),
+        ({"mode": "serve"}, False, "stopping; open requests are told, at most 30 s"),
+        ({"checkpoint": {"save": "ckpt"}}, False, "stopping; a checkpoint is written, at most 30 s"),
         ({}, False, "stopping; nothing is saved, as spec.checkpoint.save is not set; at most 30 s"),
-        ({"save": "ckpt"}, True, "stopping at once; no checkpoint is written"),
+        ({"checkpoint": {"save": "ckpt"}}, True, "stopping at once; no checkpoint is written"),
     ],
 )
 def test_a_deletion_says_what_it_waits_for(
-    tmp_path: pathlib.Path, save: dict[str, str], force: bool, said: str
+    tmp_path: pathlib.Path, spec: dict[str, Any], force: bool, said: str
 ) -> None:
-    spec = {"checkpoint": save, "runPolicy": {"terminationGracePeriodSeconds": 30}}
-    view = JobView(paths=JobPaths(tmp_path), document={"spec": spec, "status": {}}, alive=True)
+    document = {"spec": spec | {"runPolicy": {"terminationGracePeriodSeconds": 30}}, "status": {}}
+    view = JobView(paths=JobPaths(tmp_path), document=document, alive=True)
     assert _stopping(view, force=force) == said

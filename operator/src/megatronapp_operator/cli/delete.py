@@ -31,6 +31,8 @@ def _stopping(job: JobView, *, force: bool) -> str:
     """Said before the wait, which may be long."""
     if force:
         return "stopping at once; no checkpoint is written"
+    if job.document["spec"].get("mode") == "serve":
+        return f"stopping; open requests are told, at most {grace_s(job):g} s"
     if not job.document["spec"].get("checkpoint", {}).get("save"):
         return f"stopping; nothing is saved, as spec.checkpoint.save is not set; at most {grace_s(job):g} s"
     return f"stopping; a checkpoint is written, at most {grace_s(job):g} s"

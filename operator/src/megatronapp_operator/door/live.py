@@ -71,7 +71,7 @@ SCOPE_RULES = Rules(
     subprotocol=Subprotocol(SUBPROTOCOL),
     by_role=True,
     most=MAX_MESSAGE_BYTES,
-    longer=frozenset({FrameType.SCOPE_RUN}),
+    longer=frozenset({FrameType.SCOPE_RUN, FrameType.SCOPE_PCA}),
 )
 """Docs/scope-protocol.md, section 7."""
 

@@ -25,6 +25,8 @@ from megatronapp_operator.door.routes import (
 from megatronapp_operator.door.schemas import Problem
 
 JOB = "/jobs/{namespace}/{name}/scope"
+MAX_RUN_BYTES = 1 << 20
+"""Of a new run: eight prompts of the longest kind."""
 Answers = dict[int | str, dict[str, Any]]
 RunId = Annotated[str, Path(max_length=64, pattern=f"^{Word}$")]
 Tag = Annotated[str | None, Header(alias="If-None-Match", max_length=200)]
@@ -51,13 +53,13 @@ async def hello(request: Request, caller: CallerOf, namespace: Namespace, name: 
 @router.post(f"{JOB}/runs", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
 async def start_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Generate from some prompts."""
-    return await _control(request, caller, (namespace, name), "runs", body=True)
+    return await _control(request, caller, (namespace, name), "runs", most=MAX_RUN_BYTES)
 
 
 @router.patch(f"{JOB}/runs/{{run}}", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
 async def change_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
     """Look at something else from the next step on."""
-    return await _control(request, caller, (namespace, name), f"runs/{run}", body=True)
+    return await _control(request, caller, (namespace, name), f"runs/{run}", most=MAX_BODY_BYTES)
 
 
 @router.delete(f"{JOB}/runs/{{run}}", response_model=None, responses=CONTROLS)
@@ -69,7 +71,7 @@ async def cancel_run(request: Request, caller: CallerOf, namespace: Namespace, n
 @router.post(f"{JOB}/runs/{{run}}/pca", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
 async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
     """New axes."""
-    return await _control(request, caller, (namespace, name), f"runs/{run}/pca", body=True)
+    return await _control(request, caller, (namespace, name), f"runs/{run}/pca", most=MAX_BODY_BYTES)
 
 
 @router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
@@ -106,10 +108,8 @@ async def watch(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     await visits.welcome(socket, door_of(socket), namespace, name, live.SCOPE_RULES)
 
 
-async def _control(
-    request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, body: bool = False
-) -> Response:
+async def _control(request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int = 0) -> Response:
     door = door_of(request)
     job = await door.gate.control(caller, *place)
-    said = await read_body(request, MAX_BODY_BYTES) if body else None
+    said = await read_body(request, most) if most else None
     return await door.control_hub(caller, job, f"scope/{path}", method=request.method, body=said)
