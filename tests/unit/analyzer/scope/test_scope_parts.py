@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.hub.scope import exact, pca
 from megatronapp_analyzer.hub.scope.journal import Journal
 from megatronapp_analyzer.hub.scope.outbox import MAX_KEPT_BYTES, Outbox
-from megatronapp_analyzer.hub.scope.ring import Held, Ring
+from megatronapp_analyzer.hub.scope.ring import SHARES, Held, Ring
 from megatronapp_analyzer.hub.scope.tables import RowTable
 from megatronapp_analyzer.hub.scope.tiles import TILE, Place, missing, tile
 from megatronapp_analyzer.hub.scope.viewers import Rate
@@ -35,18 +35,33 @@ def test_the_ring_stays_within_its_bytes_and_lets_go_in_order(items: list[tuple[
     for kind in Held:
         of_kind = [n for n in range(len(items)) if items[n][0] == kind]
         assert [n for n in gone if n in of_kind] == of_kind[: sum(n in of_kind for n in gone)]
+        assert not of_kind or items[of_kind[-1]][1] * SHARES > limit or of_kind[-1] in kept, "the newest has its share"
+    assert not items or items[-1][1] * 2 > limit or len(items) - 1 in kept
     for ticket in tickets:
         ring.release(ticket)
     assert (ring.used_bytes, len(ring)) == (0, 0)
 
 
-def test_attention_rows_go_before_vectors() -> None:
-    ring, gone = Ring(100), []
-    ring.hold(Held.VECTORS, 50, lambda: gone.append("vectors"))
-    ring.hold(Held.VALUES, 40, lambda: gone.append("values"))
-    ring.hold(Held.ROWS, 10, lambda: gone.append("rows"))
+def test_attention_rows_go_before_vectors_down_to_their_share() -> None:
+    ring, gone = Ring(100), list[str]()
+    ring.hold(Held.VECTORS, 40, lambda: gone.append("vectors"))
+    ring.hold(Held.VALUES, 30, lambda: gone.append("values"))
+    for name in ("old rows", "rows"):
+        ring.hold(Held.ROWS, 15, functools.partial(gone.append, name))
     ring.hold(Held.VECTORS, 30, lambda: gone.append("newer vectors"))
-    assert gone == ["rows", "values"]
+    assert gone == ["old rows", "values"]
+
+
+def test_vectors_that_fill_the_ring_leave_room_for_what_was_asked_for() -> None:
+    ring = Ring(100)
+    for _ in range(50):
+        ring.hold(Held.VECTORS, 10, lambda: None)
+    table: RowTable[str] = RowTable(ring, Held.VALUES)
+    table.put("q", [0], np.zeros((1, 50), np.uint8))
+    for _ in range(50):
+        ring.hold(Held.VECTORS, 10, lambda: None)
+    table.put("q", [1], np.zeros((1, 25), np.uint8))
+    assert sorted(table.get("q")) == [1]
 
 
 def test_rows_that_newer_ones_replaced_are_not_forgotten_with_the_older() -> None:
@@ -105,7 +120,7 @@ def test_what_the_ring_let_go_is_sent_without_numbers_and_told() -> None:
     got = drained(outbox)
     steps = [frame for frame in got if frame.type == FrameType.SCOPE_STEP]
     assert [frame.header["ids"] for frame in steps] == [[number] for number in range(6)]
-    assert [bool(frame.body) for frame in steps] == [False, False, False, True, True, True]
+    assert [bool(frame.body) for frame in steps] == [False, False, False, False, True, True]
     gaps = {frame.header["what"]: frame.header for frame in got if frame.type == FrameType.SCOPE_GAP}
     assert gaps["rows"]["reason"] == gaps["step"]["reason"] == "old"
 

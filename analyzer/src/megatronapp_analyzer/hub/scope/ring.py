@@ -1,11 +1,17 @@
 """What is kept, in bounded bytes: when full, attention rows go first, then exact numbers, then vectors. Pure.
 
+Each class has a share that no other takes from it, and what has just come stays: whoever asks for a tile finds it there
+once the model has brought it, however many vectors there are.
+
 Tokens stay as long as their run, which is bounded by the number of runs.
 """
 
 import dataclasses
 import enum
 from collections.abc import Callable
+
+SHARES = 4
+"""A class has one in so many of all bytes for itself."""
 
 
 class Held(enum.IntEnum):
@@ -29,28 +35,43 @@ class Ring:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._items: dict[Held, dict[int, _Item]] = {kind: {} for kind in Held}
+        self._bytes = dict.fromkeys(Held, 0)
         self._next = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._items.values()))
 
     def hold(self, kind: Held, size: int, drop: Callable[[], None]) -> int:
-        """Make room for `size` bytes; returns a ticket for `release`. What is too large by itself goes at once."""
+        """Make room for `size` bytes; returns a ticket for `release`. Up to half of all bytes always find room.
+
+        What finds none goes at once.
+        """
         self._next += 1
         self._items[kind][self._next] = _Item(size, drop)
-        self.used_bytes += size
-        while self.used_bytes > self.limit_bytes and len(self):
-            self._drop_oldest()
+        self._count(kind, size)
+        while self.used_bytes > self.limit_bytes:
+            self._pop(*(self._next_to_go() or (kind, self._next))).drop()
         return self._next
 
-    def _drop_oldest(self) -> None:
-        items = next(items for items in self._items.values() if items)
-        item = items.pop(next(iter(items)))
-        self.used_bytes -= item.size
-        item.drop()
+    def _next_to_go(self) -> tuple[Held, int] | None:
+        """The oldest of the first class that has more than its share. None: there is only what has just come."""
+        for kind, items in self._items.items():
+            oldest = next(iter(items), self._next)
+            if self._bytes[kind] * SHARES > self.limit_bytes and oldest != self._next:
+                return kind, oldest
+        return None
+
+    def _pop(self, kind: Held, ticket: int) -> _Item:
+        item = self._items[kind].pop(ticket)
+        self._count(kind, -item.size)
+        return item
+
+    def _count(self, kind: Held, added_bytes: int) -> None:
+        self._bytes[kind] += added_bytes
+        self.used_bytes += added_bytes
 
     def release(self, ticket: int) -> None:
         """What this ticket was for is not held any more; nothing happens if it went already."""
-        for items in self._items.values():
-            if (item := items.pop(ticket, None)) is not None:
-                self.used_bytes -= item.size
+        for kind, items in self._items.items():
+            if ticket in items:
+                self._pop(kind, ticket)
