@@ -162,8 +162,22 @@ def beside_each_other() -> list[bool]:
         return out
 
 
+def unseen_between() -> list[str]:
+    """A prompt of several chunks is looked at, and between them somebody decodes whom nobody looks at."""
+    with groups_of("") as (layout, device):
+        opened = Opened(layout, device)
+        opened.engine.submit(GenerationRequest(id="unseen", prompt=prompts((4,))[0], max_new_tokens=9))
+        for _ in range(3):
+            opened.leader.observe(opened.engine.step())
+        wanted = GenerationRequest(id="x", prompt=prompts((40,))[0], max_new_tokens=2)
+        opened.engine.submit(*opened.leader.begin_run(RUN, Capture(), [wanted]))
+        events = observed(opened.engine, opened.leader)
+        return [event.reason for event in events if isinstance(event, FinishedEvent)]
+
+
 def test_runs_beside_each_other(run_ranks: RunRanks) -> None:
     assert run_ranks(1, beside_each_other) == [[True, True]]
+    assert run_ranks(1, unseen_between) == [["length", "length"]]
 
 
 def own_sites() -> list[bool]:

@@ -175,7 +175,10 @@ class Waiting:
             lane = self._lanes[probes]
             if not lane or not next(iter(lane.values())).ready():
                 return None
-            return lane.popitem(last=False)[1]
+            number, job = lane.popitem(last=False)
+            while self._steps and not probes and self._steps[0] <= number:
+                self._steps.popleft()
+            return job
 
     def over(self, kind: Kind, cost: int) -> None:
         """What was taken is held no more."""
@@ -188,8 +191,9 @@ class Waiting:
         return sum(self._held.values())
 
     def _fits(self, job: Job) -> bool:
+        """One that is larger than the bound goes alone: it would fit at no time."""
         held = self._held[Kind.PROMPTS] + self._held[Kind.PROBE]
-        return held + cost_of(job) <= self._bounds[job.kind]
+        return not held or held + cost_of(job) <= self._bounds[job.kind]
 
     def _set(self, lane: collections.OrderedDict[int, Job], number: int, job: Job) -> None:
         if number in lane:

@@ -281,6 +281,7 @@ class CaptureSession:
         looked = [one for one in touched if one.is_probe or one.recipe is not None]
         if not looked:
             self._read(touched, plan)
+            self._seen.begin({}, {})  # hooks that stay would take rows of an earlier step
             return None
         if plan.decode:
             return self._begin_decode(sight, touched, looked)
