@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.tokens import Role
 from megatronapp_operator.backends.kubernetes.api import Api, Listing
 from megatronapp_operator.door import __main__ as program
 from megatronapp_operator.door.access import cookie_name
@@ -24,7 +25,7 @@ from megatronapp_operator.door.live import reason_of
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
 from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
-from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, shares_of_request
+from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, shares_of_request, turns_of
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
 from megatronapp_operator.door.shares import Shares
 from megatronapp_operator.door.visits import CALLERS_SOCKETS, JOBS_SOCKETS
@@ -225,6 +226,18 @@ def test_no_caller_can_fill_the_share_of_a_job() -> None:
     shares = shares_of_request(alice, job)
     assert shares["user alice at the hub of team/gpt"] < shares["hub of team/gpt"] < MAX_REQUESTS
     assert CALLERS_SOCKETS < JOBS_SOCKETS < MAX_SOCKETS
+
+
+def test_who_holds_a_viewer_s_token_takes_nothing_of_who_holds_the_controller_s() -> None:
+    job, uids = Job("team", "gpt", "u"), frozenset({"u"})
+    viewer, controller = Caller(None, uids), Caller(None, uids, uids)
+    shared = shares_of_request(viewer, job).keys() & shares_of_request(controller, job).keys()
+    assert shared == {"hub of team/gpt"}, "of which no caller can fill more than a part"
+    assert not turns_of(viewer, job, Role.VIEWER).keys() & turns_of(controller, job, Role.CONTROLLER).keys()
+    catalog = Catalog(cast("Api", None), key="ab" * 32)
+    assert catalog.alias(job, viewer.identity) != catalog.alias(job, controller.identity), "nor at the hub"
+    both = Caller(None, frozenset({"a", "u"}), uids)
+    assert both.identity == controller.identity
 
 
 @pytest.mark.asyncio

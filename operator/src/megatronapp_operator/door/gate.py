@@ -34,8 +34,10 @@ class Caller:
 
     @property
     def identity(self) -> str:
-        """Whose share of sessions and connections they use."""
-        return f"user {self.user.name}" if self.user is not None else f"job {min(self.jobs)}"
+        """Whose share of sessions, connections and turns they use. Who looks takes nothing of who controls."""
+        if self.user is not None:
+            return f"user {self.user.name}"
+        return f"controller of job {min(self.controlled)}" if self.controlled else f"viewer of job {min(self.jobs)}"
 
 
 class Gate:

@@ -31,7 +31,7 @@ MAX_SOCKETS = 64
 """Live sockets in all. What one may take of memory stands in docs/door.md."""
 CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
 """Controlling calls of one caller to one job: so many at once, and as many more in so many seconds; those of all
-callers to one job so many times as often."""
+callers of one role to one job so many times as often."""
 Word = r"[A-Za-z0-9][A-Za-z0-9._~-]*"
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN)]
@@ -92,9 +92,9 @@ class Door:
         self, caller: Caller, job: Job, path: str, *, method: str, body: bytes | None = None
     ) -> Response:
         """What the job's hub says to something that changes its job. Raises Refusal."""
-        self.controls.take({f"{caller.identity} at the {hub_of(job)}": 1, hub_of(job): JOBS_CONTROLS})
-        url = relay.address_of(await self.hubs.address(job), path, "")
         role = await self.gate.role(caller, job)
+        self.controls.take(turns_of(caller, job, role))
+        url = relay.address_of(await self.hubs.address(job), path, "")
         who = caller.name if role is Role.CONTROLLER else None
         token = self.catalog.token(job, role)
         return await self._pass_on(caller, job, Question(url=url, token=token, method=method, body=body, who=who))
@@ -111,6 +111,12 @@ def shares_of_request(caller: Caller, job: Job) -> dict[str, int]:
     """Of whose shares a request to a job's hub takes. No caller can fill those of a job."""
     whose, hub = caller.identity, hub_of(job)
     return {whose: CALLERS_REQUESTS, hub: JOBS_REQUESTS, f"{whose} at the {hub}": REQUESTS_OF_BOTH}
+
+
+def turns_of(caller: Caller, job: Job, role: Role) -> dict[str, int]:
+    """Of whose turns a controlling call takes. No viewer, who may make ranks slow, can use up those of controllers."""
+    hub = hub_of(job)
+    return {f"{caller.identity} at the {hub}": 1, f"a {role} at the {hub}": JOBS_CONTROLS}
 
 
 def hub_of(job: Job) -> str:
