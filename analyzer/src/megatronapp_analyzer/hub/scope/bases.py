@@ -49,6 +49,8 @@ class BasisDesk:
         self._desk.on_coordinates = self._complete
         self._tasks: set[asyncio.Task[Any]] = set()
         self._giving: asyncio.Task[Any] | None = None
+        self._fitting = asyncio.Lock()
+        """One fit after another: each is turned onto the one before, and told with its own version."""
         self._completed: set[tuple[str, int, bool]] = set()
         self.bases: dict[int, pca.Basis] = {}
         self.fitted = "first prompt"
@@ -113,7 +115,8 @@ class BasisDesk:
             if len(rows) > 1:
                 self._start(self._fit(run, states, rows, layers=layers, refit=refit))
 
-        return await self._asker.ask((run.id, "pca", tuple(layers)), wanted, done, caller)
+        what = ("refit", samples) if refit else ("first fit",)
+        return await self._asker.ask((run.id, *what, tuple(layers)), wanted, done, caller)
 
     def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> Probe:
         model = self._desk.publishers.model
@@ -121,16 +124,30 @@ class BasisDesk:
         return Probe(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
 
     async def _fit(self, run: Run, states: States, rows: Sequence[Row], *, layers: Sequence[int], refit: bool) -> None:
+        async with self._fitting:
+            fits = refit or not self.bases
+            if fits:
+                await self._fit_next(run, states, rows, layers=layers, fitted="refit" if refit else "first prompt")
+            elif run.pca_version != self.version and self._knows(run):
+                self._introduce(run)
+        if run.ended or not fits:
+            self._complete(run)
+
+    async def _fit_next(
+        self, run: Run, states: States, rows: Sequence[Row], *, layers: Sequence[int], fitted: str
+    ) -> None:
+        """Nobody sees the new basis before its coordinates are there, too."""
         found = await asyncio.to_thread(_fit_all, {layer: states[layer] for layer in layers}, dict(self.bases))
-        self.bases |= found
-        self.fitted = "refit" if refit else "first prompt"
+        bases = self.bases | found
+        points = await asyncio.to_thread(coordinates_of, states, rows, bases)
+        self.bases, self.fitted = bases, fitted
         self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
-        points = await asyncio.to_thread(coordinates_of, states, rows, dict(self.bases))
-        if self._desk.runs.get(run.id) is run:
+        if self._knows(run):
             self._tell(run, points)
         self.give()
-        if run.ended:
-            self._complete(run)
+
+    def _knows(self, run: Run) -> bool:
+        return self._desk.runs.get(run.id) is run
 
     def _tell(self, run: Run, points: Points) -> None:
         """SCOPE_PCA of a run, with the coordinates of all rows that are known."""

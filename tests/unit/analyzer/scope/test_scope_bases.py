@@ -1,0 +1,125 @@
+"""Fits of PCA that meet each other, and rows that are hard to bring."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import scope_rank_zero
+import scope_session
+
+from megatronapp_analyzer.hub.scope.desk import ScopeSettings
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.service import ScopeService
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import unpack
+
+pytestmark = pytest.mark.asyncio
+RUN, LAYERS = scope_session.RUN, range(4)
+
+
+@functools.cache
+def recording() -> scope_session.Recording:
+    return scope_session.record(tokens=6)
+
+
+def told(run: Run) -> list[Frame]:
+    found = [frames.decode(one.whole) for one in run.journal.after(0) if one.whole]
+    return [frame for frame in found if frame.type == FrameType.SCOPE_PCA]
+
+
+def run_with_states(scope: ScopeService, name: str, sample: int) -> Run:
+    """A run of which hidden states are held: those of a sample of the recording."""
+    state = scope_session.run_state(recording(), "done")
+    run = scope.desk.take_state(Frame(state.type, {**state.header, "run": name}))
+    found = np.ascontiguousarray(recording().sites[sample]["residual"], "<f4")
+    for layer in LAYERS:
+        run.values.put(("residual", 0, layer, None), range(len(found)), found[:, layer])
+    return run
+
+
+async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([0, 40])
+    """Turns of the loop that pass before a thread has done its work: many for coordinates of the first fit."""
+
+    async def in_turns(work: Callable[..., Any], *arguments: Any) -> Any:
+        for _ in range(next(waits, 0)):
+            await asyncio.sleep(0)
+        return work(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", in_turns)
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
+    await asyncio.gather(*(scope.bases.refit(run, LAYERS, "me") for run in runs))
+    pictures = [told(run)[-1] for run in runs]
+    assert [one.header["version"] for one in pictures] == [1, 2]
+    for sample, picture in enumerate(pictures):
+        (points,) = unpack(picture)
+        np.testing.assert_allclose(points.data.mean(axis=0), 0, atol=1e-4, err_msg=f"{sample}: not its own axes")
+    (second,) = unpack(pictures[1])
+    states = recording().sites[1]["residual"]
+    for layer in LAYERS:
+        np.testing.assert_allclose(scope.bases.bases[layer].project(states[:, layer]), second.data[:, layer], atol=1e-3)
+
+
+class Model:
+    """Rank 0 behind a real client. `refusals`: answers to probes before it brings any."""
+
+    def __init__(self, scope: ScopeService, refusals: tuple[int, ...] = (), *, silent: bool = False) -> None:
+        self.rank = scope_rank_zero.RankZero(recording(), "token")
+        self.refusals = list(refusals)
+        self.probes: list[dict[str, Any]] = []
+        if not silent:
+            loop = asyncio.get_running_loop()
+            self.rank.publish = lambda frame: loop.call_soon(scope.desk.take, 0, 0, frame) and None
+        scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path.removeprefix("/scope/v1/")
+        if path == "probes" and self.refusals:
+            return httpx.Response(self.refusals.pop(0), json={"code": "busy", "message": "", "hint": ""})
+        found = self.rank.answer(request.method, path, request.content)
+        self.probes = [body for _, asked, body in self.rank.asked if asked == "probes"]
+        return httpx.Response(found.status_code, content=bytes(found.body))
+
+
+def seen(scope: ScopeService, until: str) -> Run:
+    """A run that the desk has heard of, without coordinates, up to a state."""
+    for rank, frame in scope_session.rank_frames(recording(), with_pca=False):
+        scope.desk.take(0, rank, frame)
+        if frame.header.get("state") == until:
+            break
+    return scope.desk.runs[RUN]
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Let the loop go on until then."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_a_refit_is_another_probe_than_the_first_fit_that_is_under_way() -> None:
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    model = Model(scope, silent=True)
+    async with scope.running():
+        run = seen(scope, "done")
+        await turns(lambda: len(model.probes) == 1)
+        again = await scope.bases.refit(run, LAYERS, "me")
+        assert [len(one["ids"]) for one in model.probes] == [1, 2], "all samples, not those of the first fit"
+        assert await scope.bases.refit(run, LAYERS, "you") == again
+
+
+async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_shown_in_it() -> None:
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
+    rows = [(0, place) for place in range(8)]
+    states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
+    await asyncio.gather(*(scope.bases._fit(run, states, rows, layers=LAYERS, refit=False) for run in runs))
+    assert [[one.header["version"] for one in told(run)] for run in runs] == [[1], [1]]
+    assert scope.bases.version == 1
