@@ -89,6 +89,45 @@ def test_connections_that_ask_nothing_give_their_places_to_those_that_do(serve: 
         assert ask_on(idle[-1], "/healthz") == 200
 
 
+def test_nobody_reads_what_strangers_send_to_a_probe(serve: Any) -> None:
+    port = serve(SECRET)
+    for told in ({"content_length": "4194304", "expect": "100-continue"}, {"transfer_encoding": "chunked"}):
+        with connected(port) as sock:
+            assert ask_on(sock, "/readyz", method="POST", **told) == 405, "at once, and before anything has come"
+            assert read(sock, MIB) < MIB, "and then ends"
+
+
+def test_strangers_whatever_they_do_give_their_places_and_who_has_the_token_does_not(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from starlette.requests import Request
+
+    from megatronapp_trainer.serve import guard
+
+    reached = threading.Semaphore(0)
+
+    async def route(request: Request) -> None:
+        reached.release()
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(guard, "OPEN", guard.OPEN | {"/route"})
+    port = serve(SECRET, route=route)
+    key: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(connected(port))
+        assert ask_on(mine, "/nothing", content_length="1", expect="100-continue", **key) == 100
+        busy = []
+        for _ in range(20):
+            busy.append(stack.enter_context(connected(port)))
+            busy[-1].sendall(b"GET /route HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert reached.acquire(timeout=30)
+        assert [ask(port, "/healthz"), ask(port, "/v1/models", **key)] == [200, 503]
+        assert ended(busy[0])
+        mine.sendall(b"a")
+        assert mine.recv(4096).startswith(b"HTTP/1.1 404")
+
+
 def test_a_head_that_does_not_come_ends_its_connection(serve: Any) -> None:
     port = serve(SECRET, head_s=0.2)
     with connected(port) as silent, connected(port) as slow:
@@ -118,6 +157,99 @@ def test_who_reads_nothing_of_an_answer_is_cut_off(serve: Any) -> None:
     with connected(port) as sock:
         assert ask_on(sock, "/route", authorization=f"Bearer {KEY}") == 200
         assert over.wait(30)
+
+
+LARGE = 6 * MIB
+
+
+async def large_answer() -> Any:
+    from starlette.responses import Response
+
+    return Response(b"a" * LARGE)
+
+
+def reader(port: int) -> socket.socket:
+    """Asks for a large answer, of which little fits between it and the server."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", port))
+    head = f"GET /route HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
+    sock.sendall(head.encode())
+    return sock
+
+
+class Stalls:
+    """Lets the time of the connection's reader run out whenever a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatronapp_trainer.serve.protocol import BoundedProtocol
+
+        self.lost = threading.Event()
+        made, lost = BoundedProtocol.connection_made, BoundedProtocol.connection_lost
+
+        def keep(protocol: Any, transport: Any) -> None:
+            made(protocol, transport)
+            self._protocol = protocol
+
+        def end(protocol: Any, error: Exception | None) -> None:
+            lost(protocol, error)
+            self.lost.set()
+
+        monkeypatch.setattr(BoundedProtocol, "connection_made", keep)
+        monkeypatch.setattr(BoundedProtocol, "connection_lost", end)
+
+    def run_out(self) -> None:
+        over = threading.Event()
+
+        def fire() -> None:
+            timer = self._protocol._stall
+            if timer is not None:
+                callback = timer._callback
+                timer.cancel()
+                callback()
+            over.set()
+
+        self._protocol.loop.call_soon_threadsafe(fire)
+        assert over.wait(30)
+
+
+def read(sock: socket.socket, most: int) -> int:
+    got = 0
+    while got < most and (part := sock.recv(min(MIB, most - got))):
+        got += len(part)
+    return got
+
+
+def test_a_large_answer_may_take_long_as_long_as_it_is_read(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = Stalls(monkeypatch)
+    port = serve(SECRET, route=large_answer)
+    got = 0
+    with reader(port) as sock:
+        for _ in range(4):
+            got += read(sock, MIB)
+            stalls.run_out()
+        got += read(sock, LARGE)
+    assert got > LARGE
+
+
+def test_who_stops_reading_a_large_answer_is_cut_off(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stalls = Stalls(monkeypatch)
+    port = serve(SECRET, route=large_answer)
+    with reader(port) as sock:
+        assert read(sock, MIB) == MIB
+        while not stalls.lost.is_set():
+            stalls.run_out()
+
+
+def test_who_reads_an_answer_still_is_not_closed_for_another(serve: Any) -> None:
+    port = serve(SECRET, route=large_answer)
+    with reader(port) as sock, contextlib.ExitStack() as stack:
+        assert read(sock, MIB) == MIB
+        for _ in range(24):
+            stack.enter_context(connected(port))
+            assert ask(port, "/healthz") == 200
+        assert MIB + read(sock, LARGE) > LARGE
 
 
 def test_more_requests_than_are_worked_on_are_refused_and_probes_are_not(serve: Any) -> None:

@@ -20,10 +20,17 @@ from megatronapp_common.tokens import Role, matches
 from megatronapp_trainer.serve.problems import ApiError, error_response
 
 OPEN = frozenset({"/healthz", "/readyz"})
+"""Anybody may ask these; nothing that is sent with it is read."""
+KNOWN = "known"
+"""In the state of a request: who asks was let through. The connection it came on goes after those of strangers."""
 MOST_BYTES = 4 << 20
 LARGE = {("PUT", "/scope/v1/basis"): 64 << 20}
 """Bodies that may be larger: a frame of projections of all layers."""
 BODY_S = 30.0
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["type"] != "http" or scope["path"] in OPEN
 
 
 class TokenGuard:
@@ -36,10 +43,12 @@ class TokenGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it here."""
         refusal = self._refusal(scope)
+        if refusal is None and not _is_open(scope):
+            scope.setdefault("state", {})[KNOWN] = True
         await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if _is_open(scope):
             return None
         headers = Headers(scope=scope)
         if self._secret is None:
@@ -82,7 +91,7 @@ class RequestLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it here."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if _is_open(scope):
             await self._app(scope, receive, send)
             return
         if self._open >= self._most:
@@ -97,15 +106,18 @@ class RequestLimit:
 
 
 class BodyLimit:
-    """Reads a body of at most 4 MiB (`LARGE`: more) within 30 s, whole, before anybody works on it; or 413, 408."""
+    """Reads a body of at most 4 MiB (`LARGE`: more) within 30 s, whole, before anybody works on it; or 413, 408.
+
+    Of strangers, who ask what is open to all, it reads none: their connection ends with the answer.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its body in one piece, or answer it here."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+        if _is_open(scope):
+            await self._app(scope, _replayed(b"", receive), _closing(send) if _has_body(scope) else send)
             return
         most = LARGE.get((scope["method"], scope["path"]), MOST_BYTES)
         try:
@@ -119,6 +131,23 @@ class BodyLimit:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, _replayed(body, receive), send)
+
+
+def _has_body(scope: Scope) -> bool:
+    """Whether one is announced."""
+    headers = Headers(scope=scope)
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+def _closing(send: Send) -> Send:
+    """Ends the connection with the answer."""
+
+    async def close(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return close
 
 
 def _told_size(scope: Scope) -> int:
