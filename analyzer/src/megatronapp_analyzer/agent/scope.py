@@ -23,6 +23,8 @@ SOCKET = "scope.sock"
 """Name in RUN_DIR."""
 LIMIT_BYTES = 8 << 20
 MAX_RUNS = 32
+MAX_ENDED = 32
+"""Last states of runs that are told again: the one that told the end may have been lost with its connection."""
 RANK_TYPES = range(FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_HELLO)
 """What ranks may send; numbers without a name yet, too."""
 TYPE_BYTE = 5
@@ -67,25 +69,30 @@ class ScopeBuffer:
 
 
 class Standing:
-    """What a hub that begins anew has to be told again: who publishes, and which runs go on. Pure."""
+    """What a hub that begins anew has to be told again: who publishes, which runs go on, which ended last. Pure."""
 
     def __init__(self) -> None:
         self._publishers: dict[int, bytes] = {}
         self._runs: OrderedDict[str, bytes] = OrderedDict()
+        self._ended: OrderedDict[str, bytes] = OrderedDict()
 
     def note(self, frame: Frame, data: bytes) -> None:
         """Look at a frame that goes to the hub."""
         if frame.type == FrameType.SCOPE_PUBLISHER:
             self._publishers[frame.header["rank"]] = data
         elif frame.type == FrameType.SCOPE_RUN_STATE:
-            run = str(frame.header.get("run"))
-            self._runs.pop(run, None)
-            if str(frame.header.get("state")) not in ENDED:
-                self._runs[run] = data
-            while len(self._runs) > MAX_RUNS:
-                self._runs.popitem(last=False)
+            self._note_run(frame, data)
         elif frame.type == FrameType.SCOPE_LEFT:
             self._forget(frame.header["rank"])
+
+    def _note_run(self, frame: Frame, data: bytes) -> None:
+        run, ended = str(frame.header.get("run")), str(frame.header.get("state")) in ENDED
+        self._runs.pop(run, None)
+        self._ended.pop(run, None)
+        runs, most = (self._ended, MAX_ENDED) if ended else (self._runs, MAX_RUNS)
+        runs[run] = data
+        while len(runs) > most:
+            runs.popitem(last=False)
 
     def _forget(self, rank: int) -> None:
         """A rank has ended; with rank 0 all runs that went on."""
@@ -96,6 +103,7 @@ class Standing:
     def frames(self) -> Iterator[bytes]:
         """What to tell."""
         yield from self._publishers.values()
+        yield from self._ended.values()
         yield from self._runs.values()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import pathlib
 import socket
 from typing import Any
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.agent.scope import LIMIT_BYTES, SOCKET, ScopeBuffer, ScopeSocket, Standing
+from megatronapp_analyzer.agent.scope import (
+    LIMIT_BYTES,
+    MAX_ENDED,
+    MAX_RUNS,
+    SOCKET,
+    ScopeBuffer,
+    ScopeSocket,
+    Standing,
+)
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
@@ -98,13 +107,15 @@ def test_a_new_hub_hears_who_publishes_and_what_goes_on() -> None:
         standing.note(Frame(kind, header), framed(kind, **header))
     standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 1}), framed(FrameType.SCOPE_LEFT, rank=1))
     told = [frames.decode(data) for data in standing.frames()]
-    assert [frame.header for frame in told] == [{"rank": 0}, {"run": "1", "state": "decoding"}]
-    for run in range(100):
-        header = {"run": f"r{run}", "state": "queued"}
+    done, goes_on = {"run": "2", "state": "done"}, {"run": "1", "state": "decoding"}
+    assert [frame.header for frame in told] == [{"rank": 0}, done, goes_on], "the end may have been lost on its way"
+    for run, state in itertools.product(range(100), ("queued", "cancelled")):
+        header = {"run": f"{state}{run}", "state": state}
         standing.note(Frame(FrameType.SCOPE_RUN_STATE, header), framed(FrameType.SCOPE_RUN_STATE, **header))
-    assert len(list(standing.frames())) == 33
+    assert len(list(standing.frames())) == 1 + MAX_RUNS + MAX_ENDED
     standing.note(Frame(FrameType.SCOPE_LEFT, {"rank": 0}), framed(FrameType.SCOPE_LEFT, rank=0))
-    assert not list(standing.frames()), "runs of a rank 0 that has gone do not go on"
+    states = [frames.decode(data).header["state"] for data in standing.frames()]
+    assert states == ["cancelled"] * MAX_ENDED, "runs of a rank 0 that has gone do not go on"
 
 
 @pytest.mark.asyncio

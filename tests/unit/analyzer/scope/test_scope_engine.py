@@ -1,15 +1,21 @@
 """Runs end, whatever becomes of the model; tokens that were missed are noticed."""
 
+import asyncio
 import functools
+from typing import Any
 
+import httpx
 import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope import refill
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.engine import PATIENCE_S
 from megatronapp_analyzer.hub.scope.headers import SampleHeader
 from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.service import ScopeService
+from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -36,19 +42,73 @@ def outcome(desk: ScopeDesk) -> tuple[str, str | None]:
     return header["state"], (header["error"] or {}).get("code")
 
 
-def test_an_agent_that_comes_back_in_time_brings_its_runs_back() -> None:
-    clock = [0.0]
+def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() -> None:
+    clock, asked = [0.0], list[tuple[str, str | None]]()
     desk = decoding(clock)
+    desk.on_engine = lambda: asked.append(outcome(desk))
     desk.lost(0, 0)
     assert desk.state == "restarting"
     clock[0] = PATIENCE_S - 1
     desk.close_due()
     assert outcome(desk) == ("decoding", None)
     desk.take(0, 0, published()[0])
-    assert desk.state == "ready"
-    clock[0] = 10 * PATIENCE_S
-    desk.close_due()
-    assert outcome(desk) == ("decoding", None)
+    assert desk.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
+    done = scope_session.run_state(scope_session.record(tokens=3), "done")
+    for _ in range(3):
+        desk.take(0, 0, done)
+    assert outcome(desk) == ("done", None)
+    states = [one.header["state"] for one in told(desk.runs[RUN]) if one.type == FrameType.SCOPE_RUN]
+    assert desk.runs[RUN].journal.newest == len(told(desk.runs[RUN])) and states[-2:] == ["decoding", "done"]
+
+
+def test_ends_that_are_told_again_push_no_run_out() -> None:
+    desk = ScopeDesk(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
+    state = scope_session.run_state(scope_session.record(tokens=3), "done")
+    ends = [Frame(state.type, {**state.header, "run": f"run{number}"}) for number in range(5)]
+    for frame in [published()[0], *ends, published()[0], *ends]:
+        desk.take(0, 0, frame)
+    assert list(desk.runs) == ["run2", "run3", "run4"] and desk.runs["run4"].journal.newest == 1
+
+
+Answer = tuple[int, dict[str, Any]]
+NO_RUN: Answer = (404, {"code": "no-such-run", "message": "", "hint": ""})
+AWAY: Answer = (503, {"code": "restarting", "message": "", "hint": ""})
+OUTCOMES: list[tuple[Answer, tuple[str, str | None]]] = [
+    ((200, {"header": {"state": "done"}}), ("done", None)),
+    ((200, {"header": {"state": "decoding"}}), ("decoding", None)),
+    (NO_RUN, ("failed", "engine-lost")),
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("answer", "comes_of_it"), OUTCOMES)
+async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
+    answer: Answer, comes_of_it: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refill, "RETRY_S", 0)
+    answers = iter([AWAY, answer])
+
+    def of_rank_zero(request: httpx.Request) -> httpx.Response:
+        if request.url.path != f"/scope/v1/runs/{RUN}":
+            return httpx.Response(200, json={})
+        status, said = next(answers)
+        if status == 200:
+            header = scope_session.run_state(scope_session.record(tokens=3), said["header"]["state"]).header
+            said = {"header": header, "samples": []}
+        return httpx.Response(status, json=said)
+
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    async with scope.running(), asyncio.timeout(20):
+        for frame in published():
+            scope.desk.take(0, 0, frame)
+            if frame.header.get("state") == "decoding":
+                break
+        scope.desk.lost(0, 0)
+        scope.desk.take(0, 0, published()[0])
+        assert len(scope.refiller._looks) == 1
+        await asyncio.gather(*scope.refiller._looks.values())
+        assert outcome(scope.desk) == comes_of_it and next(answers, None) is None
 
 
 def test_an_agent_that_stays_away_loses_them_and_what_rank_zero_says_later_is_true() -> None:

@@ -44,7 +44,6 @@ class BasisDesk:
         self._asker = asker
         self._desk = asker.desk
         self._desk.on_prefill = self._after_prefill
-        self._desk.on_engine = self.give
         self._desk.on_basis = self._introduce
         self._desk.on_coordinates = self._complete
         self._tasks: set[asyncio.Task[Any]] = set()

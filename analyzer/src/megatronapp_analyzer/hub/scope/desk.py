@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ LOG = logging.getLogger(__name__)
 RING_BYTES = 256 << 20
 MAX_RUNS = 32
 """That are kept; the oldest that has ended goes first."""
+MAX_FORGOTTEN = 1024
 PRESETS = {
     "default": Capture().model_dump(mode="json", by_alias=True),
     "lite": Capture(preset="lite").model_dump(mode="json", by_alias=True),
@@ -94,6 +96,8 @@ class ScopeDesk:
         self._timer: asyncio.TimerHandle | None = None
         self._ends: dict[str, Frame] = {}
         """States that are told once the last steps of their runs have been."""
+        self._forgotten: deque[str] = deque(maxlen=MAX_FORGOTTEN)
+        """Runs that are not kept any more: an agent that comes back tells that they have ended once more."""
 
     # ---- ranks
 
@@ -159,8 +163,10 @@ class ScopeDesk:
         self.state = "ready"
 
     def _take_state(self, frame: Frame) -> None:
-        """A RUN_STATE frame; the end of a run waits until its last steps have been shown."""
+        """A RUN_STATE frame; the end of a run waits until its last steps have been shown. Agents tell it again."""
         said = read(RunHeader, "RUN_STATE", frame.header)
+        if self._is_old(said):
+            return
         ended, late = said.state in ENDED, said.run not in self.runs and said.state not in {"queued", "prefill"}
         if ended:
             self._steps.end(said.run)
@@ -176,6 +182,22 @@ class ScopeDesk:
             self.on_hole(run)
         if ended:
             self.on_coordinates(run)
+
+    def _is_old(self, said: RunHeader) -> bool:
+        """Whether this is known: of a run that stands so here, or that has ended and is not kept any more."""
+        known = self.runs.get(said.run)
+        if known is None:
+            return said.state in ENDED and said.run in self._forgotten
+        told = known.is_told(said)
+        if told and known.late:
+            self.on_hole(known)
+        return told
+
+    def hear(self, frame: Frame) -> None:
+        """A RUN_STATE that rank 0 has told the hub itself."""
+        with self._forgiving():
+            self._take_state(frame)
+        self.close_due()
 
     def take_state(self, frame: Frame) -> Run:
         """A run has another state. Raises ProtocolError."""
@@ -193,6 +215,7 @@ class ScopeDesk:
             self.runs.pop(oldest.id).close()
             self._steps.forget(oldest.id)
             self._ends.pop(oldest.id, None)
+            self._forgotten.append(oldest.id)
 
     def begins(self, attempt: int) -> None:
         """An agent of this attempt is there: the model of an older one is not."""

@@ -2,19 +2,26 @@
 
 A text with holes is another text: what a probe of it found would be numbers of something that nobody generated. So a
 run is refused until it is whole again.
+
+When rank 0 comes back, it is asked for each run that goes on here, too: the word that one has ended may have been lost.
 """
 
 import asyncio
+import functools
 import logging
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope.asking import Asker
+from megatronapp_analyzer.hub.scope.engine import lost_run
 from megatronapp_analyzer.hub.scope.headers import StoredRun, read
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.run import ENDED, Run
+from megatronapp_common.frames import Frame, FrameType
 
 LOG = logging.getLogger(__name__)
 RETRY_S = 1
+TRIES = 60
+"""To ask a rank 0 that came back, whose server may not be there yet."""
 
 
 class Refiller:
@@ -26,10 +33,12 @@ class Refiller:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
         """Runs that rank 0 does not know any more."""
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        """At runs of a rank 0 that came back."""
 
     async def close(self) -> None:
         """End what goes on."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._looks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -66,3 +75,38 @@ class Refiller:
         if desk.runs.get(run.id) is run:
             for entry in run.fill(said.samples):
                 desk.publish(entry)
+
+    # ---- a rank 0 that came back
+
+    def look_again(self) -> None:
+        """Ask rank 0 how it stands with all runs that go on here; each once at a time."""
+        for run in self._asker.desk.runs.values():
+            if not run.ended and self._asker.client is not None and run.id not in self._looks:
+                self._looks[run.id] = task = asyncio.ensure_future(self._look(run))
+                task.add_done_callback(functools.partial(self._looked, run))
+
+    def _looked(self, run: Run, task: asyncio.Task[None]) -> None:
+        self._looks.pop(run.id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("how it stands with run %s is not known: %s", run.id, error)
+
+    async def _look(self, run: Run) -> None:
+        before = run.header
+        frame = await self._told_of(run)
+        goes_on_here = self._asker.desk.runs.get(run.id) is run and not run.ended
+        if goes_on_here and (run.header is before or frame.header.get("state") in ENDED):
+            self._asker.desk.hear(frame)
+
+    async def _told_of(self, run: Run) -> Frame:
+        """Its state as rank 0 has it; failed, where rank 0 does not know it. Raises ApiError and ProtocolError."""
+        for _ in range(TRIES):
+            try:
+                said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
+                return Frame(FrameType.SCOPE_RUN_STATE, {**said.header, "run": run.id})
+            except ApiError as error:
+                if error.status == 404:
+                    return lost_run(run.header)
+                if error.status not in {429, 503}:
+                    raise
+            await asyncio.sleep(RETRY_S)
+        raise ApiError(503, "restarting", "the model does not answer", "Look at the log of rank 0.")

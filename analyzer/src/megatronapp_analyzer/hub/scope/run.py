@@ -59,6 +59,10 @@ class Run:
         self.tokens += [{} for _ in range(len(said.prompts) - len(self.tokens))]
         return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
 
+    def is_told(self, said: RunHeader) -> bool:
+        """Whether this is the state that is known."""
+        return bool(self.header == said.model_dump(mode="json", by_alias=True))
+
     def prompt_ids(self, sample: int) -> list[int]:
         """Tokens of a prompt."""
         return list(self.header["prompts"][sample]["ids"])

@@ -23,9 +23,14 @@ class ScopeService:
         self.asker = Asker(self.desk, client)
         self.bases = BasisDesk(self.asker)
         self.refiller = Refiller(self.asker)
+        self.desk.on_engine = self._engine_is_there
         self.pages = Slots(MAX_PAGES)
         self.sessions = Slots(MAX_SESSIONS)
         self._buckets = Buckets()
+
+    def _engine_is_there(self) -> None:
+        self.bases.give()
+        self.refiller.look_again()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
