@@ -13,6 +13,7 @@ from megatronapp_common.pages import PageReader
 from megatronapp_common.texts import one_line
 from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan import Progress
+from megatronapp_operator.plan.controls import KEPT
 from megatronapp_operator.plan.observed import Control, SlowRank
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
@@ -22,7 +23,7 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
 MAX_TEXT = 1024
-MAX_CONTROLS, MAX_WHO, MAX_WHAT = 64, 256, 512
+MAX_CONTROLS, MAX_WHO, MAX_WHAT = KEPT, 256, 512
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
 STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})

@@ -447,9 +447,9 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
 
 
 def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
-    actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(100)]
+    actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(300)]
     read = summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])
-    assert [one.id for one in read] == list(range(38, 100))
+    assert [one.id for one in read] == list(range(46, 300))
     assert {len(one.text) for one in read} == {len("jane ?[1m ") + summary.MAX_WHAT}
     assert "\x1b" not in read[0].text and "\n" not in read[0].text
     answer: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}

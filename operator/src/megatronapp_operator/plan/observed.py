@@ -186,7 +186,7 @@ class Control:
     """What somebody changed through the hub."""
 
     id: int
-    """Grows, over restarts of the hub, too."""
+    """About the time in milliseconds since 1970. Grows, over restarts of the hub, too."""
     text: str
     """Who did what."""
 
@@ -216,4 +216,6 @@ class Observed:
     hung_ranks: tuple[int, ...] | None = None
     """The same of ranks of the current attempt that hang."""
     controls: tuple[Control, ...] = ()
-    """The newest that the hub has taken down, oldest first."""
+    """The newest that the hub has taken down, oldest first (by id)."""
+    controls_spent: float = 0.0
+    """When the turns that their events have used up will have come back; a backend that does not count gives all."""

@@ -7,7 +7,17 @@ of the policy: nothing comes before the terminal guard, and nothing is created b
 
 from collections.abc import Callable
 
-from megatronapp_operator.plan import deadlines, exclusion, gang, initialize, lifecycle, placement, report, slow_nodes
+from megatronapp_operator.plan import (
+    controls,
+    deadlines,
+    exclusion,
+    gang,
+    initialize,
+    lifecycle,
+    placement,
+    report,
+    slow_nodes,
+)
 from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.memory import micros
@@ -72,7 +82,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.hub(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
-    report.controls(draft)
+    controls.controls(draft)
     exclusion.expire(draft)
     for policy in POLICIES:
         if policy(draft):

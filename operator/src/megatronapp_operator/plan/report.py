@@ -131,16 +131,6 @@ def slow_ranks(draft: Draft) -> None:
     draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), message)
 
 
-def controls(draft: Draft) -> None:
-    """One event for each thing that somebody has changed through the hub, also of a job that has ended."""
-    told = draft.status.last_control
-    news = [one for one in draft.observed.controls if told is None or one.id > told]
-    for one in news:
-        draft.event(EventType.NORMAL, reasons.SCOPE_CONTROL, one.text)
-    if news:
-        draft.update(last_control=max(one.id for one in news))
-
-
 def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
     return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
 

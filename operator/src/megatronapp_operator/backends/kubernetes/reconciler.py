@@ -37,6 +37,7 @@ from megatronapp_operator.plan import (
     Refusal,
     Status,
 )
+from megatronapp_operator.plan.controls import spent_after
 from megatronapp_operator.status_reader import read_status
 
 PROGRESS_S = 15.0
@@ -103,6 +104,8 @@ class Reconciler:
         self._clock = clock
         self._memories: dict[Key, Memory] = {}
         self._troubles: dict[Key, str] = {}
+        self._spent: dict[Key, float] = {}
+        """When turns for control events will have come back: also of a job that its author makes anew or writes to."""
 
     def memory(self, key: Key) -> Memory | None:
         """What is known of a job; None before the first look at it."""
@@ -120,14 +123,15 @@ class Reconciler:
             return None
         memory = self._remember(key, document)
         await self._see_volumes(key, memory)
-        made = self._plan(memory, document)
+        made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
-            made = self._plan(memory, document)
+            made = self._plan(key, memory, document)
         await self._tell_places(memory, document)
         written, wake_at = await self._write(key, memory, made)
         await self._tell_of_agents(memory, document)
         if made.actions:
+            self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
         self._troubles.pop(key, None)  # what comes again after a success is news
         return wake_at
@@ -148,7 +152,7 @@ class Reconciler:
             known.status, known.written, known.sent = read_status(status), status, status
         return known
 
-    def _plan(self, memory: Memory, document: Object) -> Plan:
+    def _plan(self, key: Key, memory: Memory, document: Object) -> Plan:
         deleting = document["metadata"].get("deletionTimestamp") is not None
         spec = build_spec(memory.job, uid=memory.uid)
         job = Job(
@@ -158,7 +162,13 @@ class Reconciler:
         )
         pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
         seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes)
-        return plan.plan(job, dataclasses.replace(seen, since=memory.since), self._clock())
+        seen = dataclasses.replace(seen, since=memory.since, controls_spent=self._spent.get(key, 0.0))
+        return plan.plan(job, seen, self._clock())
+
+    def _spend(self, key: Key, made: Plan) -> None:
+        now = self._clock()
+        self._spent[key] = spent_after(self._spent.get(key, 0.0), made.actions, now)
+        self._spent = {one: until for one, until in self._spent.items() if until > now}
 
     async def _see_volumes(self, key: Key, memory: Memory) -> None:
         """Look at the volume claims once before each gang is created."""

@@ -1,0 +1,42 @@
+"""What a hub of the author's own making tells of changes, as Events on a real API server."""
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.plan import Control
+from megatronapp_operator.plan.controls import MAX_EVENTS, TURN_S, TURNS
+from megatronapp_operator.summary import Summary
+
+pytestmark = pytest.mark.asyncio
+
+
+async def events(stage: Play, *numbers: int) -> int:
+    """How many events there are, after the hub has told these."""
+    memory = stage.reconciler.memory((stage.namespace, "job"))
+    assert memory is not None
+    memory.told = Told(summary=Summary(controls=tuple(Control(id=number, text="made up") for number in numbers)))
+    await stage.rest()
+    found = (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items
+    return len([one for one in found if one["reason"] == "ScopeControl"])
+
+
+async def test_a_hub_that_makes_up_changes_makes_few_events(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        began = stage.now()
+        await stage.api.create(JOBS, manifest(namespace, analyzer={"enabled": True}))
+        await stage.begin()
+        await stage.rest()
+        assert await events(stage, (1 << 53) - 1) == 0
+        assert await events(stage, 1) == 1, "an action of the future hides none"
+        assert await events(stage, *range(64)) == 1 + MAX_EVENTS
+        for first in range(64, 64 * 6, 64):
+            found = await events(stage, *range(first, first + 64))
+        assert 1 + MAX_EVENTS < found <= TURNS + (stage.now() - began) / TURN_S
+        plane.kubectl("annotate", "mgj", "job", "-n", namespace, "written=by-the-author")
+        found = await events(stage, *range(400, 464))
+        assert found <= TURNS + (stage.now() - began) / TURN_S, "who writes to the job gets no more turns"
+        await stage.pass_time(2 * TURN_S)
+        assert found < await events(stage, *range(464, 528)) <= TURNS + (stage.now() - began) / TURN_S
