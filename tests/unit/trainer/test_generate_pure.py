@@ -221,6 +221,16 @@ def test_requests_come_together_or_not_at_all() -> None:
     assert alone is not None and alone.plan.decode
 
 
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=3), max_size=6))
+def test_the_background_waits_behind_all_others_and_each_kind_in_its_order(calls: list[list[bool]]) -> None:
+    line, kinds = board(), [kind for call in calls for kind in call]
+    ids = iter(range(len(kinds)))
+    for call in calls:
+        line.add(*(GenerationRequest(id=str(next(ids)), prompt=(1,), is_background=kind) for kind in call))
+    wanted = [str(place) for kind in (False, True) for place, one in enumerate(kinds) if one is kind]
+    assert [one.id for one in line.waiting] == wanted
+
+
 def shape(**sizes: int) -> CacheShape:
     values = {"layers": 4, "slots": 8, "capacity": 1023, "key_heads": 2, "channels": 64} | sizes
     return CacheShape(**values, dtype=torch.bfloat16)

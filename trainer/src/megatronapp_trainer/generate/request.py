@@ -46,6 +46,8 @@ class GenerationRequest:
     measures: int = 0
     """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
     from, as plain lists; 0: nothing of that."""
+    is_background: bool = False
+    """Waits behind all that are not. Requests of a group are alike in this."""
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt)

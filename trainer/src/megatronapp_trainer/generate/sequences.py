@@ -101,7 +101,10 @@ class Board:
         self._decoded_last = True
 
     def add(self, *requests: GenerationRequest) -> None:
-        """Put these at the end of the line, or none of them. Raises RequestError for an id in use, QueueFullError."""
+        """Put these at the end of the line, those of the background behind all others; or none of them.
+
+        Raises RequestError for an id in use, QueueFullError.
+        """
         used = self.open_ids()
         for request in requests:
             if request.id in used:
@@ -115,7 +118,7 @@ class Board:
         for group, members in collections.Counter(one.group for one in requests if one.group).items():
             if members > self._slots:
                 raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
-        self.waiting.extend(requests)
+        self.waiting = deque(sorted((*self.waiting, *requests), key=lambda one: one.is_background))
 
     def _held(self) -> set[str]:
         """Groups of which some have not been read yet."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_HELD = 4096
 """Events of an answer that may wait for its reader, beside what the connection holds."""
+MOST_PROBED = 8
+"""Prompts of the background that may be open; they have places of their own and take none of `most_open`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Ticket:
 
     def __init__(self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None]) -> None:
         self.ids = tuple(request.id for request in requests)
+        self.is_background = any(request.is_background for request in requests)
         self.position: int | None = None
         self._too_slow = too_slow
         self._is_full = False
@@ -89,7 +92,7 @@ class Desk:
         self.tally = tally
         self.observers: list[Observer] = []
         self.most_open = most_open
-        """Prompts that wait or are generated."""
+        """Prompts that wait or are generated, those of the background not counted."""
         self.is_stopping: Callable[[], bool] = lambda: False
         """Whether the server was asked to stop, though a step may still be computed."""
         self._engine: Engine | None = None
@@ -119,9 +122,7 @@ class Desk:
             if (problem := self.problem) is not None:
                 raise problem
             assert self._engine is not None
-            if len(self._tickets) + len(requests) > self.most_open:
-                self.tally.refused += 1
-                raise QueueFullError(f"{len(self._tickets)} prompts are open, and at most {self.most_open} may be")
+            self._check_room(ticket)
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
@@ -167,6 +168,13 @@ class Desk:
             ids = list(self._tickets)
         waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
         return waiting, len(ids) - waiting
+
+    def _check_room(self, ticket: Ticket) -> None:
+        alike = sum(one.is_background == ticket.is_background for one in self._tickets.values())
+        most, what = (MOST_PROBED, "prompts of probes") if ticket.is_background else (self.most_open, "prompts")
+        if alike + len(ticket.ids) > most:
+            self.tally.refused += not ticket.is_background
+            raise QueueFullError(f"{alike} {what} are open, and at most {most} may be")
 
     def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:
         try:

@@ -132,6 +132,7 @@ class Front:
     def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", scope: "Scope | None") -> None:
         """Generate what is asked for until asked to stop. Raises EngineLostError."""
         from megatronapp_trainer.generate.engine import Engine
+        from megatronapp_trainer.serve.desk import MOST_PROBED
         from megatronapp_trainer.serve.errors import StoppingError
         from megatronapp_trainer.serve.model import going_on
 
@@ -140,7 +141,7 @@ class Front:
             gang,
             decode=None if model.tokenizer is None else going_on(model.tokenizer),
             end_tokens=model.end_tokens,
-            most_waiting=_most_open(self.command),
+            most_waiting=_most_open(self.command) + MOST_PROBED,
         )
         engine.warm_up()
         if scope is not None:

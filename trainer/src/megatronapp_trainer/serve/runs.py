@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_TEXTS = 1 << 16
 """Texts of candidates that are remembered."""
 KEPT = 64
-"""Newest runs that are told about."""
+"""Newest runs that are told about, and all that have not ended."""
 State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
 ENDED = frozenset({"done", "cancelled", "failed"})
 Tell = Callable[[Mapping[str, Any]], None]
@@ -217,10 +217,15 @@ class Runs:
             )
             record.tell(record.header())
         self._records[run] = record
-        while len(self._records) > KEPT:
-            del self._records[next(iter(self._records))]
+        self._forget_oldest()
         self._follow(record.follow())
         return record
+
+    def _forget_oldest(self) -> None:
+        """Of those that have ended: the others are no more than the prompts that may be open."""
+        over = [run for run, record in self._records.items() if record.state in ENDED]
+        for run in over[: max(0, len(self._records) - KEPT)]:
+            del self._records[run]
 
     def _looked_at(
         self, run: str, body: RunRequest, model: ServedModel, requests: list[GenerationRequest]
@@ -246,8 +251,12 @@ class Runs:
         return record
 
     def probe(self, wanted: Probe) -> str:
-        """Read known tokens once more; the probe's id. Raises ApiError, and as `Desk.submit` does."""
+        """Read known tokens once more; the probe's id. Prompts that wait go first.
+
+        Raises ApiError, and as `Desk.submit` does.
+        """
         probe, requests = self._needed().probe(wanted)
+        requests = [dataclasses.replace(one, is_background=True) for one in requests]
         self._follow(_drain(self._submit(requests)))
         return probe
 

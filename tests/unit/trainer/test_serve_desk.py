@@ -1,0 +1,96 @@
+"""The desk and the runs of a server over a real engine of one process, step by step."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from generating_ranks import VARIANTS, config_of, groups_of, model_of, open_engine, prompts
+
+from megatronapp_common.scope.protocol_requests import RunRequest
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.generate.errors import QueueFullError
+from megatronapp_trainer.generate.events import FinishedEvent
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.serve import runs
+from megatronapp_trainer.serve.desk import MOST_PROBED, Desk, Ticket
+from megatronapp_trainer.serve.model import ServedModel
+from megatronapp_trainer.serve.tally import Tally
+
+pytestmark = pytest.mark.torch
+
+PROMPT = prompts((5,))[0]
+MOST_OPEN = 6
+
+
+def with_desk(check: str) -> None:
+    """Run one of the checks below."""
+    with groups_of("") as (layout, device):
+        config = config_of(VARIANTS["rotary-grouped"])
+        gang, _ = open_engine(model_of(config, layout, device), config, layout, device)
+        desk = Desk(most_open=MOST_OPEN, tally=Tally())
+        desk.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
+        asyncio.run(globals()[check](desk))
+
+
+def asked(name: str, count: int = 4) -> GenerationRequest:
+    return GenerationRequest(id=name, prompt=PROMPT, max_new_tokens=count, temperature=0, ignore_end=True)
+
+
+def probe(name: str, count: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(id=f"{name}-{place}", prompt=PROMPT, max_new_tokens=0, is_background=True)
+        for place in range(count)
+    ]
+
+
+async def ended(desk: Desk, ticket: Ticket) -> None:
+    left = len(ticket.ids)
+    while left:
+        desk.step(0)
+        while (item := await ticket.get(0.01)) is not None:
+            left -= isinstance(item, FinishedEvent)
+
+
+async def probes_apart(desk: Desk) -> None:
+    probed = desk.submit(probe("p", MOST_PROBED))
+    with pytest.raises(QueueFullError, match=f"{MOST_PROBED} prompts of probes are open, and at most {MOST_PROBED}"):
+        desk.submit(probe("q", 1))
+    tickets = [desk.submit([asked(f"a{place}")]) for place in range(MOST_OPEN)]
+    assert [one.position for one in tickets] == list(range(MOST_OPEN)), "no probe is before them"
+    with pytest.raises(QueueFullError, match=f"{MOST_OPEN} prompts are open"):
+        desk.submit([asked("b")])
+    assert desk.tally.refused == 1
+    for ticket in (*tickets, probed):
+        await ended(desk, ticket)
+    await ended(desk, desk.submit(probe("q", 1)))
+
+
+async def running_kept(desk: Desk) -> None:
+    runs.KEPT = 2
+    model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_tokens=40)
+    known = runs.Runs(desk)
+
+    def start(name: str) -> runs.Record:
+        return known.start(name, RunRequest(prompts=("a",)), 0, model, [asked(f"{name}-0", 30)])
+
+    start("first")
+    second = start("second")
+    known.cancel("second")
+    while second.state not in runs.ENDED:
+        desk.step(0)
+        await asyncio.sleep(0)
+    start("third")
+    start("fourth")
+    assert [one.run for one in known.newest_first()] == ["fourth", "third", "first"]
+    desk.close(QueueFullError("the test is over"))
+    while known.get("fourth").state not in runs.ENDED:
+        await asyncio.sleep(0)
+
+
+def test_probes_have_places_of_their_own_and_wait_behind_all_others(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(1, with_desk, "probes_apart")
+
+
+def test_a_run_that_goes_on_is_not_forgotten_for_newer_ones(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(1, with_desk, "running_kept")
