@@ -9,6 +9,7 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope import refill
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.engine import PATIENCE_S
@@ -18,6 +19,7 @@ from megatronapp_analyzer.hub.scope.service import ScopeService
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
 
 RUN = scope_session.RUN
 
@@ -144,6 +146,39 @@ def test_another_rank_that_leaves_takes_no_run_with_it() -> None:
     desk = decoding([0.0])
     desk.take(0, 0, Frame(FrameType.SCOPE_LEFT, {"rank": 1}))
     assert outcome(desk) == ("decoding", None) and desk.state == "ready"
+
+
+@pytest.mark.parametrize(("ending", "code"), [("broken", "probe-incomplete"), ("bye", "engine-lost")])
+def test_probes_do_not_wait_for_ranks_that_went_away(ending: str, code: str) -> None:
+    desk = decoding([0.0])
+    desk.probes.expect("waits", "key", lambda _: None, 0.0, caller="me")
+    desk.take(0, 0, Frame(FrameType.SCOPE_PART, {"rank": 0, "probe": "early", "rows": [], "tensors": []}))
+    desk.lost(0, 0, for_good=ending == "bye")
+    failure = desk.probes.take_failure("key")
+    assert desk.probes.count("me") == 0 and failure is not None
+    assert (failure.status, failure.code) == (503, code)
+    desk.probes.expect("early", "other", lambda _: None, 0.0)
+    desk.probes.settle([], 0.0)
+    assert desk.probes.take_failure("other") is not None and len(desk.probes) == 0
+
+
+@pytest.mark.asyncio
+async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused() -> None:
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    wanted = Probe(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),))
+
+    def of_rank_zero(request: httpx.Request) -> httpx.Response:
+        scope.desk.lost(0, 0)
+        return httpx.Response(200, json={"probe": "told to nobody"})
+
+    scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(of_rank_zero))
+    async with scope.running():
+        scope.desk.take(0, 0, published()[0])
+        with pytest.raises(ApiError, match="went away") as refused:
+            await scope.asker.ask(
+                "key", Probe(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),)), lambda _: None, "me"
+            )
+        assert refused.value.status == 503 and len(scope.desk.probes) == 0
 
 
 def told(run: Run) -> list[Frame]:

@@ -1,7 +1,9 @@
 """What callers may have, and what they see while a run goes on."""
 
 import functools
+import unittest.mock
 
+import numpy as np
 import pytest
 import scope_session
 from hypothesis import given
@@ -13,11 +15,13 @@ from megatronapp_analyzer.hub.scope import probes, session_file
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
 from megatronapp_analyzer.hub.scope.limits import MAX_CALLERS, Buckets
+from megatronapp_analyzer.hub.scope.merge import Piece
 from megatronapp_analyzer.hub.scope.numbering import Numbering, Part, part_of
 from megatronapp_analyzer.hub.scope.outbox import Outbox
 from megatronapp_analyzer.hub.scope.ring import Ring
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor
 
 
 @given(st.lists(st.floats(0, 3), max_size=60))
@@ -76,6 +80,39 @@ def test_probes_fail_once_each_with_their_reason() -> None:
         assert failure is None or (isinstance(failure, ApiError) and failure.status == 503)
         assert book.take_failure("key") is None
     assert got == [0]
+
+
+def piece(nbytes: int) -> Piece:
+    tensor = Tensor("residual", "f32", np.zeros((1, nbytes // 4), "<f4"))
+    return Piece(rows=((0, 0),), layers=None, span=None, tp=0, tensor=tensor)
+
+
+def test_parts_that_overtake_their_answers_are_kept_for_as_many_probes_as_may_be_waited_for() -> None:
+    book, got = probes.ProbeBook(), list[int]()
+    names = [str(number) for number in range(probes.MAX_PROBES)]
+    for name in names:
+        book.add(name, [piece(1 << 10)], 0.0, Part(0))
+    for name in names:
+        book.expect(name, name, lambda pieces: got.append(len(pieces)), 0.0)
+        book.settle([0], 0.0)
+    assert got == [1] * probes.MAX_PROBES
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.booleans()), max_size=120))
+def test_parts_that_nobody_waits_for_are_bounded_and_who_comes_for_lost_ones_is_told_at_once(
+    parts: list[tuple[int, int, bool]],
+) -> None:
+    book, got = probes.ProbeBook(), list[str]()
+    with unittest.mock.patch.multiple(probes, MAX_PROBES=6, MAX_EARLY_BYTES=100):
+        for probe, words, dropped in parts:
+            book.add(str(probe), [piece(4 * words)], 0.0, Part(0, dropped=dropped))
+            assert len(book._probes) <= 6 and sum(one.bytes for one in book._probes.values()) <= 100
+    for name in {str(probe) for probe, _, _ in parts}:
+        book.expect(name, name, functools.partial(lambda name, _: got.append(name), name), 0.0)
+        book.settle([0], 0.0)
+        failure = book.take_failure(name)
+        assert (name in got) == (failure is None) and len(book) == 0
+        assert failure is None or failure.status == 503
 
 
 def test_one_run_at_a_time_is_sent_again() -> None:

@@ -13,7 +13,7 @@ from megatronapp_analyzer.hub.scope.actions import ActionLog
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk
 from megatronapp_analyzer.hub.scope.exact import HEADED
 from megatronapp_analyzer.hub.scope.merge import Piece, Table
-from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER, MAX_PROBES, RETRY_S
+from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER, MAX_PROBES, RETRY_S, away
 from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
@@ -111,7 +111,10 @@ class Asker:
             raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
 
     async def _ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+        clears = self.desk.probes.clears
         probe = await self.serving.probe(wanted)
+        if self.desk.probes.clears != clears:
+            raise away()
         self.desk.probes.expect(probe, key, done, self.desk.clock(), caller=caller)
         self.desk.probes.settle(self.desk.publishers.expected(), self.desk.clock())
         return probe

@@ -21,7 +21,7 @@ from megatronapp_analyzer.hub.scope.headers import RunHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry
 from megatronapp_analyzer.hub.scope.merge import PCA, Table, pieces_of
 from megatronapp_analyzer.hub.scope.numbering import part_of
-from megatronapp_analyzer.hub.scope.probes import ProbeBook
+from megatronapp_analyzer.hub.scope.probes import ProbeBook, away
 from megatronapp_analyzer.hub.scope.publishers import UNKNOWN, Publishers
 from megatronapp_analyzer.hub.scope.ring import Ring
 from megatronapp_analyzer.hub.scope.run import ENDED, Run
@@ -234,6 +234,7 @@ class ScopeDesk:
             self._fail_open()
         elif LEADER in ranks:
             self._engine.goes(self.clock())
+        self.probes.clear(away)
         self.close_due()
 
     def _fail_open(self) -> None:

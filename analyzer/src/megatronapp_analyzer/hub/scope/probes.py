@@ -21,8 +21,8 @@ MAX_OF_CALLER = 24
 """Of these, for one caller."""
 MAX_BYTES = 256 << 20
 """That may come of all probes together before they are whole."""
-EARLY = 4
-"""Probes whose parts are kept before rank 0 has answered with their id."""
+MAX_EARLY_BYTES = 64 << 20
+"""Of these, of probes that rank 0 has not answered for yet; of such probes as many as may be waited for are kept."""
 PATIENCE_S = 120.0
 """A probe that is not whole by then is forgotten: its run may have been too long for the model that is there now."""
 KEPT_FAILURES = 64
@@ -59,6 +59,12 @@ def lost() -> ApiError:
     return ApiError(503, "engine-lost", "the model ended before it brought these numbers", "Ask again once it is back.")
 
 
+def away() -> ApiError:
+    """Ranks went away that may have told it already, to nobody."""
+    text = "ranks of the model went away before all of these numbers had come"
+    return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+
+
 @dataclasses.dataclass(slots=True)
 class _Probe:
     began_s: float
@@ -81,6 +87,8 @@ class ProbeBook:
         self._failures: OrderedDict[object, Failure] = OrderedDict()
         self._gone: deque[str] = deque(maxlen=KEPT_FAILURES)
         """Probes of which nothing is kept any more, whatever still comes."""
+        self.clears = 0
+        """Who asks in the meantime has asked ranks that are not there any more."""
 
     def __len__(self) -> int:
         return sum(one.done is not None for one in self._probes.values())
@@ -101,19 +109,21 @@ class ProbeBook:
     def expect(
         self, probe: str, key: object, done: Callable[[Sequence[Piece]], None], now_s: float, *, caller: str = ""
     ) -> None:
-        """Wait for a probe; what came before its answer did is taken, too."""
+        """Wait for a probe; what came before its answer did is taken, too. It fails at once if that is not kept."""
         known = self._probes.setdefault(probe, _Probe(now_s))
+        if probe in self._gone:
+            self._fail(known, dropped)
         known.key, known.done, known.caller = key, done, caller
         self._by_key[key] = probe
 
     def add(self, probe: str, pieces: Iterable[Piece], now_s: float, part: Part) -> None:
-        """Pieces of one rank. Of probes that nobody waits for a few are kept: their answer may be on its way."""
+        """Pieces of one rank. Those of probes that nobody waits for are kept, too: their answer may be on its way."""
         if probe in self._gone:
             return
-        known = self._probes.setdefault(probe, _Probe(now_s))
-        early = [name for name, one in self._probes.items() if one.done is None]
-        for name in early[: max(0, len(early) - EARLY)]:
-            del self._probes[name]
+        self._take(self._probes.setdefault(probe, _Probe(now_s)), pieces, part)
+        self._bound_early()
+
+    def _take(self, known: _Probe, pieces: Iterable[Piece], part: Part) -> None:
         known.parts.add(part)
         if part.dropped:
             self._fail(known, dropped)
@@ -124,6 +134,18 @@ class ProbeBook:
             known.pieces.append(piece)
         if sum(one.bytes for one in self._probes.values()) > MAX_BYTES:
             self._fail(known, too_large)
+
+    def _bound_early(self) -> None:
+        """Of probes that nobody waits for the oldest go first. Who waits for one of them later is told at once."""
+        early = [(name, one) for name, one in self._probes.items() if one.done is None]
+        while len(early) > MAX_PROBES:
+            self._forget(*early.pop(0))
+        held_bytes = sum(one.bytes for _, one in early)
+        for _, one in early:
+            if held_bytes <= MAX_EARLY_BYTES:
+                return
+            held_bytes -= one.bytes
+            self._fail(one, dropped)
 
     def settle(self, expected: Iterable[int], now_s: float) -> None:
         """Hand on what is complete: all of these ranks have reported. What has failed, or waits too long, goes."""
@@ -148,10 +170,11 @@ class ProbeBook:
             LOG.warning("a probe is refused: %s", error)
             self._fail(one, garbled)
 
-    def clear(self) -> None:
-        """The model that was asked is gone."""
+    def clear(self, why: Failure = lost) -> None:
+        """The model that was asked is gone, or some of its ranks."""
+        self.clears += 1
         for probe, one in list(self._probes.items()):
-            self._fail(one, lost)
+            self._fail(one, why)
             self._forget(probe, one)
 
     def _fail(self, one: _Probe, why: Failure) -> None:
