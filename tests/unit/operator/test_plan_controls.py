@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.hub.scope.actions import ActionLog
 from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import Control, Job, JobSpec, Observed, RecordEvent, Status
 from megatronapp_operator.plan.controls import GAP, KEPT, MAX_EVENTS, TURN_S, TURNS, controls, spent_after
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.summary import read_controls
 
 NOW = 1_763_000_000.0
 NOW_MS = int(NOW) * 1000
@@ -90,6 +92,23 @@ def test_what_a_hub_no_longer_had_is_said_to_be_missing(told: Told) -> None:
     assert texts[:2] == [GAP, f"did {2 * KEPT + 5}"] and len(texts) <= MAX_EVENTS
     assert told.look(*range(2 * KEPT + 5, 3 * KEPT + 5)) == []
     assert GAP not in Told().look(*range(KEPT)), "who sees a hub first does not know what was before"
+
+
+def test_what_a_real_hub_has_forgotten_is_said_to_be_missing(told: Told) -> None:
+    log = ActionLog(clock=lambda: NOW)
+
+    def said() -> list[str]:
+        kept = read_controls([dataclasses.asdict(one) for one in log.all()])
+        return told.look(*(one.id for one in kept))
+
+    log.note("jane", "started run 1")
+    assert said() == [f"did {NOW_MS}"]
+    for _ in range(250):
+        log.note("jane", "cancelled run 1")
+    assert GAP not in said()
+    for _ in range(300):
+        log.note("jane", "cancelled run 1")
+    assert GAP in said()
 
 
 @settings(max_examples=50)

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 
 LOG = logging.getLogger(__name__)
-KEPT = 64
+KEPT = 256
 MAX_WHO = 253
 NOBODY = "controller token"
 """Who came with the job's own token, not through the door."""
