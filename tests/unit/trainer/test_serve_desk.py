@@ -1,17 +1,22 @@
 """The desk and the runs of a server over a real engine of one process, step by step."""
 
 import asyncio
+import pathlib
+import socket
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from generating_ranks import VARIANTS, config_of, groups_of, model_of, open_engine, prompts
 
+from megatronapp_common.frames import decode, frame_length
 from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.errors import QueueFullError
 from megatronapp_trainer.generate.events import FinishedEvent
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.scope.open import SOCKET, open_scope
 from megatronapp_trainer.serve import runs
 from megatronapp_trainer.serve.desk import MOST_PROBED, Desk, Ticket
 from megatronapp_trainer.serve.model import ServedModel
@@ -31,6 +36,22 @@ def with_desk(check: str) -> None:
         desk = Desk(most_open=MOST_OPEN, tally=Tally())
         desk.open(Engine(gang, most_waiting=MOST_OPEN + MOST_PROBED))
         asyncio.run(globals()[check](desk))
+
+
+def publisher_limits() -> object:
+    """What rank 0 tells its agent of what a run may ask for."""
+    with groups_of("") as (layout, device), tempfile.TemporaryDirectory() as folder:
+        config = config_of(VARIANTS["rotary-grouped"])
+        gang, _ = open_engine(model_of(config, layout, device), config, layout, device)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/{SOCKET}")
+            listener.listen()
+            scope = open_scope(gang, pathlib.Path(folder), attempt=0, limits={"prompts": 2, "tokens": 40})
+            with listener.accept()[0] as peer, peer.makefile("rb") as stream:
+                head = stream.read(16)
+                hello = decode(head + stream.read(frame_length(head) - 16))
+        scope.close()
+    return hello.header["limits"]
 
 
 def asked(name: str, count: int = 4) -> GenerationRequest:
@@ -94,3 +115,7 @@ def test_probes_have_places_of_their_own_and_wait_behind_all_others(run_ranks: C
 
 def test_a_run_that_goes_on_is_not_forgotten_for_newer_ones(run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(1, with_desk, "running_kept")
+
+
+def test_rank_0_tells_what_a_run_may_ask_for(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(1, publisher_limits) == [{"prompts": 2, "tokens": 40}]

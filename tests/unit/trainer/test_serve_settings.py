@@ -14,7 +14,7 @@ from megatronapp_common.names import ExitCode
 from megatronapp_trainer.errors import CheckpointError, RendezvousError, UsageError
 from megatronapp_trainer.serve.check import find_problems
 from megatronapp_trainer.serve.guard import MOST_BYTES, BodyLimit, TokenGuard
-from megatronapp_trainer.serve.program import main
+from megatronapp_trainer.serve.program import limits_of, main
 from megatronapp_trainer.serve.schemas import CompletionRequest
 from megatronapp_trainer.serve.settings import configure, read_command
 from megatronapp_trainer.serve.tally import Tally
@@ -64,6 +64,22 @@ def test_the_checkpoint_tells_its_model(tmp_path: pathlib.Path) -> None:
     assert config.parallel.tensor_model_parallel_size == 2
     assert config.checkpoint.save is None
     assert not configured(tmp_path, "--precision", "fp32").precision.bf16
+
+
+LIMITS = [
+    ((), (8, 127)),
+    (("--max-batch-size", "2", "--max-tokens", "40"), (2, 40)),
+    (("--max-batch-size", "64", "--max-length", "33"), (8, 32)),
+]
+
+
+@pytest.mark.parametrize(("words", "limits"), LIMITS)
+def test_what_a_run_may_ask_for_is_known_before(
+    tmp_path: pathlib.Path, words: tuple[str, ...], limits: tuple[int, int]
+) -> None:
+    write_checkpoint(tmp_path)
+    command = read_command(["--load", str(tmp_path), *words])
+    assert limits_of(command, configure(command)) == {"prompts": limits[0], "tokens": limits[1]}
 
 
 def test_the_newest_whole_checkpoint_is_served(tmp_path: pathlib.Path) -> None:

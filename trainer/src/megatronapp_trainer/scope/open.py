@@ -2,7 +2,9 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
+from megatronapp_common.frames import Frame
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.scope.publisher import Job, Publisher
 from megatronapp_trainer.scope.session import CaptureSession
@@ -24,15 +26,21 @@ class Scope:
         self.publisher.close()
 
 
-def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int) -> Scope:
-    """On every rank, before the first step. Nothing is looked at until rank 0 begins a run."""
+def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int, limits: Mapping[str, int] | None = None) -> Scope:
+    """On every rank, before the first step. Nothing is looked at until rank 0 begins a run.
+
+    `limits`: of a run, which rank 0 tells.
+    """
     held: list[Publisher] = []
 
     def post(job: Job) -> None:
         held[0].post(job)
 
     session = CaptureSession(gang.stage, attempt=attempt, sink=post)
-    held.append(Publisher(run_dir / SOCKET, session.hello()))
+    hello = session.hello()
+    if limits is not None and hello.header["rank"] == 0:
+        hello = Frame(hello.type, {**hello.header, "limits": dict(limits)})
+    held.append(Publisher(run_dir / SOCKET, hello))
     session.attach(gang)
     held[0].start()
     return Scope(session=session, publisher=held[0])

@@ -7,10 +7,11 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 from megatronapp_common.tokens import read_secret
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.text_tokens import read_text_tokens
@@ -64,7 +65,7 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
         front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
         stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
         gang = load(command, config)
-        scope = look_out(gang, stack)
+        scope = look_out(gang, stack, limits_of(command, config))
         if front is None:
             gang.follow()
         else:
@@ -102,16 +103,25 @@ def load(command: Command, config: TrainerConfig) -> "Gang":
     return gang
 
 
-def look_out(gang: "Gang", stack: contextlib.ExitStack) -> "Scope | None":
+def look_out(gang: "Gang", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "Scope | None":
     """MegaScope of this rank, until the stack ends; None, and nothing loaded, where there is no hub to look for."""
     folder = os.environ.get(Env.RUN_DIR)
     if not os.environ.get(Env.HUB_URL) or not folder:
         return None
     from megatronapp_trainer.scope.open import open_scope
 
-    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")))
+    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")), limits=limits)
     stack.callback(scope.close)
     return scope
+
+
+def limits_of(command: Command, config: TrainerConfig) -> dict[str, int]:
+    """Most prompts of a run, and most new tokens of each, that this server takes."""
+    options = command.options
+    return {
+        "prompts": min(MAX_PROMPTS, options.max_batch_size),
+        "tokens": min(MAX_TOKENS, options.max_tokens, capacity_of(command, config) - 1),
+    }
 
 
 def capacity_of(command: Command, config: TrainerConfig) -> int:
