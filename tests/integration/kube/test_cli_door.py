@@ -3,8 +3,10 @@
 import argparse
 import base64
 import contextlib
+import http.server
 import json
 import pathlib
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,7 +78,36 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
         assert client.get(job.path).status_code == 403
     with opened(asked(config)) as cluster:
         found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
-    assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
+        assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
+        viewer = reviewing.job_token(job.uid)
+        with door_before_megascope(viewer) as url:
+            assert tokens.token_for(cluster, Door(url), ClusterJob(job.document)) == viewer
+
+
+@contextlib.contextmanager
+def door_before_megascope(taken: str) -> Iterator[str]:
+    """The address of a door that takes one token alone."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            good = self.headers["Authorization"] == f"Bearer {taken}"
+            body = b"{}" if good else json.dumps({"code": "log-in", "message": "unknown", "hint": ""}).encode()
+            self.send_response(200 if good else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def asked(config: pathlib.Path, service_account: str | None = None) -> argparse.Namespace:

@@ -79,7 +79,9 @@ def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
     secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
     if secret is not None:
         text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
-        yield Shown(derive(text, Role.CONTROLLER), f"who has the token of job {job.namespace}/{job.name}")
+        place = f"job {job.namespace}/{job.name}"
+        yield Shown(derive(text, Role.CONTROLLER), f"who has the token of {place}")
+        yield Shown(derive(text, Role.VIEWER), f"who has the viewer's token of {place}")  # all that an older door knows
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> Shown:
