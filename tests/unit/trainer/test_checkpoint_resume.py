@@ -161,3 +161,41 @@ def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path)
     manifest = json.loads((save / "iter_0000010" / "megatronapp.json").read_text())
     assert manifest["consumed_samples"] == 80
     assert manifest["attempt"] == 0
+
+
+def learn_on(folder: str) -> list[str]:
+    """text_tokens.json of a model, of it fine-tuned, and once that was gone on with."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
+
+    first, second = pathlib.Path(folder) / "first", pathlib.Path(folder) / "second"
+    found = []
+    layout = None
+    for flags in (f"--save {first}", f"--load {first} --finetune --save {second}", f"--save {second} --no-load-optim"):
+        config = parse(f"{MODEL} {flags}".split())
+        if layout is None:
+            layout = layout_of(config)
+            device = prepare_device(layout.local_rank)
+            initialize_groups(config, layout, device)
+        run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+        manager = CheckpointManager(config, layout)
+        manager.load(run.state)
+        run.state.iteration += 1
+        manager.save(run.state)
+        path = pathlib.Path(config.checkpoint.save or "") / f"iter_{run.state.iteration:07d}" / "text_tokens.json"
+        if "--load" not in flags and not found:
+            path.write_text('{"before": [1], "after": [], "ends": [0, 7]}')
+        found.append(path.read_text() if path.is_file() else "")
+    destroy_groups()
+    return found
+
+
+def test_a_model_that_learns_on_keeps_what_it_expects_around_a_text(
+    run_ranks: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    (found,) = run_ranks(1, learn_on, str(tmp_path))
+    assert found == ['{"before": [1], "after": [], "ends": [0, 7]}'] * 3

@@ -91,7 +91,11 @@ def test_connections_that_ask_nothing_give_their_places_to_those_that_do(serve: 
 
 def test_nobody_reads_what_strangers_send_to_a_probe(serve: Any) -> None:
     port = serve(SECRET)
-    for told in ({"content_length": "4194304", "expect": "100-continue"}, {"transfer_encoding": "chunked"}):
+    bodies: list[dict[str, Any]] = [
+        {"content_length": "4194304", "expect": "100-continue"},
+        {"transfer_encoding": "chunked"},
+    ]
+    for told in bodies:
         with connected(port) as sock:
             assert ask_on(sock, "/readyz", method="POST", **told) == 405, "at once, and before anything has come"
             assert read(sock, MIB) < MIB, "and then ends"

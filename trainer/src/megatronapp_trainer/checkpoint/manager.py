@@ -26,6 +26,7 @@ from megatronapp_trainer.collective import (
     says_lost_peer,
 )
 from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
 from megatronapp_trainer.layout import Layout, environment_integer
 from megatronapp_trainer.state import TrainState
@@ -57,6 +58,8 @@ class CheckpointManager:
             raise UsageError("--finetune reads weights only, so --save must name another directory than --load")
         self._directory = CheckpointDirectory(pathlib.Path(flags.save)) if flags.save is not None else None
         self._claim: Claim | None = None
+        self._text_tokens: bytes | None = None
+        """Of the checkpoint that was loaded: what a converted model expects around a text it keeps when it learns."""
 
     def load(self, state: TrainState) -> bool:
         """Resume `state` in place; whether there was something to resume from. Collective.
@@ -100,6 +103,8 @@ class CheckpointManager:
     def _publish(
         self, directory: CheckpointDirectory, state: TrainState, temporary: pathlib.Path, claim: Claim
     ) -> None:
+        if self._text_tokens is not None:
+            (temporary / text_tokens.FILE).write_bytes(self._text_tokens)
         directory.publish(temporary, self._manifest(state, claim), claim)
         if (keep := self._config.checkpoint.keep_last) is not None:
             directory.prune(keep, claim, published=state.iteration)
@@ -190,6 +195,7 @@ class CheckpointManager:
             if parts.progress:
                 self._check_schedules(loaded["opt_param_scheduler"], candidate.path, manifest, state)
             restore(state, loaded, parts)
+            self._text_tokens = _bytes_of(candidate.path / text_tokens.FILE)
         agreement.settle()
         if parts.progress:
             state.iteration = manifest.iteration
@@ -238,6 +244,10 @@ def _inspect(path: pathlib.Path) -> _Candidate:
         return _Candidate(path=path, manifest=read_manifest(path), flaw=None)
     except BrokenCheckpointError as error:
         return _Candidate(path=path, manifest=None, flaw=str(error))
+
+
+def _bytes_of(path: pathlib.Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _sizes(layout: Layout) -> dict[str, int]:
