@@ -173,7 +173,7 @@ def learn_on(folder: str) -> list[str]:
     from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
 
     first, second = pathlib.Path(folder) / "first", pathlib.Path(folder) / "second"
-    found = []
+    found: list[str] = []
     layout = None
     for flags in (f"--save {first}", f"--load {first} --finetune --save {second}", f"--save {second} --no-load-optim"):
         config = parse(f"{MODEL} {flags}".split())
