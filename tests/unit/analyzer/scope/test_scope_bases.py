@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import scope_rank_zero
 import scope_session
 
+from megatronapp_analyzer.hub.scope import bases
 from megatronapp_analyzer.hub.scope.desk import ScopeSettings
 from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_analyzer.hub.scope.service import ScopeService
@@ -68,11 +70,12 @@ async def test_fits_that_meet_are_told_with_their_own_versions(monkeypatch: pyte
 
 
 class Model:
-    """Rank 0 behind a real client. `refusals`: answers to probes before it brings any."""
+    """Rank 0 behind a real client. `refusals`: answers to probes, or to those of one text, before it brings any."""
 
     def __init__(self, scope: ScopeService, refusals: tuple[int, ...] = (), *, silent: bool = False) -> None:
         self.rank = scope_rank_zero.RankZero(recording(), "token")
         self.refusals = list(refusals)
+        self.refused_text = list[int]()
         self.probes: list[dict[str, Any]] = []
         if not silent:
             loop = asyncio.get_running_loop()
@@ -81,7 +84,8 @@ class Model:
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/scope/v1/")
-        if path == "probes" and self.refusals:
+        text = json.loads(request.content)["ids"][0] if path == "probes" else None
+        if text is not None and text[: len(self.refused_text)] == self.refused_text and self.refusals:
             return httpx.Response(self.refusals.pop(0), json={"code": "busy", "message": "", "hint": ""})
         found = self.rank.answer(request.method, path, request.content)
         self.probes = [body for _, asked, body in self.rank.asked if asked == "probes"]
@@ -123,3 +127,54 @@ async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_sho
     await asyncio.gather(*(scope.bases._fit(run, states, rows, layers=LAYERS, refit=False) for run in runs))
     assert [[one.header["version"] for one in told(run)] for run in runs] == [[1], [1]]
     assert scope.bases.version == 1
+
+
+def shown_rows(run: Run) -> list[list[int]]:
+    pictures = told(run)
+    return list(pictures[-1].header["rows"]) if pictures else []
+
+
+EVERY = [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
+
+
+async def test_rows_that_the_model_refuses_at_first_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "RETRY_S", 0)
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    model = Model(scope, refusals=(429, 503))
+    async with scope.running():
+        run = seen(scope, "done")
+        await turns(lambda: len(told(run)) > 0)
+        model.refusals = [503, 429, 429]
+        await turns(lambda: shown_rows(run) == EVERY)
+        assert not model.refusals
+        await turns(lambda: (RUN, 1, True) in scope.bases._completed)
+        asked = len(model.probes)
+        scope.bases._complete(run)
+        await turns(lambda: not scope.bases._completing)
+        assert len(model.probes) == asked, "what is there is not asked for again"
+
+
+@pytest.mark.parametrize(("status", "again"), [(404, False), (503, True)])
+async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
+    status: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bases, "RETRY_S", 0)
+    monkeypatch.setattr(bases, "TRIES", 3)
+    scope = ScopeService(ScopeSettings(job="tiny"))
+    run, shown = seen(scope, "done"), [(0, place) for place in range(8)]
+    model = Model(scope)
+    states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
+    async with scope.running():
+        model.refused_text, model.refusals = recording().prompts[0], [status] * 3
+        await scope.bases._fit(run, states, shown, layers=LAYERS, refit=False)
+        assert scope.bases._completing
+        await turns(lambda: not scope.bases._completing)
+        second = [row for row in EVERY if row[0] == 1]
+        assert shown_rows(run) == [list(row) for row in shown] + second
+        assert ((RUN, 1, True) in scope.bases._completed) != again, "what may be granted later is asked for again"
+        model.refusals = []
+        scope.bases._complete(run)
+        await turns(lambda: not scope.bases._completing)
+        prompt = len(recording().prompts[0])
+        came = [row for row in EVERY if row[0] == 0 and row[1] >= prompt]
+        assert shown_rows(run) == [list(row) for row in shown] + came * again + second

@@ -175,9 +175,7 @@ async def test_a_probe_that_was_being_asked_for_when_ranks_went_away_is_refused(
     async with scope.running():
         scope.desk.take(0, 0, published()[0])
         with pytest.raises(ApiError, match="went away") as refused:
-            await scope.asker.ask(
-                "key", Probe(ids=((1,),), sites=(ProbeSite(site="logits", layers=()),)), lambda _: None, "me"
-            )
+            await scope.asker.ask("key", wanted, lambda _: None, "me")
         assert refused.value.status == 503 and len(scope.desk.probes) == 0
 
 

@@ -5,8 +5,9 @@ projected here, of a probe that reads the whole text again, so that a picture is
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,13 @@ ENOUGH_ROWS = COMPONENTS + 1
 FIT_ROWS = 256
 """That a basis is fitted on: every so many of a longer text."""
 TRIES = 60
-"""To give a basis to ranks whose server is not there yet, a second apart."""
+"""To give a basis to ranks whose server is not there yet, or to have them bring what they refuse, a second apart."""
+REFUSED = frozenset({429, 503})
+"""What may be granted later."""
 OURS = "the hub"
 """Who asks for probes that nobody asked for."""
+Completion = tuple[str, int, bool]
+"""Run, version, and whether the run has ended."""
 States = Mapping[int, NDArray[np.floating]]
 """Hidden states [rows, hidden] by layer."""
 
@@ -50,7 +55,8 @@ class BasisDesk:
         self._giving: asyncio.Task[Any] | None = None
         self._fitting = asyncio.Lock()
         """One fit after another: each is turned onto the one before, and told with its own version."""
-        self._completed: set[tuple[str, int, bool]] = set()
+        self._completed: set[Completion] = set()
+        self._completing: set[Completion] = set()
         self.bases: dict[int, pca.Basis] = {}
         self.fitted = "first prompt"
 
@@ -88,7 +94,16 @@ class BasisDesk:
     def _first_fit(self, run: Run, samples: range) -> None:
         model = self._desk.publishers.model
         if wants(run) and model is not None and self._asker.client is not None and not self.bases and run.whole:
-            self._start(self.ask(run, range(model["layers"]), refit=False, caller=OURS, samples=samples))
+            self._start(self._fit_first(run, range(model["layers"]), samples))
+
+    async def _fit_first(self, run: Run, layers: range, samples: range) -> None:
+        """Nobody asks for the first basis again: so it is asked for until it comes."""
+        over = asyncio.Event()
+
+        async def ask() -> None:
+            await self.ask(run, layers, refit=False, caller=OURS, samples=samples, over=over)
+
+        await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._knows(run))
 
     async def refit(self, run: Run, layers: Sequence[int], caller: str) -> str | None:
         """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
@@ -101,8 +116,17 @@ class BasisDesk:
         await self._fit(run, states, rows, layers=layers, refit=True)
         return None
 
-    async def ask(self, run: Run, layers: Sequence[int], *, refit: bool, caller: str, samples: range) -> str:
-        """Have the model read these samples again, and fit on what it tells. Returns the probe.
+    async def ask(
+        self,
+        run: Run,
+        layers: Sequence[int],
+        *,
+        refit: bool,
+        caller: str,
+        samples: range,
+        over: asyncio.Event | None = None,
+    ) -> str:
+        """Have the model read these samples again, and fit on what it tells. Returns the probe; `over` is set with it.
 
         Layers that are not fitted are read, too: all coordinates of a version come together.
         """
@@ -111,6 +135,8 @@ class BasisDesk:
 
         def done(pieces: Sequence[Piece]) -> None:
             rows, states = _states(check(pieces, wanted))
+            if over is not None:
+                over.set()
             if len(rows) > 1:
                 self._start(self._fit(run, states, rows, layers=layers, refit=refit))
 
@@ -198,28 +224,62 @@ class BasisDesk:
         if run.ended and not self.bases:
             self._first_fit(run, range(len(run.tokens)))
         at = (run.id, run.pca_version, run.ended)
-        if not wants(run) or run.pca_version != self.version or not self.version or not run.whole:
+        if not wants(run) or not self._shows(run, run.pca_version) or not run.whole:
             return
-        if at in self._completed or self._asker.client is None or not self.bases:
-            return
-        self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
-        if missing := _missing(run, known_rows(run)):
-            self._start(self._bring(run, missing))
+        if at not in self._completed | self._completing and self._asker.client is not None:
+            self._completing.add(at)
+            self._start(self._bring(run, at))
 
-    async def _bring(self, run: Run, missing: Mapping[int, range]) -> None:
-        layers, version = sorted(self.bases), self.version
-        for sample, places in missing.items():
-            text = tuple(run.ids(sample)[: run.length(sample)])
-            whole = self._probe((text,), layers)
-            wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
+    def _shows(self, run: Run, version: int) -> bool:
+        """Whether a run is shown in this version, and it is the newest."""
+        return bool(self.bases) and version == self.version == run.pca_version and self._knows(run)
 
-            def done(pieces: Sequence[Piece], sample: int = sample, wanted: Probe = wanted) -> None:
-                rows, states = _states(check(pieces, wanted))
-                if version == self.version == run.pca_version and self._desk.runs.get(run.id) is run:
-                    fresh = coordinates_of(states, [(sample, place) for _, place in rows], self.bases)
-                    self._tell(run, Points.of_frame(run.journal.pca).with_more(fresh))
+    async def _bring(self, run: Run, at: Completion) -> None:
+        """All rows that are missing. Done once each has come, or was refused for good: then nobody asks again."""
+        missing = _missing(run, known_rows(run))
+        try:
+            works = [self._bring_sample(run, sample, places) for sample, places in missing.items()]
+            ends = await asyncio.gather(*works, return_exceptions=True)
+        finally:
+            self._completing.discard(at)
+        for error in (one for one in ends if isinstance(one, BaseException)):
+            LOG.warning("PCA of run %s: %s", run.id, error)
+        if False not in ends:
+            self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
 
+    async def _bring_sample(self, run: Run, sample: int, places: range) -> bool:
+        """Coordinates of a span of rows; whether they have come. Raises ApiError if they are refused for good."""
+        version, over = self.version, asyncio.Event()
+        text = tuple(run.ids(sample)[: run.length(sample)])
+        whole = self._probe((text,), sorted(self.bases))
+        wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
+
+        def done(pieces: Sequence[Piece]) -> None:
+            rows, states = _states(check(pieces, wanted))
+            over.set()
+            if self._shows(run, version):
+                fresh = coordinates_of(states, [(sample, place) for _, place in rows], self.bases)
+                self._tell(run, Points.of_frame(run.journal.pca).with_more(fresh))
+
+        async def ask() -> None:
             await self._asker.ask((run.id, "pca rows", sample, version, places), wanted, done, OURS)
+
+        await _until(over, ask, lambda: self._shows(run, version))
+        return over.is_set()
+
+
+async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still: Callable[[], bool]) -> None:
+    """Ask for a probe, and again where it has failed, until it is over. Raises ApiError if it is refused for good."""
+    refused = 0
+    while not over.is_set() and refused < TRIES and still():
+        try:
+            await ask()
+        except ApiError as error:
+            if error.status not in REFUSED:
+                raise
+            refused += 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), RETRY_S)
 
 
 def wants(run: Run) -> bool:
