@@ -66,6 +66,13 @@ async def test_tiles_are_the_models_attention(
         assert answer.headers["x-tile-shape"] == f"{len(expected)},{len(expected)}"
         assert answer.content == expected.tobytes()
         assert "immutable" in answer.headers["cache-control"]
+        known = hub.hub.scope.desk.runs[RUN]
+        known.header["state"], known.header["error"] = "failed", {"code": "engine-lost"}
+        grows = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
+        assert grows.headers["cache-control"] == "private, no-cache", "rank 0 may come back, and the text go on"
+        known.header["error"]["code"] = "out-of-memory"
+        answer = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0")
+        assert "immutable" in answer.headers["cache-control"]
         etag = answer.headers["etag"]
         again = await client.get(f"{RUNS}/{RUN}/attention/1/2/3/0/0/0", headers={"If-None-Match": etag})
         assert (again.status_code, again.content) == (304, b"")

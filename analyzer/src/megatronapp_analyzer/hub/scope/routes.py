@@ -181,7 +181,7 @@ async def attention_tile(
         return _coming(await scope.asker.probe(known, sample, site, absent, caller))
     found = tile(place, rows)
     data = found.tobytes()
-    finished = place.full or known.ended
+    finished = place.full or known.final
     headers = {
         "ETag": etag(data + bytes(str(found.shape), "ascii")),
         "Cache-Control": IMMUTABLE if finished else "private, no-cache",

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.engine import CODE as ENGINE_LOST
 from megatronapp_analyzer.hub.scope.headers import RunHeader, SampleHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
 from megatronapp_analyzer.hub.scope.ring import Held, Ring
@@ -46,6 +47,11 @@ class Run:
     def ended(self) -> bool:
         """Whether nothing comes any more."""
         return self.header.get("state") in ENDED
+
+    @property
+    def final(self) -> bool:
+        """Whether it has ended for good: of one that only the hub gave up, rank 0 may come back and tell more."""
+        return self.ended and (self.header.get("error") or {}).get("code") != ENGINE_LOST
 
     @property
     def captured(self) -> bool:
