@@ -3,6 +3,8 @@
 import contextlib
 import pathlib
 import re
+import socket
+import urllib.parse
 from collections.abc import Iterator
 
 import door
@@ -18,6 +20,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.tokens import Role
+from megatronapp_operator.door.routes import CALLERS_LONG_BODIES
 from megatronapp_operator.door.visits import CALLERS_SOCKETS
 
 NO_NAME = re.compile("viewer-[0-9a-f]{16}")
@@ -285,6 +288,25 @@ def test_one_caller_holds_so_many_live_sockets(
         assert [first_frame() for _ in range(CALLERS_SOCKETS)] == [b"frame"] * CALLERS_SOCKETS
         assert frames.decode(first_frame()).header["code"] == "too-many"
     assert len(hub.asked) == CALLERS_SOCKETS
+
+
+def test_of_bodies_that_do_not_come_only_a_few_are_waited_for(
+    job: door.Job, hub: hostile_hub.HostileHub, reviewing: door.Door, token: str
+) -> None:
+    place = urllib.parse.urlsplit(reviewing.url)
+    head = f"POST {job.path}/scope/runs HTTP/1.1\r\nHost: door\r\nAuthorization: Bearer {token}\r\n"
+    head += "Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+
+        def code() -> bytes:
+            """100: the door waits for the body."""
+            peer = stack.enter_context(socket.create_connection((place.hostname, place.port), door.DEADLINE_S))
+            peer.sendall(head.encode())
+            return peer.recv(1 << 16).split()[1]
+
+        assert [code() for _ in range(CALLERS_LONG_BODIES)] == [b"100"] * CALLERS_LONG_BODIES
+        assert code() == b"429"
+    assert not hub.asked
 
 
 def test_no_token_is_ever_written_down(reviewing: door.Door, job: door.Job, token: str) -> None:

@@ -1,5 +1,6 @@
 """The door's interface: the list of jobs, and what is below each job, which its hub answers."""
 
+import contextlib
 from typing import Annotated, Any
 
 import aiohttp
@@ -27,6 +28,8 @@ from megatronapp_operator.door.shares import Shares
 MAX_BODY_BYTES = 64 << 10
 MAX_REQUESTS, CALLERS_REQUESTS, JOBS_REQUESTS, REQUESTS_OF_BOTH = 256, 32, AT_ONCE, 16
 """To hubs at the same time: in all, of one caller, to one job, and of one caller to one job."""
+MAX_LONG_BODIES, CALLERS_LONG_BODIES = 32, 4
+"""Bodies of more than MAX_BODY_BYTES that may come at the same time: in all, and of one caller to one job."""
 MAX_SOCKETS = 64
 """Live sockets in all. What one may take of memory stands in docs/door.md."""
 CONTROLS, CONTROLS_S, JOBS_CONTROLS = 30, 15.0, 4
@@ -69,6 +72,7 @@ class Door:
         self.session = session
         self.metrics = metrics
         self.requests = Shares("requests", in_all=MAX_REQUESTS)
+        self.bodies = Shares("long bodies", in_all=MAX_LONG_BODIES)
         self.sockets = sockets
         self.controls = Rates("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
@@ -86,25 +90,35 @@ class Door:
             self.catalog.alias(job, caller.identity),
         )  # hubs share out by callers
         question = Question(url=url, token=token, who=who, tag=tag, kind=kind_of(path, query))
-        return await self._pass_on(caller, job, question)
+        with self.requests.take(shares_of_request(caller, job)) as share:
+            return await self._ask(question, share)
 
     async def control_hub(
-        self, caller: Caller, job: Job, path: str, *, method: str, body: bytes | None = None
+        self, caller: Caller, job: Job, path: str, *, request: Request, most: int | None = None
     ) -> Response:
-        """What the job's hub says to something that changes its job. Raises Refusal."""
+        """What the job's hub says to something that changes its job, with the request's body. Raises Refusal.
+
+        Nothing of a body is read before there is room for it.
+        """
         role = await self.gate.role(caller, job)
         self.controls.take(turns_of(caller, job, role))
-        url = relay.address_of(await self.hubs.address(job), path, "")
-        who = caller.name if role is Role.CONTROLLER else None
-        token = self.catalog.token(job, role)
-        return await self._pass_on(caller, job, Question(url=url, token=token, method=method, body=body, who=who))
+        with self.requests.take(shares_of_request(caller, job)) as share, self._room(caller, job, most or 0):
+            body = None if most is None else await read_body(request, most)
+            url = relay.address_of(await self.hubs.address(job), path, "")
+            who = caller.name if role is Role.CONTROLLER else None
+            token = self.catalog.token(job, role)
+            return await self._ask(Question(url=url, token=token, method=request.method, body=body, who=who), share)
 
-    async def _pass_on(self, caller: Caller, job: Job, question: Question) -> Response:
-        with self.requests.take(shares_of_request(caller, job)) as share:
-            with self.metrics.asking_hub():
-                answer = await relay.ask(self.session, question)
-            answer.share = share.pop_all()
-            return answer
+    def _room(self, caller: Caller, job: Job, most: int) -> contextlib.ExitStack:
+        if most <= MAX_BODY_BYTES:
+            return contextlib.ExitStack()
+        return self.bodies.take({f"{caller.identity} at the {hub_of(job)}": CALLERS_LONG_BODIES})
+
+    async def _ask(self, question: Question, share: contextlib.ExitStack) -> Response:
+        with self.metrics.asking_hub():
+            answer = await relay.ask(self.session, question)
+        answer.share = share.pop_all()
+        return answer
 
 
 def shares_of_request(caller: Caller, job: Job) -> dict[str, int]:
@@ -182,17 +196,17 @@ async def one_job(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Na
 async def add_fault(request: Request, door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
     """Make a rank slow; the hub's own interface says how."""
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    body = await read_body(request, MAX_BODY_BYTES)
-    return await door.control_hub(caller, job, "faults", method="POST", body=body)
+    return await door.control_hub(caller, job, "faults", request=request, most=MAX_BODY_BYTES)
 
 
 @router.delete(
     "/jobs/{namespace}/{name}/faults/{fault}", response_model=None, responses={200: {}, 204: {}, **HUB_PROBLEMS}
 )
-async def end_fault(door: DoorOf, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
+async def end_fault(request: Request, caller: CallerOf, namespace: Namespace, name: Name, fault: FaultId) -> Response:
     """End a fault."""
+    door = door_of(request)
     job = await door.gate.admit(caller, Verb.UPDATE, namespace, name)
-    return await door.control_hub(caller, job, f"faults/{fault}", method="DELETE")
+    return await door.control_hub(caller, job, f"faults/{fault}", request=request)
 
 
 @router.get("/jobs/{namespace}/{name}/{path:path}", response_model=None, responses={200: {}, **HUB_PROBLEMS})

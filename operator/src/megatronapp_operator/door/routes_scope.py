@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from megatronapp_operator.door import live, visits
 from megatronapp_operator.door.answers import ETAG
-from megatronapp_operator.door.pages import read_body
 from megatronapp_operator.door.reviews import Verb
 from megatronapp_operator.door.routes import (
     BEARER,
@@ -108,8 +107,9 @@ async def watch(socket: WebSocket, namespace: Namespace, name: Name) -> None:
     await visits.welcome(socket, door_of(socket), namespace, name, live.SCOPE_RULES)
 
 
-async def _control(request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int = 0) -> Response:
+async def _control(
+    request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int | None = None
+) -> Response:
     door = door_of(request)
     job = await door.gate.control(caller, *place)
-    said = await read_body(request, most) if most else None
-    return await door.control_hub(caller, job, f"scope/{path}", method=request.method, body=said)
+    return await door.control_hub(caller, job, f"scope/{path}", request=request, most=most)
