@@ -77,10 +77,13 @@ class Model:
         self.refusals = list(refusals)
         self.refused_text = list[int]()
         self.probes: list[dict[str, Any]] = []
+        self._scope = scope
         if not silent:
-            loop = asyncio.get_running_loop()
-            self.rank.publish = lambda frame: loop.call_soon(scope.desk.take, 0, 0, frame) and None
+            self.rank.publish = self._publish
         scope.asker.client = ServeClient("http://model", "token", transport=httpx.MockTransport(self._answer))
+
+    def _publish(self, frame: Frame) -> None:
+        asyncio.get_running_loop().call_soon(self._scope.desk.take, 0, 0, frame)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/scope/v1/")

@@ -25,8 +25,13 @@ RUN = scope_session.RUN
 
 
 @functools.cache
+def recording() -> scope_session.Recording:
+    return scope_session.record(tokens=3)
+
+
+@functools.cache
 def published() -> list[Frame]:
-    return [frame for _, frame in scope_session.rank_frames(scope_session.record(tokens=3))]
+    return [frame for _, frame in scope_session.rank_frames(recording())]
 
 
 def decoding(clock: list[float]) -> ScopeDesk:
@@ -55,7 +60,7 @@ def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() 
     assert outcome(desk) == ("decoding", None)
     desk.take(0, 0, published()[0])
     assert desk.state == "ready" and asked == [("decoding", None)], "rank 0 is asked how it stands"
-    done = scope_session.run_state(scope_session.record(tokens=3), "done")
+    done = scope_session.run_state(recording(), "done")
     for _ in range(3):
         desk.take(0, 0, done)
     assert outcome(desk) == ("done", None)
@@ -65,7 +70,7 @@ def test_an_agent_that_comes_back_in_time_brings_its_runs_back_and_their_ends() 
 
 def test_ends_that_are_told_again_push_no_run_out() -> None:
     desk = ScopeDesk(ScopeSettings(job="tiny", runs=3), clock=lambda: 0.0)
-    state = scope_session.run_state(scope_session.record(tokens=3), "done")
+    state = scope_session.run_state(recording(), "done")
     ends = [Frame(state.type, {**state.header, "run": f"run{number}"}) for number in range(5)]
     for frame in [published()[0], *ends, published()[0], *ends]:
         desk.take(0, 0, frame)
@@ -95,7 +100,7 @@ async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
             return httpx.Response(200, json={})
         status, said = next(answers)
         if status == 200:
-            header = scope_session.run_state(scope_session.record(tokens=3), said["header"]["state"]).header
+            header = scope_session.run_state(recording(), said["header"]["state"]).header
             said = {"header": header, "samples": []}
         return httpx.Response(status, json=said)
 
@@ -187,7 +192,7 @@ def test_tokens_that_rank_zero_counts_and_nobody_brought_are_a_hole() -> None:
     holes: list[str] = []
     desk = decoding([0.0])
     desk.on_hole = lambda run: holes.append(run.id)
-    done = scope_session.run_state(scope_session.record(tokens=3), "done")
+    done = scope_session.run_state(recording(), "done")
     desk.take(0, 0, Frame(done.type, {**done.header, "steps": 1}))
     assert not holes and desk.runs[RUN].whole
     desk.take(0, 0, Frame(done.type, {**done.header, "steps": 3}))
