@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MOST_HELD = 4096
 """Events of an answer that may wait for its reader, beside what the connection holds."""
 MOST_PROBED = 48
-"""Prompts of the background that may be open; they have places of their own and take none of `most_open`. A hub asks for
-36 probes at a time, nearly all of one prompt, some of eight."""
+"""Prompts of the background that may be open; they have places of their own and take none of `most_open`. A hub asks
+for 36 probes at a time, nearly all of one prompt, some of eight."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
