@@ -43,7 +43,7 @@ class RankZero:
                 return JSONResponse({"code": "unauthorised", "message": "", "hint": ""}, 401)
             body = await request.body()
             if self.refuse is not None:
-                return JSONResponse(self.refuse[1], self.refuse[0])
+                return JSONResponse(self.refuse[1], self.refuse[0], headers={"Retry-After": "7"})
             return self.answer(request.method, path, body)
 
         return app

@@ -124,6 +124,7 @@ def publisher(shape: Shape, rank: int, tp: int, pp: int) -> Frame:
         "sites": ["q", "k", "v", "attention", "mlp1", "mlp2", "residual"],
         "model": shape.model() if rank == 0 else None,
         "layout": {"tensor": tp, "pipeline": pp} if rank == 0 else None,
+        "limits": {"prompts": 4, "tokens": 1 << 20} if rank == 0 else None,
     }
     return Frame(FrameType.SCOPE_PUBLISHER, header)
 

@@ -1332,7 +1332,7 @@ export interface components {
         Summary: {
             /**
              * Actions
-             * @description The newest 64, oldest first.
+             * @description The newest 256, oldest first.
              * @default []
              */
             actions: components["schemas"]["Action"][];

@@ -35,7 +35,8 @@ def rank_zero(hub: Any) -> Iterator[scope_rank_zero.RankZero]:
 
 async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
     async with shown(hub, fake_job, until) as client:
-        assert (await client.get("/api/v1/scope")).json()["role"] == "controller"
+        hello = (await client.get("/api/v1/scope")).json()
+        assert (hello["role"], hello["limits"]["prompts"], hello["limits"]["tokens"]) == ("controller", 4, 512)
         (summary,) = (await client.get(RUNS)).json()
         assert (summary["run"], summary["state"]) == (RUN, "done")
         detail = (await client.get(f"{RUNS}/{RUN}")).json()
@@ -274,9 +275,11 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         for wrong in [*refused, request | {"capture": {"pinned": [{"layer": 9, "head": 0}]}}]:
             answer = await client.post(RUNS, json=wrong)
             assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request")
-        rank_zero.refuse = (429, {"code": "queue-full", "message": "32 wait", "hint": "Wait."})
-        answer = await client.post(RUNS, json=request)
-        assert (answer.status_code, answer.json()) == (429, rank_zero.refuse[1])
+        for status, code in ((429, "queue-full"), (413, "too-long")):
+            rank_zero.refuse = (status, {"code": code, "message": "32 wait", "hint": "Wait."})
+            answer = await client.post(RUNS, json=request)
+            assert (answer.status_code, answer.json()) == rank_zero.refuse
+            assert answer.headers["Retry-After"] == "7"
         rank_zero.refuse = (500, {})
         assert (await client.post(RUNS, json=request)).json()["code"] == "model-failed"
 

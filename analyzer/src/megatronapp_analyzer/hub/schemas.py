@@ -231,7 +231,7 @@ class Summary(ApiModel):
     hung_ranks: list[int]
     ranks: int
     tracer: TracerHealth
-    actions: Annotated[list[Action], Field(description="The newest 64, oldest first.")] = []
+    actions: Annotated[list[Action], Field(description="The newest 256, oldest first.")] = []
 
 
 class Series(ApiModel):

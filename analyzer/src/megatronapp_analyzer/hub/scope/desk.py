@@ -34,8 +34,6 @@ from megatronapp_common.scope.protocol import PROTOCOL
 from megatronapp_common.scope.protocol_requests import (
     MAX_EXPRESSION,
     MAX_PINNED,
-    MAX_PROMPTS,
-    MAX_TOKENS,
     Capture,
 )
 from megatronapp_common.scope.reducers import NAMES
@@ -392,8 +390,7 @@ class ScopeDesk:
             "model": self.publishers.model,
             "layout": self.publishers.layout,
             "limits": {
-                "prompts": MAX_PROMPTS,
-                "tokens": MAX_TOKENS,
+                **self.publishers.limits,
                 "pinnedHeads": MAX_PINNED,
                 "ringBytes": self.settings.ring_bytes,
                 "expressionLength": MAX_EXPRESSION,

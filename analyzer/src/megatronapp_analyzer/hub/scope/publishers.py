@@ -6,12 +6,15 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.steps import number
+from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 
 SIZES = ("layers", "hidden", "heads", "keyHeads", "headWidth", "mlpWidth", "vocabulary", "maxLength")
 POSITIONS = frozenset({"learned", "rotary", "none"})
 MAX_SIZE = 1 << 24
 MAX_LAYERS = 4096
 MAX_SITES = 256
+MOST = {"prompts": MAX_PROMPTS, "tokens": MAX_TOKENS}
+"""Of any run, whatever a model would take."""
 UNKNOWN = -1
 """In place of the number of a rank that has not begun."""
 
@@ -62,6 +65,15 @@ def parse_layout(layout: object) -> dict[str, int] | None:
     return {name: max(1, number(layout, name)) for name in ("tensor", "pipeline")}
 
 
+def parse_limits(limits: object) -> dict[str, int] | None:
+    """Most prompts of a run and most new tokens of each, if a PUBLISHER frame says so. Raises ProtocolError."""
+    if limits is None:
+        return None
+    if not isinstance(limits, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: limits is not a map")
+    return {name: min(most, number(limits, name)) for name, most in MOST.items()}
+
+
 def _names(sites: object) -> set[str]:
     if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(one, str) for one in sites):
         raise ProtocolError("bad-publisher", f"PUBLISHER frame: sites is not a list of at most {MAX_SITES} names")
@@ -76,6 +88,7 @@ class Publishers:
         self.ranks: dict[int, Publisher] = {}
         self.model: dict[str, Any] | None = None
         self.layout = {"tensor": 1, "pipeline": 1}
+        self.limits = dict(MOST)
         self.sites: set[str] = set()
 
     def begin(self, attempt: int) -> bool:
@@ -95,6 +108,7 @@ class Publishers:
         self.model = model or self.model
         self.sites |= _names(header.get("sites"))
         self.layout = parse_layout(header.get("layout")) or self.layout
+        self.limits = parse_limits(header.get("limits")) or self.limits
 
     def remove(self, attempt: int, worker: int, rank: int | None = None) -> list[int]:
         """A worker's ranks are gone, or one of them; which."""

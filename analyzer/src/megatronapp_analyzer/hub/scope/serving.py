@@ -10,7 +10,7 @@ from megatronapp_common.frames import Frame
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
 
 TIMEOUT_S = 10.0
-PASSED_ON = frozenset({404, 409, 422, 429, 501, 503})
+PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
 """Answers of rank 0 that its asker gets as they are."""
 
 
@@ -76,5 +76,11 @@ def _read(answer: httpx.Response) -> dict[str, Any]:
     if answer.is_success and isinstance(said, dict):
         return said
     if answer.status_code in PASSED_ON and isinstance(said, dict) and isinstance(said.get("code"), str):
-        raise ApiError(answer.status_code, said["code"], str(said.get("message")), str(said.get("hint")))
+        words = str(said.get("message")), str(said.get("hint"))
+        raise ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
     raise ApiError(503, "model-failed", f"the model answered with {answer.status_code}", "See the log of rank 0.")
+
+
+def _retry_s(answer: httpx.Response) -> int | None:
+    said = answer.headers.get("Retry-After", "")
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 6 else None
