@@ -186,6 +186,7 @@ def scope_frames() -> dict[str, Frame]:
         ),
         "scope-tokens": Frame(kinds.SCOPE_TOKENS, tokens | {"rows": [[0, 7, 1]], "tensors": []}),
         "scope-run-state": Frame(kinds.SCOPE_RUN_STATE, state),
+        "scope-left": Frame(kinds.SCOPE_LEFT, {"rank": 0}),
         "scope-hello": Frame(kinds.SCOPE_HELLO, {"protocol": 1, "role": "viewer", "source": "live", "runs": []}),
         "scope-run": Frame(kinds.SCOPE_RUN, state | {"seq": 1}),
         "scope-step": Frame(

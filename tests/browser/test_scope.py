@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import json
 import pathlib
 import re
 import struct
@@ -374,12 +375,16 @@ def test_candidates_have_texts_and_are_cut_after_the_temperature(page: pw.Page, 
 def test_hub_that_comes_back_tells_what_was_missed(page: pw.Page, scripted: Scripted) -> None:
     gap = {"seq": 9, "run": RUN, "what": "step", "from": 1, "to": 3, "ranks": None, "reason": "restart"}
 
+    def resumed(socket: pw.WebSocketRoute, said: str | bytes) -> None:
+        if json.loads(said)["type"] == "resume":  # what it painted it says, too
+            socket.send(encode(frame_of(FrameType.SCOPE_GAP, gap)))
+
     def serve(socket: pw.WebSocketRoute, number: int) -> None:
         if number == 0:
             long_prompt(socket, number)
             socket.close()
             return
-        socket.on_message(lambda _: socket.send(encode(frame_of(FrameType.SCOPE_GAP, gap))))
+        socket.on_message(lambda said: resumed(socket, said))
         socket.send(hello())
 
     scripted(serve, token=6)
