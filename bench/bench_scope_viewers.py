@@ -27,6 +27,7 @@ import httpx
 import playwright.sync_api as pw
 from scope_job import Page, Size, machine, prompt_of, serving
 from served_job import Served
+from websockets.exceptions import ConnectionClosed
 
 from megatronapp_common.tokens import Role
 
@@ -59,7 +60,7 @@ def reading(page: Page, bytes_per_s: float | None) -> Iterator[None]:
                 page.socket.send(json.dumps({"type": "credit", "bytes": len(message)}))
             except TimeoutError:
                 continue
-            except Exception:  # the hub may end the connection of a page that is too slow
+            except ConnectionClosed:  # the hub may end the connection of a page that is too slow
                 return
             if bytes_per_s is not None:
                 budget += len(message) / bytes_per_s

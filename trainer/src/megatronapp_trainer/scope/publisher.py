@@ -8,6 +8,7 @@ listen: the thread tries again and again, and says first who publishes.
 import collections
 import contextlib
 import enum
+import logging
 import pathlib
 import select
 import socket
@@ -20,6 +21,7 @@ from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
 
+log = logging.getLogger(__name__)
 BOUND_BYTES = 8 << 20
 """Of decode steps (one may be larger); and again of what rank 0 tells, and of marks."""
 WAITING_BYTES = 256 << 20
@@ -250,7 +252,7 @@ class Publisher:
         self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.failures: collections.deque[str] = collections.deque(maxlen=8)
-        """Why steps could not be told; the newest ones."""
+        """Why steps could not be told; the newest reasons."""
 
     def start(self) -> None:
         """Begin to send."""
@@ -345,12 +347,18 @@ class Publisher:
                 for frame in job.build():
                     yield self._encoded(frame)
             except Exception as error:  # whatever it is, those after it must be told
-                self.failures.append(str(error))
+                self._note(str(error))
                 self._waiting.dropped += 1
                 for mark in job.marks():
                     yield self._encoded(mark)
             del job
             self._waiting.over(kind, cost)
+
+    def _note(self, failure: str) -> None:
+        """What fails at each step is said once."""
+        if failure not in self.failures:
+            log.warning("a step cannot be shown: %s", failure)
+            self.failures.append(failure)
 
     def _encoded(self, frame: Frame) -> bytes:
         data = encode(self._numbers.numbered(frame))
