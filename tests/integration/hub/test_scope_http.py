@@ -1,7 +1,9 @@
 """What MegaScope's hub answers: runs, tiles, exact numbers, sessions; rank 0 is asked for more, within bounds."""
 
 import asyncio
+import functools
 import io
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +14,13 @@ import scope_rank_zero
 import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
-from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope import downloads, session_file
 from megatronapp_analyzer.hub.scope.limits import Buckets
 from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_common.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
@@ -305,3 +308,44 @@ async def test_a_session_is_what_the_reference_writes(hub: Any, fake_job: Any, u
             if frame.type not in {FrameType.SCOPE_HELLO, FrameType.SCOPE_VALUES, FrameType.SCOPE_PCA}
         ]
         assert threading.active_count() < 50
+
+
+async def unread(hub: Any, who: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A download whose reader takes its beginning only."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", int(hub.url.rsplit(":", 1)[1])))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+    lines = {"Host": "127.0.0.1", CALLER_HEADER: who, **bearer(hub, Role.VIEWER)}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    writer.write(f"GET {RUNS}/{RUN}/session HTTP/1.1\r\n{head}\r\n".encode())
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+    return reader, writer
+
+
+async def has_none(hub: Any, who: str) -> bool:
+    return bool(hub.hub.scope.sessions.taken_by(f"viewer {who}") == 0)
+
+
+async def test_who_reads_no_session_holds_no_place_for_long(
+    hub: Any, fake_job: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shown(hub, fake_job, until) as client:
+        numbers = np.zeros((24, 1 << 18), "<f4")
+        hub.hub.scope.desk.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
+        held = [await unread(hub, "jane") for _ in range(downloads.MAX_OF_CALLER)]
+        path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, Role.VIEWER)}
+        refused = await client.get(path, headers=jane)
+        assert (refused.status_code, refused.json()["code"]) == (429, "too-many-sessions")
+        assert (await client.get(path, headers=jane | {CALLER_HEADER: "joe"})).status_code == 200
+        monkeypatch.setattr(downloads, "PATIENCE_S", 0.05)
+        late = await unread(hub, "jim")
+        await until(functools.partial(has_none, hub, "jim"))
+        assert hub.hub.scope.sessions.taken_by("viewer jane") == 2, "these began with more patience"
+        got = await asyncio.wait_for(late[0].read(), 20)
+        assert len(got) < numbers.nbytes, "the reader sees that it broke off"
+        for _, writer in [*held, late]:
+            writer.transport.abort()
+            await writer.wait_closed()
+        await until(functools.partial(has_none, hub, "jane"))

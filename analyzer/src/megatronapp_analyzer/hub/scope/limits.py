@@ -1,7 +1,7 @@
 """How much one caller, and all together, may have of MegaScope. Pure: the caller gives the time in seconds."""
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from starlette.requests import HTTPConnection
@@ -18,8 +18,6 @@ MAX_CALLERS = 1024
 """That are told apart; beyond, who was seen longest ago begins anew."""
 MAX_PAGES = 64
 """Sockets of pages at a time."""
-MAX_SESSIONS = 4
-"""Recorded sessions that are written at a time."""
 
 
 class Buckets:
@@ -45,17 +43,24 @@ class Slots:
     """So many of something at a time."""
 
     def __init__(self, count: int) -> None:
-        self._free = count
+        self._count = count
+        self._taken: Counter[str] = Counter()
 
-    def take(self) -> bool:
+    def taken_by(self, caller: str) -> int:
+        """How many a caller has."""
+        return self._taken[caller]
+
+    def take(self, caller: str = "") -> bool:
         """Whether one was free; it is given back by `give_back`."""
-        granted = self._free > 0
-        self._free -= granted
+        granted = self._taken.total() < self._count
+        if granted:
+            self._taken[caller] += 1
         return granted
 
-    def give_back(self) -> None:
+    def give_back(self, caller: str = "") -> None:
         """What `take` gave."""
-        self._free += 1
+        self._taken[caller] -= 1
+        self._taken += Counter()  # forgets who has none
 
     @contextlib.contextmanager
     def held(self) -> Iterator[bool]:

@@ -1,22 +1,20 @@
 """HTTP and WebSocket of MegaScope (docs/scope-protocol.md, sections 7 and 8)."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
 from starlette.requests import HTTPConnection
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
 
 from megatronapp_analyzer.hub.access import hub_of, role_of
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.schemas import Problem
-from megatronapp_analyzer.hub.scope import exact, schemas, session_file, viewers
+from megatronapp_analyzer.hub.scope import downloads, exact, schemas, session_file, viewers
 from megatronapp_analyzer.hub.scope.actions import who_of
 from megatronapp_analyzer.hub.scope.asking import RETRY_MS
 from megatronapp_analyzer.hub.scope.candidates import candidates_of
-from megatronapp_analyzer.hub.scope.limits import MAX_SESSIONS, Slots, caller_of, too_many_pages
+from megatronapp_analyzer.hub.scope.limits import caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
 from megatronapp_common.scope.protocol import SUBPROTOCOL
@@ -269,30 +267,13 @@ async def refit(
 
 
 @router.get("/runs/{run}/session", operation_id="getSession", response_class=Response, responses=SESSION)
-async def session(scope: ScopeOf, run: RunId) -> Response:
-    """The recorded session: what `megatronapp scope replay` plays."""
+async def session(scope: ScopeOf, run: RunId, caller: Caller) -> Response:
+    """The recorded session: what `megatronapp scope replay` plays. A reader that is too slow is ended."""
     known = run_of(scope, run)
     headers = {"Content-Disposition": f'attachment; filename="{known.id}.scope"', "Cache-Control": "no-store"}
-    if not scope.sessions.take():
-        text = f"{MAX_SESSIONS} sessions are being written at the moment"
-        raise ApiError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
-    pieces = session_file.Snapshot(scope.desk, known).pieces()
-    return SessionAnswer(pieces, scope.sessions, headers)
-
-
-class SessionAnswer(StreamingResponse):
-    """Pieces that are made in a thread, one after another, of what nobody changes. Gives its slot back at the end."""
-
-    def __init__(self, pieces: Iterator[bytes], slots: Slots, headers: dict[str, str]) -> None:
-        super().__init__(pieces, headers=headers, media_type="application/octet-stream")
-        self._slots = slots
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._slots.give_back()
+    with downloads.room(scope.sessions, caller) as place:
+        pieces = session_file.Snapshot(scope.desk, known).pieces()
+        return downloads.SessionAnswer(pieces, place.pop_all(), headers)
 
 
 @router.api_route(

@@ -8,7 +8,8 @@ from megatronapp_analyzer.hub.scope import exact
 from megatronapp_analyzer.hub.scope.asking import Asker
 from megatronapp_analyzer.hub.scope.bases import BasisDesk
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.limits import MAX_PAGES, MAX_SESSIONS, Buckets, Slots, too_fast
+from megatronapp_analyzer.hub.scope.downloads import MAX_SESSIONS
+from megatronapp_analyzer.hub.scope.limits import MAX_PAGES, Buckets, Slots, too_fast
 from megatronapp_analyzer.hub.scope.refill import Refiller
 from megatronapp_analyzer.hub.scope.run import TURNED, Run
 from megatronapp_analyzer.hub.scope.serving import ServeClient

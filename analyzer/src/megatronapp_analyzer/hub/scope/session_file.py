@@ -3,6 +3,7 @@
 A file that ends in the middle, or is garbled, gives what stands before, and says where it stops.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ ATTENTION_ROWS = 256
 """In one frame."""
 BLOCK_BYTES = 8 << 20
 """Of exact numbers in one frame."""
+MAX_WORDS_BYTES = 1 << 10
+"""Of an ERROR frame at the end of a file."""
 Block = list[tuple[int, Any]]
 """Positions and rows."""
 
@@ -128,15 +131,26 @@ def load(path: pathlib.Path) -> Session:
 
 
 def parse(data: bytes) -> Session:
-    """All frames, up to the first place that cannot be read."""
+    """All frames, up to the first place that cannot be read, or at which the hub ended the download."""
     found: list[Frame] = []
-    place = 0
-    view = memoryview(data)
-    while place < len(data):
+    place, (end, words) = 0, _last_words(data)
+    view = memoryview(data)[:end]
+    while place < end:
         try:
             length = frames.frame_length(view[place : place + PREFIX.size])
             found.append(frames.decode(view[place : place + length]))
         except FrameError as error:
-            return Session(found, f"byte {place} of {len(data)}: {error}; {len(found)} frames before it were read")
+            why = words or f"byte {place} of {end}: {error}"
+            return Session(found, f"{why}; {len(found)} frames before it were read")
         place += length
-    return Session(found, None)
+    return Session(found, words and f"{words}; {len(found)} frames before it were read")
+
+
+def _last_words(data: bytes) -> tuple[int, str | None]:
+    """Where an ERROR frame at the end begins, and what it says: it may stand in the middle of the frame before it."""
+    for size in range(PREFIX.size, min(MAX_WORDS_BYTES, len(data)) + 1, 8):
+        with contextlib.suppress(FrameError):
+            if frames.frame_length(data[-size:]) == size and data[5 - size] == FrameType.ERROR:
+                header = frames.decode(data[-size:]).header
+                return len(data) - size, f"{header.get('message')} ({header.get('hint')})"
+    return len(data), None

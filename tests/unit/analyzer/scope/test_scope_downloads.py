@@ -1,0 +1,57 @@
+"""Downloads of sessions: who is too slow, and what a file says that was ended."""
+
+import pytest
+import scope_session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.downloads import CHUNK_BYTES, MAX_OF_CALLER, MAX_SESSIONS, Pace, room
+from megatronapp_analyzer.hub.scope.limits import Slots
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=80), st.floats(1, 1000))
+def test_who_keeps_the_rate_is_never_ended_and_who_does_not_is_after_its_patience(
+    waits: list[float], rate: float
+) -> None:
+    fair, slow = Pace(rate, patience_s=6), Pace(rate, patience_s=6)
+    for seconds in waits:
+        fair.took(int(seconds * rate) + 1, seconds)
+        assert fair.left_s >= 1, "each wait of at most 5 s has brought its bytes"
+    lost_s = 0.0
+    for seconds in waits:
+        slow.took(int(seconds * rate / 2), seconds)
+        lost_s += seconds / 2
+        assert slow.left_s <= 6 - lost_s + len(waits) / rate
+
+
+def test_places_are_shared_out_by_callers() -> None:
+    slots = Slots(MAX_SESSIONS)
+    held = [room(slots, "jane") for _ in range(MAX_OF_CALLER)]
+    with pytest.raises(ApiError, match="you download 2 sessions") as told:
+        room(slots, "jane")
+    assert (told.value.status, told.value.code, told.value.retry_s) == (429, "too-many-sessions", 1)
+    held += [room(slots, name) for name in ("joe", "jim")]
+    with pytest.raises(ApiError, match="4 sessions are being downloaded"):
+        room(slots, "jill")
+    held.pop(0).close()
+    room(slots, "jane").close()
+    for one in held:
+        one.close()
+    assert [slots.take("jane") for _ in range(MAX_SESSIONS + 1)] == [True] * MAX_SESSIONS + [False]
+
+
+@pytest.mark.parametrize("cut", [0, 8, 1000 * 8])
+def test_a_download_that_was_ended_says_so_wherever_it_broke_off(cut: int) -> None:
+    whole = scope_session.session(scope_session.record(tokens=3))
+    said = {"code": "too-slow", "message": "the download was ended", "hint": "Again."}
+    end = frames.encode(Frame(FrameType.ERROR, said))
+    assert CHUNK_BYTES % 8 == 0
+    found, all_of_it = session_file.parse(whole[: len(whole) - cut] + end), session_file.parse(whole)
+    assert all_of_it.broken is None
+    assert found.broken == f"the download was ended (Again.); {len(found.frames)} frames before it were read"
+    assert [one.header for one in found.frames] == [one.header for one in all_of_it.frames[: len(found.frames)]]
+    assert (len(found.frames) == len(all_of_it.frames)) == (cut == 0)
