@@ -193,7 +193,6 @@ def restarts(job: Served, request: dict[str, Any], times: int) -> Iterator[dict[
         page = browser.new_page()
         page.set_default_timeout(60_000)
         page.goto(job.entry(Role.CONTROLLER))
-        page.get_by_text("Open MegaScope").click()
         page.get_by_role("button", name="Generate").wait_for()
         for _ in range(times):
             yield killed(job, page, request)

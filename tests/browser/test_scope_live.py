@@ -48,9 +48,8 @@ class Screen:
     def __init__(self, page: pw.Page, job: Served, role: Role = Role.CONTROLLER) -> None:
         self.page, self.job = page, job
         page.set_default_timeout(PATIENCE_MS)
-        page.goto(job.entry(role))
         with page.expect_websocket(lambda socket: socket.url.endswith("/api/v1/scope")) as found:
-            page.get_by_text("Open MegaScope").click()
+            page.goto(job.entry(role))
         self.socket = found.value
         self.state = page.get_by_test_id("run-state")
         self.go = page.get_by_role("button", name="Generate")

@@ -42,6 +42,6 @@ describe("jobs in a list", () => {
     const entry = { uid: "u", namespace: "team", name: "demo", phase: "Running" };
     const row = rowOfHub(entry, null, ["Rank 1 is slow.", "Rank 2 is slow."]);
     expect(row).toMatchObject({ iteration: "–", restarts: null, finding: "Rank 1 is slow. (1 more)" });
-    expect(row.opens).toEqual({ page: "job" });
+    expect(row.opens).toEqual({ page: null });
   });
 });

@@ -53,7 +53,7 @@ export function rowOfHub(entry: JobEntry, view: JobView | null, sentences: reado
     iteration: iterationOf(view?.progress?.iteration ?? null, view?.progress?.totalIterations ?? null),
     restarts: null,
     finding: findingOf(sentences, []),
-    opens: { page: "job" },
+    opens: { page: null },
   };
 }
 

@@ -114,7 +114,7 @@ def log_in(page: pw.Page, address: str, token: str, job: Job) -> None:
 
 
 def to_scope(page: pw.Page) -> None:
-    page.get_by_text("Open MegaScope").click(timeout=PAGE_MS)
+    """Where a job that serves lands."""
     pw.expect(page.get_by_role("heading", name="MegaScope")).to_be_visible(timeout=PAGE_MS)
 
 

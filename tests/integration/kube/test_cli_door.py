@@ -59,6 +59,10 @@ def test_the_pages_open_by_an_address_that_holds_no_token(
     with reviewing.client() as browser:
         assert browser.post("/login", data={"token": ticket}).status_code == 303
         assert browser.get(job.path).json()["uid"] == job.uid
+    serving = yaml.safe_load((kube.ROOT / "examples" / "serve-cluster.yaml").read_text(encoding="utf-8"))
+    door.create(plane, f"{door.JOBS}/{namespace}/megatronjobs", {**serving, "metadata": {"name": "serving"}})
+    address = urllib.parse.urlsplit(run("ui", "serving", "--door", reviewing.url, "--print")[1])
+    assert urllib.parse.parse_qs(address.query) == {"job": [f"{namespace}/serving"], "page": ["scope"]}
 
 
 def test_who_has_no_token_opens_a_job_by_its_secret(

@@ -129,3 +129,4 @@ def check_commands(two: Served) -> None:
     assert two.cli("get", "two").splitlines()[1].split()[:2] == ["two", "Running"]
     assert two.status()["serveUrl"] in two.cli("describe", "two")
     assert "serving two at " in two.cli("logs", "two")
+    assert "/?page=scope#code=" in two.cli("ui", "two", "--print")

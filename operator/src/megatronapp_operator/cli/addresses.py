@@ -1,5 +1,7 @@
 """Where a job's hub listens, and the key to it."""
 
+import urllib.parse
+
 import httpx
 
 from megatronapp_common.tokens import Role, derive, read_secret
@@ -29,13 +31,22 @@ def api_access(paths: JobPaths) -> tuple[str, str]:
     return api["url"], derive(read_secret(paths.secret), Role.SERVE)
 
 
-def page_address(paths: JobPaths) -> str:
-    """Address that logs a browser in once, within a minute. Raises HubError if no hub answers now."""
+def page_address(paths: JobPaths, *, mode: str | None) -> str:
+    """Address that logs a browser in once, within a minute, at the page of a job of this mode. Raises HubError.
+
+    `mode`: spec.mode.
+    """
     url, _ = hub_access(paths)
     token = derive(read_secret(paths.secret), Role.CONTROLLER)  # it is their own job
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:
             answer = client.post(f"{url}/api/v1/codes", headers={"Authorization": f"Bearer {token}"})
-        return f"{url}/#code={answer.raise_for_status().json()['code']}"
+        return f"{url}/{page_query(mode)}#code={answer.raise_for_status().json()['code']}"
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise HubError(f"{url}: the hub gives no address: {error}; see hub.log in the job's state folder") from error
+
+
+def page_query(mode: str | None, **selected: str) -> str:
+    """Query of the page that a job of this mode is opened at: of one that serves, its model."""
+    query = selected | ({"page": "scope"} if mode == "serve" else {})
+    return f"?{urllib.parse.urlencode(query)}" if query else ""

@@ -79,7 +79,7 @@ class Follower:
         """As soon as the hub answers."""
         if not self._pages_told and self._job.spec.analyzer.enabled:
             with contextlib.suppress(HubError):
-                address = page_address(self._paths)
+                address = page_address(self._paths, mode=self._job.spec.mode)
                 self._pages_told = True
                 name = self._job.metadata.name
                 self._print(f"pages: {address} (opens once, within a minute; then `megatronapp ui {name}`)")

@@ -21,7 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
     job = registry.view(arguments.job)
     url, _ = hub_access(job.paths)
     wait_ready(url)
-    address = page_address(job.paths)
+    address = page_address(job.paths, mode=job.document["spec"].get("mode"))
     print(address, flush=True)
     if not arguments.print_only and not webbrowser.open(address):
         print("no browser was found; open the address above; it is good once, for a minute")

@@ -2,12 +2,12 @@
 
 import argparse
 import sys
-import urllib.parse
 import webbrowser
 
 from megatronapp_common.texts import plain
+from megatronapp_operator.cli.addresses import page_query
 from megatronapp_operator.cli.cluster import doors, tokens
-from megatronapp_operator.cli.cluster.connection import opened
+from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.inject import problem_of
 from megatronapp_operator.errors import HubError
 
@@ -29,9 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
             answer = doors.call(door, "POST", "/api/v1/tickets", token=tokens.token_for(cluster, door, job))
             if not answer.is_success:
                 raise HubError(plain(problem_of(answer)))
-            query = "" if job is None else f"?{urllib.parse.urlencode({'job': f'{job.namespace}/{job.name}'})}"
             page = door.page
-            address = f"{page}/{query}#code={answer.json()['ticket']}"
+            address = f"{page}/{_query(job)}#code={answer.json()['ticket']}"
             print(address, flush=True)
             if page != door.url:
                 print(OTHER_NAME.format(url=door.url), file=sys.stderr)
@@ -43,3 +42,9 @@ def main(arguments: argparse.Namespace) -> int:
                 print("a port is forwarded to the door until Ctrl-C", file=sys.stderr)
                 door.forward.hold()
     return 0
+
+
+def _query(job: ClusterJob | None) -> str:
+    if job is None:
+        return ""
+    return page_query(job.document["spec"].get("mode"), job=f"{job.namespace}/{job.name}")

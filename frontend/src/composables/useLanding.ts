@@ -1,0 +1,40 @@
+/** Which page of a job is shown where the address names none, and whether there is a model to look at. */
+import { computed, onBeforeUnmount, ref, watch, type ComputedRef, type Ref } from "vue";
+import type { ApiClient } from "../api/client";
+import type { JobView } from "../api/types";
+import { useScopeLink, type ScopeSource } from "./useScopeLink";
+import { useSelection } from "./useSelection";
+
+/** While nothing trains and no model has come up, it is looked for so often. */
+const AGAIN_MS = 2000;
+
+export interface Landing {
+  /** null: there is none, or not known yet. */
+  readonly scope: Ref<ScopeSource>;
+  readonly page: ComputedRef<"job" | "jobs" | "scope">;
+}
+
+const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
+
+/** A model that serves, or was recorded, is what people came for; where ranks train, their page is. */
+export function useLanding(api: ApiClient, job: Readonly<Ref<JobView | null>>): Landing {
+  const { selection } = useSelection();
+  const scope = ref<ScopeSource>(null);
+  const ask = (): void => {
+    watch(useScopeLink(api), (source) => (scope.value = source), { once: true });
+  };
+  ask();
+  const timer = setInterval(() => {
+    if (scope.value === null && job.value !== null && !trains(job.value) && !document.hidden) ask();
+  }, AGAIN_MS);
+  onBeforeUnmount(() => clearInterval(timer));
+
+  const serves = computed(
+    () => scope.value === "replay" || (scope.value === "live" && job.value !== null && !trains(job.value)),
+  );
+  const page = computed(() => {
+    const { page: asked, run } = selection.value;
+    return asked ?? (serves.value || run !== null ? "scope" : "job");
+  });
+  return { scope, page };
+}
