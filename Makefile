@@ -44,7 +44,7 @@ test-py: setup
 	scripts/system_packages.sh test
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
-	$(BIN)/python -m pytest
+	$(BIN)/python scripts/test_lanes.py --lanes $(JOBS)
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native

@@ -31,9 +31,13 @@ def recording() -> scope_session.Recording:
 
 
 @contextlib.asynccontextmanager
-async def shown(hub: Any, fake_job: Any) -> AsyncIterator[tuple[scope_rank_zero.RankZero, Any]]:
+async def shown(hub: Any, fake_job: Any, until: Any) -> AsyncIterator[tuple[scope_rank_zero.RankZero, Any]]:
     """Rank 0, and the agent of a hub that has seen the run; ranks do not project yet."""
     token = derive(hub.secret, Role.SERVE)
+
+    async def asked() -> bool:
+        return any(path == "probes" for _, path, _ in rank.asked)
+
     with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
         hub.hub.scope.asker.client = ServeClient(rank.url, token)
         async with hub.agent(fake_job(), 0) as agent:
@@ -41,6 +45,8 @@ async def shown(hub: Any, fake_job: Any) -> AsyncIterator[tuple[scope_rank_zero.
             rank.publish = scope_rank_zero.sender(agent.connection)
             for _, frame in scope_session.rank_frames(recording(), with_pca=False):
                 await agent.connection.send(frames.encode(frame))
+                if frame.header.get("state") == "decoding":
+                    await until(asked)  # so that the first fit finds no more than the prompt
             yield rank, agent
 
 
@@ -82,11 +88,12 @@ async def given(hub: Any, rank: scope_rank_zero.RankZero, until: Any, count: int
     await until(come)
 
 
-EVERY = [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
+def every() -> list[list[int]]:
+    return [[sample, place] for sample in range(2) for place in range(len(recording().sites[sample]["residual"]))]
 
 
 async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_job: Any, until: Any) -> None:
-    async with shown(hub, fake_job) as (rank, _):
+    async with shown(hub, fake_job, until) as (rank, _):
         prompt = len(recording().prompts[0])
         await given(hub, rank, until, 1, len(recording().sites[0]["residual"]) + len(recording().sites[1]["residual"]))
         (version, first), picture = bases(rank)[0], newest(hub)
@@ -97,12 +104,12 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
             client.headers["Authorization"] = f"Bearer {derive(hub.secret, Role.CONTROLLER)}"
             answer = await client.post(PCA_PATH, json={"layers": [0, 1, 2, 3], "refit": True})
         assert answer.status_code == 202
-        await given(hub, rank, until, 2, len(EVERY))
+        await given(hub, rank, until, 2, len(every()))
         version, second = bases(rank)[1]
         picture = newest(hub)
         assert (version, picture.header["version"], picture.header["fitted"]) == (2, 2, "refit")
-        assert picture.header["rows"] == EVERY
-        whole = states(EVERY)
+        assert picture.header["rows"] == every()
+        whole = states(every())
         np.testing.assert_allclose(second["mean"], whole.mean(axis=0), rtol=1e-4, atol=1e-5)
         assert np.abs(second["mean"] - first["mean"]).max() > 0.01, "else nobody could tell that other rows were taken"
         (points,) = unpack(picture)
@@ -118,8 +125,8 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
 async def test_new_ranks_get_the_basis_again_and_later_runs_are_shown_in_it(
     hub: Any, fake_job: Any, until: Any
 ) -> None:
-    async with shown(hub, fake_job) as (rank, _), page(hub) as seen:
-        await given(hub, rank, until, 1, len(EVERY))
+    async with shown(hub, fake_job, until) as (rank, _), page(hub) as seen:
+        await given(hub, rank, until, 1, len(every()))
         async with hub.agent(fake_job(attempt=1), 0) as agent:
             await agent.hello()
             rank.publish = scope_rank_zero.sender(agent.connection)

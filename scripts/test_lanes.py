@@ -1,0 +1,153 @@
+"""All tests of Python, in lanes beside each other: most tests wait, or compute on one core only.
+
+Each lane is a pytest over all of tests/ with this module as its plugin. It runs a file that no lane has taken, and
+takes the next one; the longest come first, so that all lanes end at about the same time. What judges measured times is
+run alone at the end.
+
+    python scripts/test_lanes.py --lanes 2
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PYTEST = [sys.executable, "-m", "pytest"]
+SETTINGS = ["-p", "no:cacheprovider", "-o", "console_output_style=classic"]
+"""Lanes do not know how many tests the other ones ran; nor do they share the list of those that failed."""
+ALONE = "tests/e2e"
+TOGETHER = ("tests/integration/kube",)
+"""Folders whose files share what a session builds once and slowly; one lane takes all of such a folder."""
+LONGEST = (
+    "tests/integration/kube",
+    "tests/unit/trainer/test_trainer_layouts.py",
+    "tests/unit/trainer/test_checkpoint_resume.py",
+    "tests/unit/detect/test_detector.py",
+    "tests/integration/hub/test_scope_chain.py",
+    "tests/integration/test_kill_real.py",
+    "tests/integration/operator/test_process_life.py",
+    "tests/unit/trainer/test_generate_layouts.py",
+    "tests/integration/test_bad_inputs.py",
+    "tests/integration/operator/test_process_serve.py",
+    "tests/browser/test_scope.py",
+    "tests/browser/test_scope_live.py",
+    "tests/unit/trainer/test_trainer_process.py",
+    "tests/browser/test_ui_states.py",
+)
+"""Groups of more than a minute."""
+
+
+def group_of(path: str) -> str:
+    """The folder or file that a lane takes as a whole; `path` is relative to the project."""
+    return next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), path)
+
+
+def in_turn(groups: Sequence[str]) -> list[str]:
+    """The order in which groups are offered."""
+    return sorted(groups, key=lambda group: LONGEST.index(group) if group in LONGEST else len(LONGEST))
+
+
+@dataclasses.dataclass
+class Lane:
+    """The plugin of one lane. `folder` is shared: a file in it says that its group is taken."""
+
+    folder: pathlib.Path
+    ran: int = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """As pytest's own, with the items that this lane takes."""
+        if session.testsfailed:
+            raise session.Interrupted("errors during collection")
+        items = self.taken(session.items)
+        item = next(items, None)
+        while item is not None:
+            following = next(items, None)  # fixtures that it shares with this one are kept
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            self.ran += 1
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+            item = following
+        return True
+
+    def taken(self, items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+        groups: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            groups.setdefault(group_of(item.path.relative_to(ROOT).as_posix()), []).append(item)
+        for group in in_turn(list(groups)):
+            if self.take(group):
+                yield from groups[group]
+
+    def take(self, group: str) -> bool:
+        try:
+            os.close(os.open(self.folder / group.replace("/", "+"), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        counts = {"collected": session.testscollected, "ran": self.ran}
+        (self.folder / f"counts-{os.getpid()}").write_text(json.dumps(counts), encoding="utf-8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--lane", type=pathlib.Path, help="run only what no other lane with this folder has taken")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := config.getoption("--lane"):
+        config.pluginmanager.register(Lane(folder))
+
+
+def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
+    """Run these tests, or everything that need not be alone; what went wrong."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        command = [*PYTEST, "-p", "scripts.test_lanes", "--lane", name, "--ignore", ALONE, *SETTINGS, *paths]
+        lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        printers = [threading.Thread(target=pass_on, args=(lane.stdout, number)) for number, lane in enumerate(lanes)]
+        for printer in printers:
+            printer.start()
+        codes = [lane.wait() for lane in lanes]
+        for printer in printers:
+            printer.join()
+        counts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("counts-*")]
+    wrong = [f"lane {number} ended with code {code}" for number, code in enumerate(codes) if code]
+    collected, ran = {one["collected"] for one in counts}, sum(one["ran"] for one in counts)
+    if collected != {ran}:
+        wrong.append(f"{ran} tests ran of {sorted(collected)} collected")
+    return wrong
+
+
+def pass_on(lines: IO[str] | None, number: int) -> None:
+    for line in lines or ():
+        sys.stdout.write(f"{number}| {line}")
+        sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lanes", type=int, default=2, help="how many tests run at the same time (default: 2)")
+    parser.add_argument("paths", nargs="*", help="tests to run (default: all)")
+    options = parser.parse_args()
+    wrong = run_lanes(options.lanes, options.paths)
+    if not options.paths and (code := subprocess.run([*PYTEST, ALONE], cwd=ROOT, check=False).returncode):
+        wrong.append(f"{ALONE} ended with code {code}")
+    print("\n".join(f"error: {one}" for one in wrong) or "All tests of Python passed.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
