@@ -94,3 +94,10 @@ def test_a_hub_shares_a_port_that_is_held_for_it() -> None:
         for _ in range(2):
             with listening("127.0.0.1", held.getsockname()[1]) as found:
                 assert found.named
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
+    with listening("127.0.0.1", 0) as found:
+        for sock in found.sockets:
+            with socket.create_connection(sock.getsockname()[:2]), sock.accept()[0] as taken:
+                assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

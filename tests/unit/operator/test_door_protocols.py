@@ -153,3 +153,12 @@ async def test_who_asks_without_reading_the_answers_is_let_go(monkeypatch: pytes
             while True:
                 peer[1].write(PING * 1000)
                 await peer[1].drain()
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
+    with (
+        protocols.listener("127.0.0.1", 0) as sock,
+        socket.create_connection(sock.getsockname()),
+        sock.accept()[0] as one,
+    ):
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import socket
 from typing import Any
 
 import httpx
@@ -153,6 +154,11 @@ def test_a_port_that_is_taken_is_told() -> None:
         port = held.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             listen("127.0.0.1", port)
+
+
+def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
+    with listen("127.0.0.1", 0) as held, socket.create_connection(held.getsockname()), held.accept()[0] as taken:
+        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_common.loopback import V4, V6, family_of, has_ipv6, is_shared
+from megatronapp_common.promptness import send_at_once
 
 BACKLOG = 2048
 TRIES = 64
@@ -69,6 +70,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bound(host: str, port: int, *options: int) -> socket.socket:
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
+    send_at_once(sock)
     try:
         for option in options:
             sock.setsockopt(socket.SOL_SOCKET, option, 1)

@@ -9,6 +9,8 @@ import socket
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from megatronapp_common.promptness import send_at_once
+
 HEAD_S = 10.0
 """So long may the head of a request take."""
 STALL_S = 30.0
@@ -106,6 +108,7 @@ def listener(host: str, port: int) -> socket.socket:
     made = socket.create_server((host, port), family=family, backlog=BACKLOG)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+    send_at_once(made)
     return made
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
+from megatronapp_common.promptness import send_at_once
 from megatronapp_common.safe_headers import SafeHeaders
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.serve import problems, routes_openai, routes_probe, routes_scope
@@ -67,6 +68,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    send_at_once(found)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
     try:
         found.bind((host, port))
