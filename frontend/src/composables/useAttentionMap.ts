@@ -1,8 +1,9 @@
 /** Attention of one head in the window that is shown: tiles from the hub, and the live rows of a pinned head. */
-import { onBeforeUnmount, ref, shallowRef, watch, type ShallowRef } from "vue";
+import { onScopeDispose, ref, shallowRef, watch, type ShallowRef } from "vue";
 import { asApiError, isAbort, type ApiError } from "../api/client";
 import { Cells } from "../render/cells";
 import { addRow, layTiles, type MapPlace } from "../scope/mapCells";
+import type { Head } from "../scope/protocol";
 import type { SampleStore } from "../scope/sampleStore";
 import { levelFor, tilesOver, type CellRange, type TileStore } from "../scope/tileStore";
 
@@ -25,14 +26,20 @@ export type MapState =
   /** `again`: the page asks once more when the answer said. */
   | { readonly kind: "error"; readonly error: ApiError; readonly again: boolean };
 
+type Timer = ReturnType<typeof setTimeout> | undefined;
+
 /** While a text grows, tiles of a head that is not pinned are asked for at most this often. */
 const FOLLOW_MS = 1000;
 const WAIT_MS = 60;
+/** So long the picture of another head stays, under its own name, before it makes room for the word that one comes. */
+const PATIENCE_MS = 150;
 /** So often the page asks again by itself where an answer says when. */
 const MOST_REFUSALS = 5;
 
+const sameText = (a: MapTarget | null, b: MapTarget): a is MapTarget =>
+  a !== null && a.run === b.run && a.sample === b.sample;
 const sameHead = (a: MapTarget | null, b: MapTarget): boolean =>
-  a !== null && a.run === b.run && a.sample === b.sample && a.layer === b.layer && a.head === b.head;
+  sameText(a, b) && a.layer === b.layer && a.head === b.head;
 const sameWindow = (a: CellRange, b: CellRange): boolean =>
   a.queryFrom === b.queryFrom && a.keyFrom === b.keyFrom && a.queryTo <= b.queryTo && a.keyTo <= b.keyTo;
 
@@ -63,64 +70,114 @@ function addRows(cells: Cells, place: MapPlace, target: MapTarget, from: number)
   return position;
 }
 
-export function useAttentionMap(tiles: TileStore, target: () => MapTarget | null) {
-  const cells = new Cells();
-  const state: ShallowRef<MapState> = shallowRef({ kind: "loading" });
-  const place = shallowRef<MapPlace>({ level: 0, queryFrom: 0, keyFrom: 0 });
-  const painted = ref(0);
-  let [shown, asked]: [MapTarget | null, MapTarget | null] = [null, null];
-  let [known, refused] = [0, 0];
-  let [timer, turn, last]: [ReturnType<typeof setTimeout> | undefined, number, number] = [undefined, 0, 0];
+class AttentionMap {
+  readonly cells = new Cells();
+  readonly state: ShallowRef<MapState> = shallowRef({ kind: "loading" });
+  /** The head that `state` and `cells` are of. */
+  readonly subject: ShallowRef<Head | null> = shallowRef(null);
+  readonly place = shallowRef<MapPlace>({ level: 0, queryFrom: 0, keyFrom: 0 });
+  readonly painted = ref(0);
+  private shown: MapTarget | null = null;
+  private asked: MapTarget | null = null;
+  /** Positions whose rows are in `cells`; how often the page was refused and asked again by itself. */
+  private known = 0;
+  private refused = 0;
+  private turn = 0;
+  private last = 0;
+  private timer: Timer;
+  private patience: Timer;
 
-  async function load(now: MapTarget): Promise<void> {
-    const mine = (turn += 1);
-    last = Date.now();
-    asked = now;
+  constructor(
+    private readonly tiles: TileStore,
+    private readonly target: () => MapTarget | null,
+  ) {}
+
+  readonly again = (): void => this.ask(0);
+
+  readonly follow = (now: MapTarget | null): void => {
+    if (!now || now.length === 0 || isOnItsWay(this.asked, now)) return;
+    const same = sameHead(this.shown, now);
+    if (same && this.asked && !sameHead(this.asked, now)) this.stay(now);
+    const grows = same && this.grown(now);
+    if (grows && this.known >= now.length) return;
+    clearTimeout(this.timer);
+    if (!same) return this.change(now);
+    const wait = grows ? Math.max(WAIT_MS, this.last + FOLLOW_MS - Date.now()) : WAIT_MS;
+    this.timer = setTimeout(() => void this.load(this.target() ?? now), wait);
+  };
+
+  stop(): void {
+    clearTimeout(this.timer);
+    clearTimeout(this.patience);
+    this.turn += 1;
+  }
+
+  private async load(now: MapTarget): Promise<void> {
+    const mine = (this.turn += 1);
+    this.last = Date.now();
+    this.asked = now;
     try {
-      const { level, found } = await fetchTiles(tiles, now);
-      if (mine !== turn) return;
-      place.value = layTiles(cells, now.range, level, found);
-      [shown, known, asked] = [now, now.length, null];
-      [state.value, refused] = [{ kind: "ready" }, 0];
-      painted.value += 1;
-      follow(target());
+      const { level, found } = await fetchTiles(this.tiles, now);
+      if (mine !== this.turn) return;
+      this.place.value = layTiles(this.cells, now.range, level, found);
+      [this.shown, this.known, this.asked, this.refused] = [now, now.length, null, 0];
+      this.tell({ kind: "ready" }, now);
+      this.painted.value += 1;
+      this.follow(this.target());
     } catch (error) {
-      if (mine === turn && !isAbort(error)) refuse(asApiError(error));
+      if (mine === this.turn && !isAbort(error)) this.refuse(asApiError(error), now);
     }
   }
+
+  private tell(to: MapState, of: MapTarget): void {
+    clearTimeout(this.patience);
+    [this.state.value, this.subject.value] = [to, of];
+  }
+
   /** Who said when to come again is asked again then. */
-  function refuse(error: ApiError): void {
-    const comesAgain = error.retryAfterS !== null && refused < MOST_REFUSALS;
-    [state.value, asked] = [{ kind: "error", error, again: comesAgain }, null];
-    if (comesAgain) timer = setTimeout(() => ask(refused + 1), (error.retryAfterS ?? 0) * 1000);
+  private refuse(error: ApiError, of: MapTarget): void {
+    const comesAgain = error.retryAfterS !== null && this.refused < MOST_REFUSALS;
+    this.asked = null;
+    this.tell({ kind: "error", error, again: comesAgain }, of);
+    if (comesAgain)
+      this.timer = setTimeout(() => this.ask(this.refused + 1), (error.retryAfterS ?? 0) * 1000);
   }
-  function follow(now: MapTarget | null): void {
-    if (!now || now.length === 0 || isOnItsWay(asked, now)) return;
-    const same = sameHead(shown, now);
-    const grows = same && grown(now);
-    if (grows && known >= now.length) return;
-    if (!same) state.value = { kind: "loading" };
-    clearTimeout(timer);
-    const wait = grows ? Math.max(WAIT_MS, last + FOLLOW_MS - Date.now()) : WAIT_MS;
-    timer = setTimeout(() => void load(target() ?? now), same ? wait : 0);
+
+  /** Another head: most come so soon that clearing the picture for them would be work for nothing. */
+  private change(to: MapTarget): void {
+    const wait = (): void => this.tell({ kind: "loading" }, this.target() ?? to);
+    clearTimeout(this.patience);
+    const stays = this.state.value.kind === "ready" && sameText(this.shown, to);
+    if (stays) this.patience = setTimeout(wait, PATIENCE_MS);
+    else wait();
+    void this.load(to);
   }
+
+  /** Back to the head whose picture is still here: what was asked for another one is let go. */
+  private stay(at: MapTarget): void {
+    [this.asked, this.turn] = [null, this.turn + 1];
+    this.tell({ kind: "ready" }, at);
+  }
+
   /** Whether only the text became longer; its new rows are added as far as they are here. */
-  function grown(now: MapTarget): boolean {
+  private grown(now: MapTarget): boolean {
+    const { shown } = this;
     if (!shown || !sameWindow(shown.range, now.range) || shown.pixels !== now.pixels) return false;
-    const before = known;
-    known = addRows(cells, place.value, now, known);
-    if (known > before) painted.value += 1;
+    const before = this.known;
+    this.known = addRows(this.cells, this.place.value, now, before);
+    if (this.known > before) this.painted.value += 1;
     return true;
   }
-  function ask(times: number): void {
-    [state.value, shown, refused] = [{ kind: "loading" }, null, times];
-    follow(target());
+
+  private ask(times: number): void {
+    [this.state.value, this.shown, this.refused] = [{ kind: "loading" }, null, times];
+    this.follow(this.target());
   }
-  const again = (): void => ask(0);
-  watch(target, follow, { immediate: true });
-  onBeforeUnmount(() => {
-    clearTimeout(timer);
-    turn += 1;
-  });
-  return { cells, state, place, painted, again };
+}
+
+export function useAttentionMap(tiles: TileStore, target: () => MapTarget | null): AttentionMap {
+  const map = new AttentionMap(tiles, target);
+  watch(target, map.follow, { immediate: true });
+  onScopeDispose(() => map.stop());
+  return map;
 }
