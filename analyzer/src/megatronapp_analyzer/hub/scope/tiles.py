@@ -82,8 +82,9 @@ def tile(place: Place, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
 def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
     """Some rows of the map, as far as the tile shows them; 0 where there is none."""
     out = np.zeros(shape, np.uint8)
+    first, end = place.keys.start, place.keys.stop
     for query in range(max(strip.start, place.needed.start), strip.stop):
-        seen = rows[query][place.keys.start : min(place.keys.stop, query + 1)]
+        seen = rows[query][first : min(end, query + 1)]
         out[query - strip.start, : seen.size] = seen
     return out
 
