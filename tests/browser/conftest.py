@@ -257,12 +257,14 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
     with contextlib.ExitStack() as stack:
         stack.callback(feed.stop)
         log = folder / "hub.log"
+        hubs: list[subprocess.Popen[bytes]] = []
+        stack.callback(lambda: [end(one) for one in hubs])  # the last of all: agents wait for a hub that is away
 
         def start_hub(port: int) -> subprocess.Popen[bytes]:
             places = {"--job-file": job_file, "--state-dir": folder / "hub", "--frontend": DIST}
             flags = ["--port", str(port), *(str(part) for pair in places.items() for part in pair)]
             process = start("megatronapp_analyzer.hub", flags, base, log)
-            stack.callback(end, process)
+            hubs.append(process)
             address = wait_for("the hub's address", hub_url(log, process))
             wait_for("the hub to answer", lambda: answers(f"{address}/healthz"))
             return process

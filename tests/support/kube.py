@@ -24,6 +24,7 @@ START_S = 120
 STOP_S = 20
 POLL_S = 0.05
 ADMIN = "admin"
+BELOW_THOSE_OF_CONNECTIONS = range(10_000, 20_000)
 _DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
@@ -106,12 +107,16 @@ def control_plane(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on."""
+    """Ports of loopback that nobody listens on, and that no connection of another test is given in the meantime."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        while len(found) < count:
+            port = BELOW_THOSE_OF_CONNECTIONS.start + secrets.randbelow(len(BELOW_THOSE_OF_CONNECTIONS))
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 def _write_keys(folder: pathlib.Path, tokens: Mapping[str, str]) -> None:

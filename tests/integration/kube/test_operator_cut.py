@@ -20,7 +20,7 @@ from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Object
 from megatronapp_operator.backends.kubernetes.errors import ConflictError, ThrottledError, UnavailableError
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
-STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "11"))
+STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
 """Every so many requests are cut; 1: all of them."""
 
 
