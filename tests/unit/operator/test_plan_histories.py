@@ -62,6 +62,12 @@ RULES = [
         Rule(match=Match(message_regex="lost|words"), action=FailureAction.EXCLUDE_AND_RESTART),
     ),
 ]
+ENDS = {
+    Phase.SUCCEEDED: ConditionType.COMPLETE,
+    Phase.FAILED: ConditionType.FAILED,
+    Phase.SUSPENDED: ConditionType.SUSPENDED,
+}
+UNDERWAY = (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED)
 SOON = 1e-5
 """A plan wakes up to the microsecond."""
 LONG_ENOUGH = 400
@@ -301,6 +307,19 @@ class History(RuleBasedStateMachine):
             assert (self.job.status.phase, self.job.status.completion_time) == ended
         elif hasattr(self, "job") and self.job.status.phase in TERMINAL_PHASES:
             self.ended_as = (self.job.status.phase, self.job.status.completion_time)
+
+    @invariant()
+    def a_job_has_one_end(self) -> None:
+        """What is true says the same as the phase."""
+        if hasattr(self, "job"):
+            status = self.job.status
+            told = {phase for phase, kind in ENDS.items() if status.is_true(kind)}
+            assert told == ({status.phase} & set(ENDS))
+            if told:
+                assert not any(map(status.is_true, UNDERWAY))
+            if status.phase is Phase.SUCCEEDED:
+                assert not status.is_true(ConditionType.FAILURE_TARGET)
+                assert "Interrupted" not in {one.reason for one in status.conditions}
 
     @invariant()
     def budgets_hold(self) -> None:

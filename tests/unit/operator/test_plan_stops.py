@@ -85,6 +85,8 @@ def test_a_stopped_job_goes_on_as_a_new_attempt_once_nobody_wants_it_stopped(run
 def test_a_stop_that_comes_after_the_last_step_finds_the_job_complete(running: Maker, worker: Maker) -> None:
     done = stopped(running(), worker(0, "Succeeded", 0, grace=60.0), worker(1, "Succeeded", 0, grace=60.0))
     assert done.status.phase is Phase.SUCCEEDED
+    assert done.status.is_true(ConditionType.COMPLETE)
+    assert "Interrupted" not in {one.reason for one in done.status.conditions}
 
 
 def test_a_stop_of_a_gang_that_is_not_whole_fails_the_job(running: Maker, worker: Maker) -> None:

@@ -145,8 +145,10 @@ def finish_failing(draft: Draft) -> bool:
 
 
 def complete(draft: Draft, reason: str, message: str) -> None:
-    """The job has succeeded."""
+    """The job has succeeded. A wish to stop that came too late is told no more: nothing was interrupted."""
     end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, reason, message)
+    if draft.status.condition(ConditionType.SUSPENDED) is not None:
+        draft.set_condition(ConditionType.SUSPENDED, False, reason, message)
     draft.event(EventType.NORMAL, "Completed", message)
     _retire_hub(draft)
 
