@@ -1,10 +1,12 @@
 """What the desk asks of the model: runs, changes, and probes for numbers that it does not hold."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.problems import ApiError
@@ -13,12 +15,18 @@ from megatronapp_analyzer.hub.scope.actions import ActionLog
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk
 from megatronapp_analyzer.hub.scope.exact import HEADED
 from megatronapp_analyzer.hub.scope.merge import Piece, Table
-from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER, MAX_PROBES, RETRY_S, away
+from megatronapp_analyzer.hub.scope.pooled import HeadKey
+from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER, MAX_PROBES, RETRY_S, away, no_room
 from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.scope.tiles import Place, missing, tile
 from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
 
 RETRY_MS = 200
+KNOWN_S = 2.0
+"""So long a new run may take from rank 0 by the agent to here, which is another way than that of the answer."""
+Keep = Callable[[Run, int, ProbeSite, Sequence[Piece]], None]
+"""What becomes of the rows of a site that a probe found."""
 
 
 class Asker:
@@ -41,9 +49,12 @@ class Asker:
         return self.client
 
     async def start(self, request: RunRequest, who: str) -> dict[str, Any]:
-        """Queue a run. `who` asks."""
+        """Queue a run; it is known here then, if the ranks' agent is there. `who` asks."""
         self._check_heads(request.capture.pinned)
         answer = await self.serving.start(request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                await self.desk.known(str(answer.get("run")))
         self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {len(request.prompts)} prompts")
         return answer
 
@@ -69,14 +80,35 @@ class Asker:
                     f"The model has {model['layers']} layers of {model['heads']} heads.",
                 )
 
-    async def probe(self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str) -> str:
+    async def tile(self, run: Run, head: HeadKey, place: Place, caller: str) -> NDArray[np.uint8] | str:
+        """A tile of a head's map, or the id of the probe that brings more of it. Raises ApiError."""
+        sample, layer, index = head
+        site = ProbeSite(site="attention", layers=(layer,), heads=(index,), code="u8s")
+        rows = run.attention.get(head)
+        absent = missing(place, rows)
+        if absent is None:
+            return tile(place, rows)
+        if run.pooled.fit(place):
+            return await self.probe(run, sample, site, absent, caller)
+        made = run.pooled.making(head, place)
+        made.add(rows)
+        if made.whole:
+            return made.tile
+        run.pooled.check(place)
+        return await self.probe(run, sample, site, run.pooled.piece(made), caller, keep=pool)
+
+    async def probe(
+        self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
+    ) -> str:
         """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
         wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop))
-        key = (run.id, sample, site, queries)
+        put = keep or keep_rows
+        key = (run.id, sample, site, queries, put)
 
         def done(pieces: Sequence[Piece]) -> None:
-            keep(run, sample, site, check(pieces, wanted), self.desk)
+            if self.desk.runs.get(run.id) is run:
+                put(run, sample, site, check(pieces, wanted))
 
         return await self.ask(key, wanted, done, caller)
 
@@ -141,18 +173,34 @@ def _turn(piece: Piece) -> str:
     return str(piece.tensor.extra.get("rotary") or "after")
 
 
-def keep(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece], desk: ScopeDesk) -> None:
-    """Put what a probe found where it is looked for."""
-    if desk.runs.get(run.id) is not run:
-        return
+def pool(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+    """Hand rows of attention to the tiles that wait for them; they are not kept."""
+    del site
+    for (layer, head), rows in _by_head(wanted).items():
+        run.pooled.add((sample, layer, head), rows)
+
+
+def _by_head(wanted: Sequence[Piece]) -> dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]]:
+    found: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
+    for _, layer, head, position, codes in encode.attention_rows(wanted):
+        found.setdefault((layer, head), []).append((position, codes))
+    return found
+
+
+def keep_rows(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+    """Put what a probe found where it is looked for. Raises ApiError 413 if it is more than the hub holds."""
     if site.code == "u8s":
-        for _, row_layer, row_head, position, codes in encode.attention_rows(wanted):
-            run.attention.put((sample, row_layer, row_head), [position], codes.reshape(1, -1).copy())
+        for (layer, head), rows in _by_head(wanted).items():
+            for position, codes in rows:
+                run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
         return
     table = encode.tables_of(wanted, None, apart=frozenset())[site.site]
     positions = [position for _, position in table.rows]
-    for layer, head, rows in _slices(site.site, table):
-        run.values.put((value_site(site.site, site.rotary), sample, layer, head), positions, rows)
+    for layer, head, numbers in _slices(site.site, table):
+        key = value_site(site.site, site.rotary), sample, layer, head
+        run.values.put(key, positions, numbers)
+        if not all(position in run.values.get(key) for position in positions):
+            raise no_room(numbers.nbytes)
 
 
 def _slices(site: str, table: Table) -> list[tuple[int | None, int | None, Any]]:

@@ -5,6 +5,7 @@ whoever asks for the same next is told why, once.
 """
 
 import dataclasses
+import functools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,12 @@ def too_large() -> ApiError:
     return ApiError(413, "too-large", text, "Take fewer rows: one position, or a tile further in.")
 
 
+def no_room(nbytes: int) -> ApiError:
+    """All came, and is more than the ring has room for."""
+    text = f"these numbers have {nbytes >> 20} MiB, for which the hub has no room"
+    return ApiError(413, "too-large", text, "Take fewer rows: one position.")
+
+
 def silent() -> ApiError:
     """The ranks did not bring it."""
     text = f"the model did not bring these numbers within {PATIENCE_S:.0f} s"
@@ -63,6 +70,10 @@ def away() -> ApiError:
     """Ranks went away that may have told it already, to nobody."""
     text = "ranks of the model went away before all of these numbers had come"
     return ApiError(503, "probe-incomplete", text, "Ask again in a moment.", retry_s=RETRY_S)
+
+
+def _again(error: ApiError) -> ApiError:
+    return error
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,6 +180,8 @@ class ProbeBook:
         except ProtocolError as error:
             LOG.warning("a probe is refused: %s", error)
             self._fail(one, garbled)
+        except ApiError as error:
+            self._fail(one, functools.partial(_again, error))
 
     def clear(self, why: Failure = lost) -> None:
         """The model that was asked is gone, or some of its ranks."""

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 
-from megatronapp_analyzer.hub.access import hub_of, role_of
+from megatronapp_analyzer.hub.access import direct, hub_of, role_of
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.schemas import Problem
 from megatronapp_analyzer.hub.scope import downloads, exact, schemas, session_file, viewers
@@ -16,7 +16,7 @@ from megatronapp_analyzer.hub.scope.asking import RETRY_MS
 from megatronapp_analyzer.hub.scope.candidates import candidates_of
 from megatronapp_analyzer.hub.scope.limits import caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
-from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag, missing, tile
+from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.tokens import Role
@@ -49,7 +49,7 @@ def service_of(connection: HTTPConnection) -> "ScopeService":
     return hub_of(connection).scope
 
 
-def bounded(connection: HTTPConnection) -> None:
+async def bounded(connection: HTTPConnection) -> None:
     """Refuses whoever asks too often. Sockets have bounds of their own."""
     if connection.scope["type"] == "http":
         service_of(connection).count_request(caller_of(connection))
@@ -58,7 +58,7 @@ def bounded(connection: HTTPConnection) -> None:
 router = APIRouter(prefix="/api/v1/scope", responses=PROBLEMS, dependencies=[Depends(bounded)])
 
 
-def controller(connection: HTTPConnection) -> None:
+async def controller(connection: HTTPConnection) -> None:
     """Refuses whoever may only look."""
     if role_of(connection) != Role.CONTROLLER:
         raise ApiError(
@@ -66,10 +66,10 @@ def controller(connection: HTTPConnection) -> None:
         )
 
 
-ScopeOf = Annotated[ScopeService, Depends(service_of)]
+ScopeOf = Annotated[ScopeService, Depends(direct(service_of))]
 CONTROLLER = [Depends(controller)]
-Who = Annotated[str, Depends(who_of)]
-Caller = Annotated[str, Depends(caller_of)]
+Who = Annotated[str, Depends(direct(who_of))]
+Caller = Annotated[str, Depends(direct(caller_of))]
 RunId = Annotated[str, Path(max_length=64)]
 Index = Annotated[int, Path(ge=0, lt=1 << 20)]
 IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
@@ -89,7 +89,7 @@ def _coming(probe: str) -> JSONResponse:
 
 
 @router.get("", operation_id="getScope")
-async def hello(scope: ScopeOf, role: Annotated[Role, Depends(role_of)]) -> schemas.Hello:
+async def hello(scope: ScopeOf, role: Annotated[Role, Depends(direct(role_of))]) -> schemas.Hello:
     """The model, its limits, and the runs that are known."""
     return schemas.Hello.model_validate(scope.desk.hello(role.value))
 
@@ -172,12 +172,9 @@ async def attention_tile(
     """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
     known = scope.whole(run_of(scope, run))
     place = _tile_place(scope, known, (sample, layer, head), (level, q, k))
-    rows = known.attention.get((sample, layer, head))
-    absent = missing(place, rows)
-    if absent is not None:
-        site = ProbeSite(site="attention", layers=(layer,), heads=(head,), code="u8s")
-        return _coming(await scope.asker.probe(known, sample, site, absent, caller))
-    found = tile(place, rows)
+    found = await scope.asker.tile(known, (sample, layer, head), place, caller)
+    if isinstance(found, str):
+        return _coming(found)
     data = found.tobytes()
     finished = place.full or known.final
     headers = {

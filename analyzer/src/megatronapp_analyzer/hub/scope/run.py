@@ -10,13 +10,12 @@ from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.engine import CODE as ENGINE_LOST
 from megatronapp_analyzer.hub.scope.headers import RunHeader, SampleHeader, StepHeader, read
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
+from megatronapp_analyzer.hub.scope.pooled import HeadKey, PooledTiles
 from megatronapp_analyzer.hub.scope.ring import Held, Ring
 from megatronapp_analyzer.hub.scope.tables import RowTable
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import frame_of, unpack
 
-HeadKey = tuple[int, int, int]
-"""Sample, layer and head."""
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
 ENDED = frozenset({"done", "cancelled", "failed"})
@@ -33,6 +32,7 @@ class Run:
         self.header: dict[str, Any] = {"run": run, "state": "queued", "prompts": []}
         self.journal = Journal(run, ring)
         self.attention: RowTable[HeadKey] = RowTable(ring, Held.ROWS)
+        self.pooled = PooledTiles(ring)
         self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
@@ -160,6 +160,7 @@ class Run:
         """Give its room back."""
         self.journal.close()
         self.attention.close()
+        self.pooled.close()
         self.values.close()
 
 

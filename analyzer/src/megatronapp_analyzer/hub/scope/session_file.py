@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatronapp_analyzer.errors import SessionError
-from megatronapp_analyzer.hub.scope.run import HeadKey, Run, ValueKey, site_of
+from megatronapp_analyzer.hub.scope.pooled import HeadKey
+from megatronapp_analyzer.hub.scope.run import Run, ValueKey, site_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import PREFIX, Frame, FrameType

@@ -1,0 +1,146 @@
+"""Attention of texts whose rows the hub cannot keep: tiles come all the same, or are refused with what fits."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import scope_session
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope.asking import Asker
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.pooled import MAX_PIECES, PIECE_SHARE, PooledTiles
+from megatronapp_analyzer.hub.scope.ring import Ring
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.scope.tiles import TILE, Place, tile
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
+
+LENGTH, RING_BYTES, HEAD = 1500, 512 << 10, (0, 1, 2)
+MOST_TRIES = 200
+
+
+def codes(length: int = LENGTH) -> NDArray[np.uint8]:
+    return np.tril(np.random.default_rng(3).integers(0, 256, (length, length), np.uint8))
+
+
+class LongRank:
+    """Rank 0 of a model that has read a long text: each probe's rows come at once."""
+
+    def __init__(self) -> None:
+        self.desk = ScopeDesk(ScopeSettings(job="tiny", ring_bytes=RING_BYTES), clock=lambda: 0.0)
+        client = ServeClient("http://rank", "token", transport=httpx.MockTransport(self.answer))
+        self.asker = Asker(self.desk, client)
+        self.codes = codes()
+        self.asked: list[range] = []
+        header = {**scope_session.run_state(scope_session.record(tokens=1), "done").header}
+        header["prompts"] = [{"text": "", "ids": [1] * LENGTH, "offsets": []}]
+        self.desk.take(0, 0, scope_session.publisher(scope_session.record(tokens=1).shape, 0, 1, 1))
+        self.desk.take(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
+        self.run = self.desk.runs[scope_session.RUN]
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        asked = Probe.model_validate(json.loads(request.content))
+        (site,), name = asked.sites, f"probe-{len(self.asked)}"
+        first, end = asked.queries or (0, LENGTH)
+        self.asked.append(range(first, end))
+        heads = list(site.heads or [0])
+        said = {"site": site.site, "layers": list(site.layers), "heads": [heads[0], heads[-1] + 1], "replicated": False}
+        rows = self.codes[first:end]
+        data = rows[:, None, None, :end] if site.code == "u8s" else np.zeros((end - first, 1, 1, 8), "<f4")
+        tensor = Tensor(site.site, site.code, np.ascontiguousarray(data), None, said)
+        header = {"rank": 0, "probe": name, "step": 0, "rows": [[0, first, end - first]], "timeUs": 0, "part": 0}
+        self.desk.take(0, 0, frame_of(FrameType.SCOPE_PART, header, [tensor]))
+        return httpx.Response(200, json={"probe": name})
+
+    async def tile(self, level: int, q: int, k: int) -> NDArray[np.uint8]:
+        place = Place(level=level, q=q, k=k, length=LENGTH)
+        for _ in range(MOST_TRIES):
+            found = await self.asker.tile(self.run, HEAD, place, "me")
+            if not isinstance(found, str):
+                return found
+        pytest.fail("the tile is asked for without end")
+
+
+@pytest.mark.asyncio
+async def test_a_tile_of_more_rows_than_the_hub_keeps_comes_in_pieces() -> None:
+    rank = LongRank()
+    whole = dict(enumerate(rank.codes))
+    for level, q, k in ((2, 1, 0), (2, 1, 1), (1, 2, 1), (0, 5, 5), (2, 1, 0)):
+        before = len(rank.asked)
+        found = await rank.tile(level, q, k)
+        place = Place(level=level, q=q, k=k, length=LENGTH)
+        np.testing.assert_array_equal(found, tile(place, whole))
+        asked = rank.asked[before:]
+        assert len(asked) <= MAX_PIECES and len({one.start for one in asked}) == len(asked), "no row comes twice"
+        assert all(len(one) * LENGTH <= RING_BYTES // PIECE_SHARE for one in asked)
+    assert not asked, "what was made is kept"
+    assert rank.desk.ring.used_bytes <= RING_BYTES
+
+
+@pytest.mark.asyncio
+async def test_a_tile_that_would_be_read_for_too_long_is_refused_with_what_fits() -> None:
+    rank = LongRank()
+    with pytest.raises(ApiError, match="queries, whose rows have") as told:
+        await rank.tile(3, 0, 0)
+    assert (told.value.status, told.value.code, rank.asked) == (413, "too-large", [])
+    fits = re.search(r"level (\d+) fits here", told.value.hint)
+    assert fits is not None
+    level = int(fits.group(1))
+    found = await rank.tile(level, LENGTH // (TILE << level), 0)
+    assert found.shape[0] == -(-(LENGTH % (TILE << level)) // (1 << level))
+
+
+@pytest.mark.asyncio
+async def test_exact_numbers_that_find_no_room_are_refused_and_not_asked_for_again() -> None:
+    rank = LongRank()
+    rank.desk.ring.limit_bytes = 4 * 8 * LENGTH - 1
+    site = ProbeSite(site="q", layers=(1,), heads=(2,))
+    await rank.asker.probe(rank.run, 0, site, range(LENGTH), "me")
+    with pytest.raises(ApiError, match="for which the hub has no room") as told:
+        await rank.asker.probe(rank.run, 0, site, range(LENGTH), "me")
+    assert (told.value.status, len(rank.asked)) == (413, 1)
+
+
+@given(
+    length=st.integers(1, 900),
+    level=st.integers(0, 2),
+    at=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    cuts=st.lists(st.integers(0, 900), max_size=5),
+)
+def test_a_tile_made_of_pieces_is_the_tile_of_the_whole_map(
+    length: int, level: int, at: tuple[int, int], cuts: list[int]
+) -> None:
+    tiles, whole = PooledTiles(Ring(1 << 20)), MAP[:length, :length]
+    place: Any = None
+    for end in sorted({*(cut for cut in cuts if cut < length), length}):  # the text grows, and is asked for
+        place = Place(level=level, q=at[0], k=at[1], length=end)
+        if place.inside:
+            made = tiles.making(HEAD, place)
+            while not made.whole:
+                piece, before = tiles.piece(made), made.next
+                assert before in piece and set(piece) <= set(place.queries)
+                tiles.add(HEAD, [(query, whole[query, : query + 1]) for query in piece])
+                assert made.next == min(piece.stop, place.needed.stop)
+            np.testing.assert_array_equal(made.tile, tile(place, dict(enumerate(whole))))
+
+
+MAP = codes(900)
+
+
+def test_the_ring_s_room_comes_back() -> None:
+    ring = Ring(RING_BYTES)
+    run = Run("r", ring)
+    for number in range(3 * RING_BYTES // TILE**2):
+        run.pooled.making(HEAD, Place(level=1, q=number, k=0, length=1 << 30))
+    assert 0 < ring.used_bytes <= RING_BYTES and len(ring) == sum(map(len, run.pooled._makings.values()))
+    run.close()
+    assert (ring.used_bytes, len(ring)) == (0, 0)
