@@ -92,7 +92,7 @@ describe("LiveConnection", () => {
       delays.push(fire());
       tick(100);
     }
-    expect(delays).toEqual([500, 1000, 2000]);
+    expect(delays).toEqual([500, 1000, 1000]);
     expect(states.filter((state) => state.kind === "lost").map((state) => state.since)).toEqual([
       1000, 1000, 1000,
     ]);
@@ -132,8 +132,15 @@ describe("LiveConnection", () => {
 
 describe("backoffMs", () => {
   it("has an upper end and spreads by a quarter to both sides", () => {
-    expect(backoffMs(20, 0)).toBe(11_250);
-    expect(backoffMs(20, 1)).toBe(18_750);
+    expect(backoffMs(40, 0)).toBe(11_250);
+    expect(backoffMs(40, 1)).toBe(18_750);
+  });
+  it("is about a second for half a minute, in which a hub that was restarted comes back", () => {
+    const delays = Array.from({ length: 30 }, (_, attempt) => backoffMs(attempt, 0.5));
+    expect(delays[0]).toBe(500);
+    expect(Math.max(...delays)).toBe(1000);
+    expect(delays.reduce((sum, delay) => sum + delay)).toBeGreaterThan(29_000);
+    expect(backoffMs(33, 0.5)).toBe(8000);
   });
 });
 

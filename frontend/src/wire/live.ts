@@ -4,6 +4,9 @@ import { decodeFrame, FrameError, type Frame } from "./frames";
 export const SILENCE_MS = 15_000;
 const FIRST_DELAY_MS = 500;
 const LONGEST_DELAY_MS = 15_000;
+/** A hub that was restarted is back within seconds: for so many tries it is asked every second. */
+const SOON_TRIES = 30;
+const SOON_DELAY_MS = 1000;
 
 export type LiveState =
   | { readonly kind: "connecting" }
@@ -42,9 +45,11 @@ export const browserWorld: LiveWorld = {
   },
 };
 
-/** Delay before try number `attempt` (from 0): doubles up to 15 s, spread by a quarter so that pages do not come at once. */
+/** Delay before try number `attempt` (from 0): half a second, then one, and later it doubles up to 15 s; spread by a quarter so that pages do not come at once. */
 export function backoffMs(attempt: number, random: number): number {
-  return Math.min(FIRST_DELAY_MS * 2 ** attempt, LONGEST_DELAY_MS) * (0.75 + random / 2);
+  const later = SOON_DELAY_MS * 2 ** Math.max(0, attempt - SOON_TRIES);
+  const delay = attempt === 0 ? FIRST_DELAY_MS : Math.min(later, LONGEST_DELAY_MS);
+  return delay * (0.75 + random / 2);
 }
 
 export class LiveConnection {

@@ -107,6 +107,7 @@ def test_backoff_grows_to_its_limit(settings: AgentSettings) -> None:
     waits = [backoff_s(failures, settings, 1.0) for failures in range(40)]
     assert waits == sorted(waits)
     assert waits[0] == settings.backoff_min_s
+    assert waits[30] == 1, "a hub that was restarted is back within half a minute"
     assert waits[-1] == settings.backoff_max_s
     assert backoff_s(3, settings, 0.0) == backoff_s(3, settings, 1.0) / 2
 

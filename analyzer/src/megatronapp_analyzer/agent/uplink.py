@@ -25,14 +25,19 @@ PING_S = 5.0
 MAX_COMMAND_BYTES = 1 << 20
 REPLACED = 4009
 """Close code of the hub: another agent of this worker has connected."""
-REFUSED_FAILURES = 16
+SOON_FAILURES = 30
+SOON_S = 1.0
+"""A hub that was restarted is back within seconds: up to so many failures it is asked at least so often."""
+REFUSED_FAILURES = 64
 """Counts as so many failures, which is the longest back-off: asking again soon would not help."""
 Connection = websockets.asyncio.client.ClientConnection
 
 
 def backoff_s(failures: int, settings: AgentSettings, jitter: float) -> float:
-    """Wait before the next attempt: doubles with each failure; `jitter` in [0, 1) spreads agents over half of it."""
-    full = min(settings.backoff_max_s, settings.backoff_min_s * 2.0 ** min(failures, 16))
+    """Wait before the next attempt: doubles, first up to SOON_S; `jitter` in [0, 1) spreads agents over half of it."""
+    soon = min(SOON_S, settings.backoff_min_s * 2.0 ** min(failures, SOON_FAILURES))
+    late = max(0, min(failures, REFUSED_FAILURES) - SOON_FAILURES)
+    full = min(settings.backoff_max_s, soon * 2.0**late)
     return full * (0.5 + 0.5 * jitter)
 
 
