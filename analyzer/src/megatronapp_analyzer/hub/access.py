@@ -6,7 +6,8 @@ page, because browsers send cookies with whatever any page asks (see `megatronap
 holds nothing of the job and is open.
 """
 
-from typing import TYPE_CHECKING, Annotated, cast
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from fastapi import Depends
 from starlette.datastructures import Headers
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 else:
     Hub = object  # FastAPI resolves the annotation below at run time and only needs the dependency
 
+T = TypeVar("T")
 API = "/api/"
 AGENT_PATH = "/api/v1/agent"
 CLOSE_POLICY = 1008
@@ -43,7 +45,16 @@ def role_of(connection: HTTPConnection) -> Role:
     return cast(Role, connection.scope[ROLE])
 
 
-HubOf = Annotated[Hub, Depends(hub_of)]
+def direct(find: Callable[[HTTPConnection], T]) -> Callable[[HTTPConnection], Awaitable[T]]:
+    """A dependency that FastAPI calls at once: plain functions it gives to threads, and a request waits for each."""
+
+    async def found(connection: HTTPConnection) -> T:
+        return find(connection)
+
+    return found
+
+
+HubOf = Annotated[Hub, Depends(direct(hub_of))]
 
 
 class TokenGuard:
