@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import io
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import scope_rank_zero
 import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
-from megatronapp_analyzer.hub.scope import downloads, session_file
+from megatronapp_analyzer.hub.scope import asking, downloads, session_file
 from megatronapp_analyzer.hub.scope.limits import Buckets
 from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
@@ -287,6 +288,27 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         assert (await client.post(RUNS, json=request)).json()["code"] == "model-failed"
 
 
+async def test_a_run_is_known_once_it_was_asked_for(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"prompts": ["The sea "], "tokens": 4}
+    async with agents(hub, fake_job) as workers, hub.client() as client:
+        client.headers.update(bearer(hub, Role.CONTROLLER))
+        asked = asyncio.ensure_future(client.post(RUNS, json=request))
+
+        async def waits() -> bool:
+            return RUN in hub.hub.scope.desk._wanted
+
+        await until(waits)
+        for _, frame in itertools.islice(scope_session.rank_frames(recording()), 3):
+            await workers[0].connection.send(frames.encode(frame))
+        assert (await asked).json() == {"run": RUN, "position": 0}
+        assert (await client.get(f"{RUNS}/{RUN}")).status_code == 200
+        hub.hub.scope.desk.runs.clear()
+        monkeypatch.setattr(asking, "KNOWN_S", 0.01)
+        assert (await client.post(RUNS, json=request)).status_code == 201, "its agent may be away"
+
+
 async def test_a_model_that_is_away_is_told(hub: Any) -> None:
     hub.hub.scope.asker.client = ServeClient("http://127.0.0.1:9", "token")
     async with hub.client() as client:
@@ -349,3 +371,15 @@ async def test_who_reads_no_session_holds_no_place_for_long(
             writer.transport.abort()
             await writer.wait_closed()
         await until(functools.partial(has_none, hub, "jane"))
+
+
+async def test_no_request_waits_for_another_thread(
+    hub: Any, fake_job: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(function: Any, *_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{function} is given to a thread, which costs a tile more than it does")
+
+    async with shown(hub, fake_job, until) as client:
+        monkeypatch.setattr("fastapi.dependencies.utils.run_in_threadpool", refuse)
+        for path in ("/api/v1/scope", RUNS, f"{RUNS}/{RUN}", f"{RUNS}/{RUN}/attention/0/1/2/0/0/0", "/api/v1/job"):
+            assert (await client.get(path)).status_code == 200

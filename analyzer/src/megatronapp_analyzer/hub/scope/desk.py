@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -94,6 +95,8 @@ class ScopeDesk:
         self._timer: asyncio.TimerHandle | None = None
         self._ends: dict[str, Frame] = {}
         """States that are told once the last steps of their runs have been."""
+        self._wanted: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
+        """Runs that somebody waits for."""
         self._forgotten: deque[str] = deque(maxlen=MAX_FORGOTTEN)
         """Runs that are not kept any more: an agent that comes back tells that they have ended once more."""
 
@@ -203,9 +206,16 @@ class ScopeDesk:
         known = self.runs.get(run) or Run(run, self.ring)
         entry = known.set_state(frame.header)
         self.runs[run] = known
+        if (wanted := self._wanted.pop(run, None)) is not None:
+            wanted.set()
         self._forget_runs()
         self.publish(entry)
         return known
+
+    async def known(self, run: str) -> None:
+        """Until the state of a run has been told."""
+        if run not in self.runs:
+            await self._wanted.setdefault(run, asyncio.Event()).wait()
 
     def _forget_runs(self) -> None:
         while len(self.runs) > self.settings.runs:
