@@ -376,6 +376,49 @@ async def check_refit(case: Case) -> None:
     close(points.data.astype(np.float64), projected(case, frame.header["rows"]), "refit")
 
 
+WHOLE: dict[str, Callable[..., Array]] = {"mean": np.mean, "data.max(dim=-1)": np.max, "std": np.std}
+
+
+async def check_whole_axes(case: Case) -> None:
+    """One number for all heads and for all of an MLP's width, however many ranks have parts of it; of a gated one two.
+
+    What cannot be computed so is refused, and nothing happens.
+    """
+    for reducer, plain in WHOLE.items():
+        words = {"qkv": reducer, "mlp": reducer}
+        capture = {"pixels": {"qkv": 3, "mlp": 1}, "expression": words, "states": {"pca": False, "attention": False}}
+        run = await case.page.generate(scope_chain.request_of(2) | {"capture": capture})
+        shown = [one for one in case.page.frames if one.header.get("run") == run]
+        assert not [one for one in shown if one.type == FrameType.SCOPE_GAP]
+        told = 0
+        for frame in shown:
+            if frame.type not in {FrameType.SCOPE_STEP, FrameType.SCOPE_OVERVIEW}:
+                continue
+            said = frame.header
+            rows = said["rows"] if "rows" in said else [(said["sample"], place) for place in said["positions"]]
+            for tensor in unpack(frame):
+                if tensor.name in {"q", "k", "v", "mlp1", "mlp2"}:
+                    check_whole(tensor, np.stack([case.sites[s][tensor.name][place] for s, place in rows]), plain)
+                    told += 1
+        assert told == 5 * (2 + len(case.sites)), reducer
+    answer = await case.page.post(RUNS, scope_chain.request_of(2) | {"capture": capture | {"expression": NO_WHOLE}})
+    assert answer.status_code == 422 and "ask for 2 pixels" in answer.text, answer.text
+
+
+NO_WHOLE = {"qkv": "data[:2].mean()", "mlp": "mean"}
+
+
+def check_whole(tensor: Tensor, vectors: Array, plain: Callable[..., Array]) -> None:
+    """A code of one number loses nothing of it; of two the smaller one loses what the larger one's step is."""
+    assert tensor.scales is not None
+    flat = vectors.reshape(*vectors.shape[:2], tensor.data.shape[-1], -1).astype(np.float64)
+    assert tensor.data.shape == flat.shape[:3] and tensor.data.shape[-1] <= 1 + (tensor.name == "mlp1")
+    wanted, found = plain(flat, axis=-1), decode(Code.I8, tensor.data, tensor.scales)
+    step = tensor.scales[..., None] * (0.51 if tensor.data.shape[-1] > 1 else 0)
+    atol = 1e-5 * max(1.0, float(np.abs(flat).max()))
+    assert (np.abs(found - wanted) <= step + atol + 1e-4 * np.abs(wanted)).all(), tensor.name
+
+
 @pytest.mark.parametrize("case", CASES, ids=["-".join(case) for case in CASES])
 async def test_every_number(
     case: tuple[str, str], *, serve: Any, worker: Any, run_ranks: RunRanks, folder: str, tmp_path: pathlib.Path
@@ -400,3 +443,5 @@ async def test_every_number(
         await check_values(found)
         await check_tiles(found)
         await check_refit(found)
+        if case[0] == "TP2":
+            await check_whole_axes(found)

@@ -114,9 +114,19 @@ class Plan:
         return cutting.pixel_edges(self.width, self.pixels)
 
     @property
+    def columns(self) -> int:
+        """What a shard tells of each of its pixels, in numbers."""
+        return sum(output.columns for output in self.outputs)
+
+    @property
     def values(self) -> int:
         """Final numbers for each pixel: 1, or the bins of a histogram."""
-        return 1 if self.result is not None else sum(output.columns for output in self.outputs)
+        return 1 if self.result is not None else self.columns
+
+    @property
+    def shard_bounds(self) -> tuple[int, ...]:
+        """Of a plan that merges: the first shard of each pixel, and behind the last pixel the number of shards."""
+        return tuple(edge // (self.width // self.shards) for edge in self.edges)
 
     def shard_pixels(self, shard: int) -> range:
         """The pixels that this shard holds, or holds a part of. Raises PlanError for one that there is not."""
@@ -143,9 +153,7 @@ class Plan:
         if not self.merged:
             return np.concatenate(parts, axis=-2)
         states = np.concatenate(parts, axis=-2).astype(np.float64)
-        owners = [self.shard_pixels(shard)[0] for shard in range(self.shards)]
-        bounds = [owners.index(pixel) for pixel in range(self.pixels)] + [self.shards]
-        blocks = [states[..., first:end, :] for first, end in itertools.pairwise(bounds)]
+        blocks = [states[..., first:end, :] for first, end in itertools.pairwise(self.shard_bounds)]
         return np.stack([self._merge_one(block) for block in blocks], axis=-2)
 
     def _merge_one(self, block: Array) -> Array:
@@ -159,7 +167,8 @@ class Plan:
     def finish(self, states: Array) -> Array:
         """Final numbers [..., pixels, values] of merged states, as 32-bit floats."""
         if self.result is None:
-            return states.astype(np.float32, copy=False)
+            with np.errstate(over="ignore"):
+                return states.astype(np.float32, copy=False)
         counts = np.diff(self.edges)[:, None].astype(np.float64)
         ends = itertools.accumulate(output.columns for output in self.outputs)
         columns = zip(self.reductions, ends, strict=True)

@@ -3,19 +3,22 @@
 import functools
 import pathlib
 
+import numpy as np
 import pytest
 import scope_session
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.errors import SessionError
+from megatronapp_analyzer.errors import ProtocolError, SessionError
 from megatronapp_analyzer.hub.scope import session_file
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.encode import tables_of
+from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of
 from megatronapp_analyzer.hub.scope.player import Player, settings_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import unpack
+from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 RANKS = [FrameType.SCOPE_PUBLISHER, FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS, FrameType.SCOPE_RUN_STATE]
@@ -51,6 +54,32 @@ def test_a_desk_outlives_whatever_a_rank_says(data: st.DataObject) -> None:
         desk.take(0, 0, Frame(frame.type, header, frame.body))
     desk.take(0, 0, Frame(data.draw(st.sampled_from(RANKS)), data.draw(st.dictionaries(st.text(), JUNK, max_size=5))))
     assert len(desk.runs) <= desk.settings.runs
+
+
+MERGES = st.fixed_dictionaries(
+    {
+        "reducer": st.sampled_from(["mean", "std", "histogram(3, 0, 1)", "data[0]", ""]) | JUNK,
+        "width": st.sampled_from([4, 64]) | JUNK,
+        "pixels": st.integers(0, 4) | JUNK,
+        "shards": st.sampled_from([2, 4, 1 << 10]) | JUNK,
+        "shard": st.integers(-1, 4) | JUNK,
+    }
+)
+STATES = st.tuples(MERGES, st.integers(1, 4), st.none() | st.lists(st.integers(0, 1 << 20), min_size=1, max_size=2))
+
+
+@settings(FUZZ, max_examples=60)
+@given(said=st.lists(STATES, min_size=1, max_size=4))
+def test_states_are_refused_by_name_or_merged(said: list[tuple[object, int, list[int] | None]]) -> None:
+    pieces: list[Piece] = []
+    for tp, (merging, columns, layers) in enumerate(said):
+        shape = (2, columns) if layers is None else (2, len(layers), columns)
+        tensor = Tensor("q", "f32", np.full(shape, 1e38, "<f4"), None, {"layers": layers, "merge": merging})
+        try:
+            pieces += pieces_of(frame_of(FrameType.SCOPE_PART, {"rows": [[0, tp % 2, 2]]}, [tensor]), tp)
+            tables_of(pieces, None)
+        except ProtocolError as error:
+            assert "PART frame" in str(error)
 
 
 @FUZZ

@@ -1,5 +1,6 @@
 """Parts of any layout, in any order, make the same step."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope import states as merging
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.merge import merge, pieces_of, rows_of
 from megatronapp_analyzer.hub.scope.numbering import Part
@@ -287,6 +289,84 @@ def test_parts_that_do_not_fit_each_other_are_refused() -> None:
             merge(one + pieces_of(other, 1))
     with pytest.raises(ProtocolError, match="layer 5"):
         merge(pieces_of(piece([[[1, 2]]], layers=[5], heads=[0, 2]), 0), layers=4)
+
+
+STD = {"reducer": "std", "width": 8, "pixels": 1, "shards": 2, "shard": 0}
+
+
+def states(values: Any = ((((1.0, 2.0),),)), rows: tuple[int, int, int] = (0, 0, 1), **change: Any) -> Frame:
+    tensor = Tensor("q", "f32", np.asarray(values, "<f4"), None, {"layers": [0], "merge": STD | change})
+    return frame_of(FrameType.SCOPE_PART, {"rows": [list(rows)]}, [tensor])
+
+
+def test_states_of_shards_are_merged() -> None:
+    both = pieces_of(states(), 0) + pieces_of(states([[[3.0, 6.0]]], shard=1), 1)
+    wanted = np.sqrt((2 + 6 + 4 * (1 + 1)) / 8)
+    assert merge(both).data.tolist() == [[[np.float32(wanted)]]]
+    assert merge([*both, *pieces_of(states([[[9.0, 9.0]]], shard=1), 2)]).data.tolist() == [[[np.float32(wanted)]]]
+    assert np.isnan(merge(both[:1]).data).all()
+    table = merge(both, layers=3)
+    assert (table.layers, np.isnan(table.data[0, :, 0]).tolist()) == ((0, 1, 2), [False, True, True])
+    huge = pieces_of(states([[[3e38, 3e38]]], reducer="histogram(2, 0, 1)"), 0)
+    assert np.isinf(merge([*huge, *(dataclasses.replace(one, shard=shard_of(1, one)) for one in huge)]).data).all()
+
+
+def test_a_capture_that_changes_within_a_step_merges_each_row_as_it_was_asked_for() -> None:
+    told = [([[[1.0, 2.0]]], (0, 0, 1), "std"), ([[[4.0]]], (0, 1, 1), "mean")]
+    parts = [
+        (states(values, rows, reducer=reducer, shard=shard), shard)
+        for values, rows, reducer in told
+        for shard in (0, 1)
+    ]
+    table = merge([piece for frame, tp in parts for piece in pieces_of(frame, tp)])
+    assert (table.rows, table.data[:, 0, 0].tolist()) == (((0, 0), (0, 1)), [np.float32(np.sqrt(0.5)), 1.0])
+
+
+def shard_of(shard: int, one: Any) -> Any:
+    return one.shard.model_copy(update={"shard": shard})
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (states(shards=1, pixels=1), "merge.shards"),
+        (states(reducer="data[0]"), "merge: column 6"),
+        (states([[[1.0]]]), "not what is said"),
+        (states([[1.0, 2.0]]), "not what is said"),
+        (states([[[1.0, 2.0]]], shard=2), "shard 2 of 2"),
+        (piece([[[1, 2]]], layers=[0], merge=7), "merge"),
+    ],
+)
+def test_states_that_make_no_sense_are_refused(frame: Frame, words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        pieces_of(frame, 0)
+
+
+def test_states_that_do_not_fit_each_other_are_refused() -> None:
+    one = pieces_of(states(), 0)
+    with pytest.raises(ProtocolError, match="do not fit each other"):
+        merge(one + pieces_of(states(shards=4, pixels=2), 1))
+    with pytest.raises(ProtocolError, match="do not fit each other"):
+        merge(one + pieces_of(piece([[[1, 2]]], layers=[0]), 1))
+    with pytest.raises(ProtocolError, match="layer 0 of a model of 0"):
+        merge(one, layers=0)
+
+
+def test_who_says_that_there_are_many_shards_gets_no_memory_for_them() -> None:
+    many = {"reducer": "histogram(256, 0, 1)", "width": 1 << 20, "shards": 1024}
+    values = np.zeros((512, 1, 256), "<f4")
+    (one,) = pieces_of(states(values, (0, 0, 512), **many), 0)
+    with pytest.raises(ProtocolError, match="states of 'q' are more than"):
+        merge([one])
+    assert np.isnan(merge([dataclasses.replace(one, rows=((0, 0),) * 512)]).data).all()
+
+
+def test_rows_that_are_merged_one_after_another_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = np.random.default_rng(0)
+    both = [pieces_of(states(source.random((9, 1, 2)), (0, 4, 9), shard=shard), shard)[0] for shard in (0, 1)]
+    at_once = merge(both).data
+    monkeypatch.setattr(merging, "AT_ONCE", 8)
+    assert np.array_equal(merge(both).data, at_once) and np.isfinite(at_once).all()
 
 
 def test_rows_are_ranges() -> None:

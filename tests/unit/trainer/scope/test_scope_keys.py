@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.errors import PlanError
 from megatronapp_common.scope.protocol_requests import Capture
 from megatronapp_trainer.scope.collect import Collector, Values
 from megatronapp_trainer.scope.look import Looker, hooked
@@ -117,15 +116,6 @@ def test_shards_of_people_s_own_sites_are_the_whole_side_by_side(axis: Axis, red
     parts = {span: values for share in SHARES for span, values in own_pixels(share, 64, gated=gated, **how).items()}
     assert [span[0] for span in sorted(parts)] == ([0, 32, 64, 96] if gated else [0, 64])
     assert torch.equal(torch.cat([parts[span] for span in sorted(parts)], dim=-1), whole)
-
-
-@pytest.mark.parametrize(("axis", "least"), [(Axis.FEATURES, 2), (Axis.HEADS, 2), (Axis.KEY_HEADS, 2), (Axis.MLP, 4)])
-def test_a_pixel_of_several_ranks_is_refused(axis: Axis, least: int) -> None:
-    how: dict[str, Any] = {"axis": axis, "reducers": ("histogram(4, 0, 1)",)}
-    words = f"site own: {least - 1} pixels would be made of what 2 tensor ranks hold.*pixels={least} or more"
-    with pytest.raises(PlanError, match=words):
-        own_pixels(SHARE, 64, pixels=least - 1, **how)
-    assert own_pixels(SHARE, 64, pixels=least, **how)
 
 
 def test_filters_are_kept_for_a_few_recipes() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import Tensor
+from megatronapp_common.scope.shard import MERGE
 
 MOST_ROWS = 1 << 14
 """Of a frame: a header says which they are."""
@@ -62,7 +63,9 @@ class Sheet:
                 yield Piece(self, layers, part, (part.stop - part.start) * unit + self._said_bytes)
 
     def _can_be_cut(self, cell: Sequence[int]) -> bool:
-        """Its numbers are not pixels, which stand for more heads or features than there are of them."""
+        """Its numbers are not pixels, which stand for more heads or features than there are of them, nor states."""
+        if MERGE in self.said:
+            return False
         span = next((self.said[word] for word in _WORDS if word in self.said), None)
         return bool(cell) and (span is None or span[1] - span[0] == cell[0])
 

@@ -6,13 +6,15 @@ Equal recipes give equal kernels, so that a decode step of one recipe is one CUD
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from megatronapp_common.errors import PlanError
-from megatronapp_common.scope.plan import compile_plan
+from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.scope.plan import Plan, compile_plan
 from megatronapp_common.scope.protocol_requests import Capture, Rotary
 from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_common.scope.shard import Shard
 from megatronapp_trainer.scope.collect import Collector
 from megatronapp_trainer.scope.parcel import Found
 from megatronapp_trainer.scope.program import DeviceProgram
@@ -58,13 +60,32 @@ def recipe_of(capture: Capture) -> Recipe | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Where the vector of a rank stands in that of the whole model."""
+
+    width: int
+    """Of the whole vector."""
+    shards: int = 1
+    shard: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Filter:
+    """A vector filter, ready to run on one shard."""
+
+    program: DeviceProgram
+    said: dict[str, Any]
+    """`merge`, where it tells states that somebody merges."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Reduction:
     """One tensor of pixels: a part of the width that a site gives."""
 
     name: str
     site: Site
     part: slice
-    program: DeviceProgram
+    filter: _Filter
     key: str
     span: Span
 
@@ -80,7 +101,7 @@ class Pixels:
         self._device = device
         self._reductions = [*self._built_in(recipe)]
         self._own = recipe.own
-        self._own_programs: dict[tuple[str, int, int], tuple[DeviceProgram, Span]] = {}
+        self._own_filters: dict[tuple[str, int, int], tuple[_Filter, Span]] = {}
         for site in recipe.own:
             self._check_own(site)
 
@@ -90,7 +111,7 @@ class Pixels:
         return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
 
     def compute(self, seen: Collector) -> Iterator[Found]:
-        """All tensors of pixels, [layers, rows, pixels]."""
+        """All tensors of pixels, [layers, rows, pixels]; or, with `merge` said of them, of states of this shard."""
         stacks: dict[str, torch.Tensor] = {}
         for one in self._reductions:
             if one.span[0] == one.span[1] or not (layers := seen.layers(one.site.name)):
@@ -98,75 +119,89 @@ class Pixels:
             if one.site.name not in stacks:
                 stacks[one.site.name] = seen.stacked(one.site.name).flatten(2)
             vectors = stacks[one.site.name][..., one.part]
-            out = one.program.buffer(*vectors.shape[:-1])
-            one.program.run(vectors, out)
-            yield self._found(one, out.flatten(2), tuple(layers))
+            yield self._found(one, _run(one.filter.program, vectors), tuple(layers))
         for site in self._own:
             yield from self._of_own(site, seen)
 
     def _found(self, one: _Reduction, values: torch.Tensor, layers: tuple[int, ...]) -> Found:
         said = {"site": one.name, "replicated": one.key == ""} | ({one.key: list(one.span)} if one.key else {})
-        return Found(name=one.name, values=values, layers=layers, said=said)
+        return Found(name=one.name, values=values, layers=layers, said=said | one.filter.said)
 
     def _built_in(self, recipe: Recipe) -> Iterator[_Reduction]:
         share = self._share
         if recipe.qkv:
-            filters = (recipe.qkv, recipe.qkv_filter)
-            query = (share.num_heads * share.head_width, share.tensor_size, share.tp)
-            key = (share.num_key_heads * share.head_width, share.key_shards, share.key_shard)
-            for name, of, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
-                site = site_of(name, rotary=recipe.rotary)
-                yield _Reduction(
-                    name=name, site=site, part=slice(None), program=self._program(filters, of), key="heads", span=span
-                )
+            yield from self._qkv(recipe)
         filters = (recipe.mlp, recipe.mlp_filter)
         if recipe.mlp1:
             yield from self._fc1(filters)
         if recipe.mlp2 and share.is_first_of_tensor:
-            program = self._program(filters, (share.hidden, 1, 0))
+            found = self._filter(filters, _Cut(width=share.hidden))
             span = (0, share.hidden)
-            yield _Reduction(name="mlp2", site=site_of("mlp2"), part=slice(None), program=program, key="", span=span)
+            yield _Reduction(name="mlp2", site=site_of("mlp2"), part=slice(None), filter=found, key="", span=span)
+
+    def _qkv(self, recipe: Recipe) -> Iterator[_Reduction]:
+        share = self._share
+        query = _Cut(width=share.num_heads * share.head_width, shards=share.tensor_size, shard=share.tp)
+        key = _Cut(width=share.num_key_heads * share.head_width, shards=share.key_shards, shard=share.key_shard)
+        for name, cut, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
+            try:
+                found = self._filter((recipe.qkv, recipe.qkv_filter), cut)
+            except ExpressionError as error:
+                if recipe.qkv >= cut.shards:
+                    raise
+                sentence = f"{error.sentence} (pixels of {name} alone: pixels.qkv counts q, k and v together)"
+                raise ExpressionError(error.column, sentence) from error
+            site = site_of(name, rotary=recipe.rotary)
+            yield _Reduction(name=name, site=site, part=slice(None), filter=found, key="heads", span=span)
 
     def _fc1(self, filters: tuple[int, str]) -> Iterator[_Reduction]:
-        """A rank of a gated MLP has a part of all gates and a part of all that they let through, side by side."""
-        share, halves = self._share, 2 if self._share.gated else 1
+        """A rank of a gated MLP has a part of all gates and a part of all that they let through, side by side.
+
+        No pixel is made of both.
+        """
+        (pixels, text), share, halves = filters, self._share, 2 if self._share.gated else 1
         width = share.mlp[1] - share.mlp[0]
         for half in range(halves):
-            of = (halves * share.ffn, halves * share.tensor_size, half * share.tensor_size + share.tp)
+            shard = half * share.tensor_size + share.tp
+            cut = _Cut(width=halves * share.ffn, shards=halves * share.tensor_size, shard=shard)
             span = (half * share.ffn + share.mlp[0], half * share.ffn + share.mlp[1])
             part = slice(half * width, (half + 1) * width)
-            program = self._program(filters, of)
-            yield _Reduction(name="mlp1", site=site_of("mlp1"), part=part, program=program, key="features", span=span)
+            found = self._filter((max(pixels, halves), text), cut)
+            yield _Reduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
 
-    def _program(self, filters: tuple[int, str], of: tuple[int, int, int]) -> DeviceProgram:
-        """`of`: width of the whole vector, number of its shards, and which this rank has."""
-        (pixels, text), (width, shards, shard) = filters, of
-        plan = compile_plan(parse_reducer(text), width=width, pixels=pixel_count(width, pixels, shards), shards=shards)
-        return DeviceProgram(plan.program(shard), self._device)
+    def _filter(self, filters: tuple[int, str], cut: _Cut) -> _Filter:
+        """`filters`: how many pixels are wanted, and the text of a reducer."""
+        pixels, text = filters
+        plan = _plan(pixels, text, cut)
+        program = DeviceProgram(plan.program(cut.shard), self._device)
+        if not plan.merged:
+            return _Filter(program=program, said={})
+        words = " ".join(text.split())
+        shard = Shard(reducer=words, width=cut.width, pixels=plan.pixels, shards=cut.shards, shard=cut.shard)
+        return _Filter(program=program, said=shard.dump())
 
     def _of_own(self, site: Site, seen: Collector) -> Iterator[Found]:
         """A registered site: how wide it is, is known when it has been seen."""
         if not (layers := seen.layers(site.name)) or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
             return
         parts = self._parts(site.axis, seen.stacked(site.name).flatten(2))
-        for (place, text), (part, values) in itertools.product(enumerate(site.reducers), enumerate(parts)):
-            program, span = self._own_program(site, place, (part, len(parts)), values.size(-1))
-            out = program.buffer(*values.shape[:-1])
-            program.run(values, out)
-            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE}
+        for (place, name), (part, values) in itertools.product(enumerate(_own_names(site)), enumerate(parts)):
+            own, span = self._own_filter(site, place, (part, len(parts)), values.size(-1))
+            out = _run(own.program, values)
+            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE} | own.said
             said |= {} if site.axis is Axis.WHOLE else {"features": list(span)}
-            name = f"{site.name}.{text.split('(')[0]}" if len(site.reducers) > 1 else site.name
-            found, of = (out.flatten(2), tuple(layers)) if site.per_layer else (out.flatten(2)[0], None)
+            found, of = (out, tuple(layers)) if site.per_layer else (out[0], None)
             yield Found(name=name, values=found, layers=of, said=said)
 
-    def _own_program(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[DeviceProgram, Span]:
+    def _own_filter(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[_Filter, Span]:
         """`of`: which part of how many, of a width that each rank has."""
         (part, parts), (shards, shard) = of, self._shards(site.axis)
-        if (site.name, place, part) not in self._own_programs:
+        if (site.name, place, part) not in self._own_filters:
             count, index = parts * shards, part * shards + shard
-            program = self._program((site.pixels, site.reducers[place]), (width * count, count, index))
-            self._own_programs[site.name, place, part] = program, (width * index, width * (index + 1))
-        return self._own_programs[site.name, place, part]
+            cut = _Cut(width=width * count, shards=count, shard=index)
+            found = self._filter((site.pixels, site.reducers[place]), cut)
+            self._own_filters[site.name, place, part] = found, (width * index, width * (index + 1))
+        return self._own_filters[site.name, place, part]
 
     def _parts(self, axis: Axis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
@@ -181,14 +216,41 @@ class Pixels:
         return (share.key_shards, share.key_shard) if axis is Axis.KEY_HEADS else (share.tensor_size, share.tp)
 
     def _check_own(self, site: Site) -> None:
-        """Several ranks tell their parts; nobody makes one number of them."""
+        """Raises PlanError where a pixel would lie on several ranks and a reducer does not merge.
+
+        How wide the site is, nobody knows yet; that does not change it.
+        """
         shards, _ = self._shards(site.axis)
-        least = 2 * shards if site.axis is Axis.MLP and self._share.gated and shards > 1 else shards
-        if site.pixels < least:
-            raise PlanError(
-                f"site {site.name}: {site.pixels} pixels would be made of what {shards} tensor ranks hold, which is "
-                f"not merged; register it with pixels={least} or more"
-            )
+        shards *= 2 if site.axis is Axis.MLP and self._share.gated and shards > 1 else 1
+        if site.pixels >= shards:
+            return
+        for text in site.reducers:
+            try:
+                _plan(site.pixels, text, _Cut(width=shards, shards=shards))
+            except ExpressionError as error:
+                raise PlanError(f"site {site.name}, reducer {text!r}: {error} (`pixels` of register_site)") from error
+
+
+def _plan(pixels: int, text: str, cut: _Cut) -> Plan:
+    """Of as many pixels as fit, `pixels` at most."""
+    count = pixel_count(cut.width, pixels, cut.shards)
+    return compile_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
+
+
+def _run(program: DeviceProgram, vectors: torch.Tensor) -> torch.Tensor:
+    """[layers, rows, pixels x columns] of vectors [layers, rows, width]."""
+    out = program.buffer(*vectors.shape[:-1])
+    program.run(vectors, out)
+    return out.flatten(2)
+
+
+def _own_names(site: Site) -> list[str]:
+    """Of the tensors of a registered site, one for each reducer: `site.word`, the second of a word `site.word#2`."""
+    if len(site.reducers) == 1:
+        return [site.name]
+    words = [text.split("(")[0].strip() for text in site.reducers]
+    counts = [words[: place + 1].count(word) for place, word in enumerate(words)]
+    return [f"{site.name}.{word}{f'#{count}' if count > 1 else ''}" for word, count in zip(words, counts, strict=True)]
 
 
 def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:

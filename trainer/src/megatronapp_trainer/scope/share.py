@@ -104,8 +104,11 @@ def _part(whole: int, index: int, count: int) -> Span:
 
 
 def pixel_count(width: int, wanted: int, shards: int) -> int:
-    """The number of pixels nearest below `wanted` of which each lies within one of these shards: at least one each."""
-    return max(shards, min(wanted, width) // shards * shards)
+    """The number of pixels nearest below `wanted` that fits these shards of a vector at least as wide: each pixel lies
+    within one of them, or is made of as many as every other."""
+    if wanted >= shards:
+        return max(shards, min(wanted, width) // shards * shards)
+    return max(count for count in range(1, max(1, wanted) + 1) if shards % count == 0)
 
 
 def pins_of(wanted: Iterable[tuple[int, int]], *, layers: Span, heads: Span) -> tuple[list[tuple[int, int]], int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.headers import StepHeader, read
-from megatronapp_analyzer.hub.scope.merge import PCA, Piece, Row, Table, merge
+from megatronapp_analyzer.hub.scope.merge import APART, PCA, Piece, Row, Table, merge
 from megatronapp_analyzer.hub.scope.steps import ClosedStep
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -22,8 +22,6 @@ HEADER_ROOM = 16 << 10
 MAX_ATLAS_BYTES = 64 << 20
 SIGNED = frozenset({"q", "k", "v", "mlp1", "mlp2"})
 SHARES = frozenset({"head.entropy", "head.max", "head.sink"})
-APART = frozenset({"attention", "atlas"})
-"""What is not a table of rows and layers."""
 AttentionRow = tuple[int, int, int, int, NDArray[np.uint8]]
 """Sample, layer, head, position, and codes of all keys up to there."""
 

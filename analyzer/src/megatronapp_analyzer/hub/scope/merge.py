@@ -4,7 +4,9 @@ A piece says which rows, layers and heads (or features) of the whole model it ho
 what several ranks hold (replicated tensors, key heads of grouped queries) is there once, by the lowest tensor rank.
 """
 
+import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.states import MAX_NUMBERS, Held, combined
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.plan import Plan
 from megatronapp_common.scope.protocol import Tensor, unpack
+from megatronapp_common.scope.shard import MERGE, Shard
+from megatronapp_common.scope.shard import read as read_shard
 
 Row = tuple[int, int]
 """Sample and position."""
@@ -24,6 +30,8 @@ Span = tuple[int, int]
 MAX_ROWS = 1 << 20
 PCA = "pca"
 """Name of the tensor of coordinates."""
+APART = frozenset({"attention", "atlas"})
+"""What is not a table of rows and layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +46,8 @@ class Piece:
     tensor: Tensor
     version: int | None = None
     """Of the basis that coordinates were taken in; None for other tensors."""
+    shard: Shard | None = None
+    """Whose states these are, where they are no numbers yet. It has no span."""
 
     @property
     def axis(self) -> int:
@@ -93,8 +103,10 @@ def _piece(tensor: Tensor, rows: tuple[Row, ...], tp: int) -> Piece:
     said = tensor.extra
     layers = None if said.get("layers") is None else _integers(said["layers"], "layers")
     span = said.get("heads") or said.get("features")
-    whole = span is None or bool(said.get("replicated"))
-    piece = Piece(rows=rows, layers=layers, span=None if whole else _span(span), tp=tp, tensor=tensor)
+    shard = None if said.get(MERGE) is None else read_shard(said[MERGE])
+    whole = span is None or bool(said.get("replicated")) or shard is not None
+    span = None if whole else _span(span)
+    piece = Piece(rows=rows, layers=layers, span=span, tp=tp, tensor=tensor, shard=shard)
     _check(piece)
     return piece
 
@@ -114,8 +126,15 @@ def _check(piece: Piece) -> None:
     else:
         expected = (len(piece.rows),) if piece.layers is None else (len(piece.rows), len(piece.layers))
         fits = shape[: len(expected)] == expected
+    fits &= piece.shard is None or _holds_states(piece, piece.shard)
     if not fits or (piece.span is not None and name != "atlas" and len(shape) <= piece.axis):
         raise ProtocolError("bad-part", f"PART frame: tensor {name[:64]!r} has the shape {shape}, not what is said")
+
+
+def _holds_states(piece: Piece, shard: Shard) -> bool:
+    tensor = piece.tensor
+    is_row = tensor.data.shape[piece.axis :] == (shard.plan.columns,)
+    return is_row and tensor.code == "f32" and tensor.name not in APART
 
 
 def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
@@ -123,6 +142,8 @@ def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
 
     What nobody sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if pieces do not fit each other.
     """
+    if any(piece.shard is not None for piece in pieces):
+        pieces = _finished(pieces)
     first = pieces[0]
     rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
     known = None if first.layers is None else _layers(pieces, layers)
@@ -134,6 +155,58 @@ def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
     for piece, values in sorted(zip(pieces, numbers, strict=True), key=lambda pair: -pair[0].tp):
         _paint(table, piece, values, columns)
     return table
+
+
+def _finished(pieces: Sequence[Piece]) -> list[Piece]:
+    """Numbers of whole vectors, of the states that shards sent. What two ranks hold counts once.
+
+    A capture that changes while prompts are read gives several plans.
+    """
+    name, groups = pieces[0].tensor.name, collections.defaultdict[Plan, list[Piece]](list)
+    for piece in pieces:
+        if piece.shard is None or (piece.layers is None) != (pieces[0].layers is None):
+            raise ProtocolError("bad-part", f"PART frame: parts of {name[:64]!r} do not fit each other")
+        groups[piece.shard.plan].append(piece)
+    wholes = [_Whole(plan=plan, pieces=found) for plan, found in groups.items()]
+    if sum(whole.numbers for whole in wholes) > MAX_NUMBERS:
+        raise ProtocolError("bad-part", f"PART frame: states of {name[:64]!r} are more than {MAX_NUMBERS} numbers")
+    return [whole.merged() for whole in wholes]
+
+
+class _Whole:
+    """What all shards sent of one plan."""
+
+    def __init__(self, *, plan: Plan, pieces: Sequence[Piece]) -> None:
+        self._plan = plan
+        self._pieces = sorted(pieces, key=lambda one: -one.tp)
+        self._rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
+        self._layers = None if pieces[0].layers is None else _layers(pieces, None)
+        self._shape = len(self._rows), 1 if self._layers is None else len(self._layers)
+
+    @property
+    def numbers(self) -> int:
+        """States, were they all there."""
+        return math.prod(self._shape) * self._plan.shards * self._plan.columns
+
+    def merged(self) -> Piece:
+        """The numbers that one rank would have sent."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        indices = {layer: place for place, layer in enumerate(self._layers or ())}
+        data = combined(self._plan, [_held(piece, places, indices) for piece in self._pieces], self._shape)
+        last = self._pieces[-1]
+        tensor = Tensor(last.tensor.name, "f32", data[:, 0] if self._layers is None else data)
+        return Piece(rows=self._rows, layers=self._layers, span=None, tp=last.tp, tensor=tensor)
+
+
+def _held(piece: Piece, places: Mapping[Row, int], indices: Mapping[int, int]) -> Held:
+    assert piece.shard is not None
+    values = piece.tensor.data if piece.layers is not None else piece.tensor.data[:, None]
+    return Held(
+        shard=piece.shard.shard,
+        rows=np.array([places[row] for row in piece.rows], dtype=np.intp),
+        layers=np.array([indices[layer] for layer in piece.layers] if piece.layers is not None else [0], dtype=np.intp),
+        values=values,
+    )
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:

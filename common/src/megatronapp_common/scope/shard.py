@@ -1,0 +1,69 @@
+"""What a tensor of states says of itself (`merge` of docs/scope-protocol.md, section 5): whose they are, and how they
+become numbers of whole pixels.
+
+Where a pixel lies on several ranks, each sends the state of its shard; whoever has all of them compiles the same plan.
+"""
+
+import functools
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatronapp_common.errors import ExpressionError, FrameError, PlanError
+from megatronapp_common.scope.expression import MAX_CHARACTERS
+from megatronapp_common.scope.plan import Plan, compile_plan
+from megatronapp_common.scope.reducers import parse_reducer
+
+MAX_WIDTH = 1 << 24
+MAX_SHARDS = 1024
+MERGE = "merge"
+"""The word of a tensor's header."""
+
+
+class Shard(BaseModel):
+    """One shard of a vector whose pixels are made of several. Words of a newer peer are kept out."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    reducer: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+    """Its text (docs/expressions.md)."""
+    width: Annotated[int, Field(ge=2, le=MAX_WIDTH)]
+    """Of the whole vector."""
+    pixels: Annotated[int, Field(ge=1, lt=MAX_SHARDS)]
+    shards: Annotated[int, Field(ge=2, le=MAX_SHARDS)]
+    shard: Annotated[int, Field(ge=0, lt=MAX_SHARDS)]
+    """Which one, in the order of the vector."""
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if self.pixels >= self.shards or self.shard >= self.shards:
+            raise ValueError(f"shard {self.shard} of {self.shards} makes no part of {self.pixels} pixels")
+        return self
+
+    @property
+    def plan(self) -> Plan:
+        """How the shards merge. Raises PlanError, ExpressionError; not of what `read` gave."""
+        return _plan(self.reducer, self.width, self.pixels, self.shards)
+
+    def dump(self) -> dict[str, Any]:
+        """As it stands in a header."""
+        return {MERGE: self.model_dump()}
+
+
+def read(said: object) -> Shard:
+    """The shard that a header's `merge` says, with a plan that merges. Raises FrameError for anything else."""
+    try:
+        found = Shard.model_validate(said)
+        assert found.plan.merged
+        return found
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, (MERGE, *first["loc"])))
+        raise FrameError(f"{place}: {first['msg'][:200]}") from error
+    except (ExpressionError, PlanError) as error:
+        raise FrameError(f"{MERGE}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def _plan(reducer: str, width: int, pixels: int, shards: int) -> Plan:
+    return compile_plan(parse_reducer(reducer), width=width, pixels=pixels, shards=shards)

@@ -1,0 +1,65 @@
+"""What tensors of states say of themselves: read back as it was written, and nothing else taken from anybody."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatronapp_common.errors import FrameError
+from megatronapp_common.scope.plan import run
+from megatronapp_common.scope.reducers import NAMES
+from megatronapp_common.scope.shard import MAX_SHARDS, MERGE, Shard, read
+
+GOOD: dict[str, Any] = {"reducer": "std", "width": 64, "pixels": 1, "shards": 4, "shard": 3}
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(st.sampled_from([name for name in NAMES if name != "histogram"]), st.sampled_from([2, 4, 8, 24]), st.data())
+def test_what_is_read_is_what_was_written(name: str, shards: int, draw: st.DataObject) -> None:
+    pixels = draw.draw(st.sampled_from([count for count in range(1, shards) if shards % count == 0]))
+    shard = Shard(reducer=name, width=4 * shards, pixels=pixels, shards=shards, shard=draw.draw(st.integers(0, 1)))
+    assert read(json.loads(json.dumps(shard.dump()))[MERGE]) == shard
+    bounds = shard.plan.shard_bounds
+    owned = [shard.plan.shard_pixels(one) for one in range(shards)]
+    held = [list(range(first, end)) for first, end in itertools.pairwise(bounds)]
+    assert held == [[one for one in range(shards) if pixel in owned[one]] for pixel in range(pixels)]
+    data = np.arange(4.0 * shards)
+    parts = [run(shard.plan.program(one), piece) for one, piece in enumerate(np.split(data, shards))]
+    assert all(part.shape == (1, shard.plan.columns) for part in parts)
+    assert shard.plan.combine(parts).shape == (pixels, shard.plan.values)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shards": 4, "pixels": 4}, "makes no part of 4 pixels"),
+        ({"shard": 4}, "shard 4 of 4"),
+        ({"shards": MAX_SHARDS + 1}, "merge.shards: Input should be less"),
+        ({"width": 1 << 40}, "merge.width: Input should be less"),
+        ({"width": 62}, "no 4 equal shards"),
+        ({"pixels": 3}, "falls inside a pixel"),
+        ({"reducer": "data[0]"}, "an element cannot be taken"),
+        ({"reducer": "__import__('os')"}, "merge: column 1"),
+        ({"reducer": "data.mean()" + " " * 500}, "merge.reducer: String should have at most"),
+        ({"shard": True}, "merge.shard: Input should be a valid integer"),
+        ({"shard": -1}, "merge.shard"),
+    ],
+)
+def test_what_cannot_merge_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(FrameError, match=words):
+        read(GOOD | change)
+
+
+@given(st.one_of(ODD, st.dictionaries(st.sampled_from([*GOOD, "other"]), ODD)))
+def test_nothing_else_comes_of_anything(said: Any) -> None:
+    for one in (said, GOOD | said if isinstance(said, dict) else said):
+        try:
+            assert read(one).plan.merged
+        except FrameError as error:
+            assert str(error).startswith(MERGE) and len(str(error)) < 400

@@ -1,0 +1,228 @@
+"""Pixels that lie on several tensor ranks: what ranks tell of them, merged by the hub, is what one rank would tell."""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
+from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.frames import FrameType, decode, encode
+from megatronapp_common.scope.plan import compile_plan, run
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_trainer.scope.collect import Collector, Values
+from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
+from megatronapp_trainer.scope.share import Share
+from megatronapp_trainer.scope.sites import Axis, forget_site, register_site
+
+HEADS, WIDTH, FFN, ROWS, LAYERS = 8, 4, 32, 3, (2, 5)
+ALONE = Share(
+    layers=(0, 8),
+    heads=(0, HEADS),
+    key_heads=(0, HEADS),
+    mlp=(0, FFN),
+    num_layers=8,
+    num_heads=HEADS,
+    num_key_heads=HEADS,
+    head_width=WIDTH,
+    hidden=HEADS * WIDTH,
+    ffn=FFN,
+    gated=False,
+    vocabulary=99,
+    max_length=64,
+    positions="rotary",
+    window=None,
+    scale=1.0,
+    tp=0,
+    tensor_size=1,
+    pp=0,
+    pipeline_size=1,
+)
+MERGING = [
+    "mean",
+    "max",
+    "std",
+    "rms",
+    "min",
+    "absmax",
+    "data.abs().max() / data.square().mean()",
+    "where(data.mean() > 0, data.max(), 1)",
+    "histogram(4, -2, 2)",
+]
+Truth = dict[str, np.ndarray]
+
+
+def shares(size: int, key_heads: int, *, gated: bool) -> list[Share]:
+    whole = dataclasses.replace(ALONE, num_key_heads=key_heads, tensor_size=size, gated=gated)
+    found = []
+    for tp in range(size):
+        first = tp * key_heads // size
+        found.append(
+            dataclasses.replace(
+                whole,
+                tp=tp,
+                heads=(tp * HEADS // size, (tp + 1) * HEADS // size),
+                key_heads=(first, max(first + 1, (tp + 1) * key_heads // size)),
+                mlp=(tp * FFN // size, (tp + 1) * FFN // size),
+            )
+        )
+    return found
+
+
+def truth_of(key_heads: int, *, gated: bool) -> Truth:
+    """Whole vectors, [rows, layers, width]."""
+    source = np.random.default_rng(7)
+    widths = {"q": HEADS * WIDTH, "k": key_heads * WIDTH, "v": key_heads * WIDTH, "mlp1": FFN * (1 + gated), "own": 16}
+    return {name: source.normal(0.3, 1, (ROWS, len(LAYERS), width)).astype("<f4") for name, width in widths.items()}
+
+
+def seen(share: Share, truth: Truth) -> Collector:
+    """What the hooks of a rank keep of it."""
+
+    def kept(values: np.ndarray) -> Values:
+        return Values(values={layer: torch.from_numpy(values[:, place]) for place, layer in enumerate(LAYERS)})
+
+    halves = np.split(truth["mlp1"], 1 + share.gated, axis=-1)
+    keys = slice(share.key_heads[0] * WIDTH, share.key_heads[1] * WIDTH)
+    mine = {
+        "q": truth["q"][..., share.heads[0] * WIDTH : share.heads[1] * WIDTH],
+        "k": truth["k"][..., keys],
+        "v": truth["v"][..., keys],
+        "mlp1": np.concatenate([half[..., slice(*share.mlp)] for half in halves], axis=-1),
+        "own": np.split(truth["own"], share.tensor_size, axis=-1)[share.tp],
+    }
+    found = Collector(torch.nn.Module())
+    found.put({name: kept(np.ascontiguousarray(values)) for name, values in mine.items()})
+    return found
+
+
+def recipe(qkv: int, mlp: int, reducer: str) -> Recipe:
+    capture = {
+        "states": {"mlp2": False},
+        "pixels": {"qkv": 3 * qkv, "mlp": mlp},
+        "expression": {"qkv": reducer, "mlp": reducer},
+    }
+    found = recipe_of(Capture.model_validate(capture))
+    assert found is not None
+    return found
+
+
+def pieces(wanted: Recipe, ranks: list[Share], truth: Truth) -> dict[str, list[Piece]]:
+    """What the hub reads of the frames of all ranks, by name."""
+    named: dict[str, list[Piece]] = defaultdict(list)
+    for share in ranks:
+        tensors = []
+        for one in Pixels(wanted, share, torch.device("cpu")).compute(seen(share, truth)):
+            values = one.rows_first().contiguous().numpy()
+            tensors.append(Tensor(one.name, "f32", values, None, {"layers": list(LAYERS), **one.said}))
+        frame = frame_of(FrameType.SCOPE_PART, {"rows": [[0, 4, ROWS]]}, tensors)
+        for piece in pieces_of(decode(encode(frame)), share.tp):
+            named[piece.tensor.name].append(piece)
+    return named
+
+
+def check(table: Table, whole: np.ndarray, reducer: str, pixels: int) -> None:
+    """As one rank computes it, with so many pixels."""
+    plan = compile_plan(parse_reducer(reducer), width=whole.shape[-1], pixels=pixels)
+    wanted = plan.combine([run(plan.program(0), whole)]).reshape(*whole.shape[:-1], -1)
+    assert (table.rows, table.layers) == (((0, 4), (0, 5), (0, 6)), LAYERS)
+    assert table.data.shape == wanted.shape and table.data.dtype == np.float32
+    np.testing.assert_allclose(table.data, wanted, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans()),
+    st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8])),
+    st.sampled_from(MERGING),
+    st.randoms(use_true_random=False),
+)
+def test_any_layout_tells_what_one_rank_tells(
+    layout: tuple[int, int, bool], counts: tuple[int, int], reducer: str, order: Any
+) -> None:
+    size, key_heads, gated = layout
+    truth, wanted = truth_of(key_heads, gated=gated), recipe(*counts, reducer)
+    found = pieces(wanted, shares(size, key_heads, gated=gated), truth)
+    qkv, mlp = min(counts[0], key_heads * WIDTH), max(counts[1], 1 + gated)
+    for name, pixels in (("q", counts[0]), ("k", qkv), ("v", qkv), ("mlp1", mlp)):
+        shards = {"q": size, "mlp1": size * (1 + gated)}.get(name, min(size, key_heads))
+        assert [piece.shard is not None for piece in found[name]] == [pixels < shards] * len(found[name])
+        order.shuffle(found[name])
+        check(merge(found[name]), truth[name], reducer, pixels)
+
+
+@pytest.mark.parametrize("reducer", ["mean", "std", "histogram(4, -2, 2)"])
+@pytest.mark.parametrize(("pixels", "count"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4)])
+def test_sites_of_people_s_own_merge_too(reducer: str, pixels: int, count: int) -> None:
+    truth = truth_of(4, gated=False)
+    register_site("own", "mlp", axis=Axis.FEATURES, reducers=(reducer,), pixels=pixels)
+    try:
+        found = pieces(recipe(8, 8, "mean"), shares(4, 4, gated=False), truth)
+    finally:
+        forget_site("own")
+    check(merge(found["own"]), truth["own"], reducer, count)
+
+
+def test_reducers_of_a_site_have_names_of_their_own() -> None:
+    truth, texts = truth_of(8, gated=False), ["data.max() - data.min()", "data.max()", "mean", "data.max() * 2"]
+    register_site("own", "mlp", axis=Axis.FEATURES, reducers=texts, pixels=1)
+    try:
+        found = pieces(recipe(8, 8, "mean"), shares(2, 8, gated=False), truth)
+    finally:
+        forget_site("own")
+    names = dict(zip(["own.data.max", "own.data.max#2", "own.mean", "own.data.max#3"], texts, strict=True))
+    assert {name for name in found if name.startswith("own")} == set(names)
+    for name, text in names.items():
+        check(merge(found[name]), truth["own"], text, 1)
+
+
+NOT_MERGING = ["data[:2].mean()", "(data - data.mean()).abs().max()", "data[0]"]
+
+
+@pytest.mark.parametrize("reducer", NOT_MERGING)
+def test_what_does_not_merge_is_refused_before_anything_happens(reducer: str) -> None:
+    first, device = shares(2, 4, gated=True)[0], torch.device("cpu")
+    with pytest.raises(ExpressionError, match=r"several of 2 shards; ask for 2 pixels.*pixels of q alone"):
+        Pixels(recipe(1, 8, reducer), first, device)
+    with pytest.raises(ExpressionError, match="several of 4 shards; ask for 4 pixels"):
+        Pixels(recipe(2, 3, reducer), first, device)
+    Pixels(recipe(2, 4, reducer), first, device)
+    Pixels(recipe(1, 1, reducer), shares(1, 4, gated=False)[0], device)
+
+
+@pytest.mark.parametrize(
+    ("axis", "least"), [(Axis.FEATURES, 2), (Axis.HEADS, 2), (Axis.KEY_HEADS, 2), (Axis.MLP, 4), (Axis.WHOLE, 1)]
+)
+def test_what_does_not_merge_of_a_site_is_refused_too(axis: Axis, least: int) -> None:
+    first, device = shares(2, 4, gated=True)[0], torch.device("cpu")
+    try:
+        for pixels in (least, least - 1):
+            forget_site("own")
+            register_site("own", "mlp", axis=axis, reducers=("mean", "data[0]"), pixels=pixels)
+            if pixels in {0, least}:
+                Pixels(recipe(2, 4, "mean"), first, device)
+                continue
+            words = rf"site own, reducer 'data\[0\]': column 6.*ask for {least} pixels.*of register_site"
+            with pytest.raises(PlanError, match=words):
+                Pixels(recipe(2, 4, "mean"), first, device)
+    finally:
+        forget_site("own")
+
+
+def test_a_shard_that_is_missing_leaves_its_pixels_open() -> None:
+    truth = truth_of(2, gated=False)
+    found = pieces(recipe(2, 8, "where(data.mean() > -9, 1, 0)"), shares(4, 2, gated=False), truth)
+    table = merge([piece for piece in found["q"] if piece.tp != 1])
+    assert np.isnan(table.data[..., 0]).all() and (table.data[..., 1] == 1).all()
+    assert not np.isnan(merge([piece for piece in found["k"] if piece.tp in {0, 2}]).data).any()
+    later = dataclasses.replace(found["q"][1], rows=tuple((0, 5 + place) for place in range(ROWS)))
+    table = merge([later, *(piece for piece in found["q"] if piece.tp != 1)])
+    assert [np.isnan(table.data[place, :, 0]).all() for place in range(4)] == [True, False, False, True]
+    assert np.isnan(table.data[3]).all()
