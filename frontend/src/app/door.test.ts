@@ -92,11 +92,19 @@ describe("a page that a door serves", () => {
     const form = page.get("form");
     expect(form.attributes()).toMatchObject({ method: "post", action: "login" });
     expect(form.get("input").attributes()).toMatchObject({ type: "password", name: "token" });
+    expect(page.get("pre").text()).toBe("megatronapp ui --cluster");
     vi.advanceTimersByTime(60_000);
     await flushPromises();
     expect(asked).toHaveLength(1);
     page.unmount();
     vi.useRealTimers();
+  });
+
+  it("tells how to open the job that the address names", async () => {
+    answer = () => Response.json({ code: "log-in", message: "who are you", hint: "" }, { status: 401 });
+    const page = await openPage("/?job=team%2Fdemo", "door");
+    expect(page.get("pre").text()).toBe("megatronapp ui demo -n team");
+    page.unmount();
   });
 
   it("says what failed, keeps the list that it has, and asks again by itself", async () => {

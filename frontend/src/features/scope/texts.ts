@@ -35,7 +35,7 @@ export function whyNot(hello: Hello, state: string): string | null {
   if (hello.source === "replay")
     return "This is a recorded session: it can be looked at, and nothing new generated.";
   if (hello.role !== "controller")
-    return "You may look, not generate: this needs the controller role. On a cluster it belongs to whoever may update the job; on a laptop, to the page that `megatronapp ui JOB` opens.";
+    return `You may look, not generate: this needs the controller role. On a cluster it belongs to whoever may update the job; on a laptop, to the page that \`megatronapp ui ${hello.job}\` opens.`;
   if (state === "restarting") return "The ranks restart. Generating works again once the model is back.";
   if (state === "gone") return "The model no longer serves.";
   return null;
@@ -57,16 +57,21 @@ const REASONS: Readonly<Record<Gap["reason"], string>> = {
 
 /** What people read when a lost connection is back. */
 export function backText(
-  back: { seconds: number; known: boolean },
+  back: { seconds: number; known: boolean; restarted: boolean | null },
   missed: readonly Gap[],
 ): { title: string; hint: string } {
   const title = `Connected again after ${duration(back.seconds)}.`;
-  if (!back.known)
-    return {
-      title,
-      hint: "The hub was restarted and no longer knows this run: what you see is what this page kept.",
-    };
-  return { title, hint: gapText(missed)?.title ?? "Nothing was missed." };
+  const gaps = gapText(missed)?.title;
+  if (!back.known) {
+    const why =
+      back.restarted === false
+        ? "The hub keeps its newest runs, and this one no more"
+        : "The hub was restarted and no longer knows this run";
+    return { title, hint: `${why}: what you see is what this page kept.` };
+  }
+  if (!back.restarted) return { title, hint: gaps ?? "Nothing was missed." };
+  const kept = "The hub was restarted; numbers from before are those that this page kept.";
+  return { title, hint: gaps ? `${kept} ${gaps}` : kept };
 }
 
 /** What is missing in a run, in one sentence; null: nothing. */
