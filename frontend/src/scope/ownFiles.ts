@@ -5,6 +5,14 @@ import { COMPONENTS, type Point } from "./pcaPoints";
 import type { Head } from "./protocol";
 import type { SampleStore } from "./sampleStore";
 
+/** A file that a panel saves beside its picture and numbers. */
+export interface OwnFile {
+  readonly label: string;
+  readonly name: string;
+  readonly title: string;
+  readonly make: () => Blob;
+}
+
 type Line = readonly (string | number)[];
 
 const csv = (head: Line, lines: readonly Line[]): Blob =>
@@ -56,4 +64,62 @@ export function curveFile(entropy: Float32Array, surprise: Float32Array, format:
   if (format !== "csv") return npy([...entropy, ...surprise], [2, entropy.length]);
   const lines = [...entropy].map((value, at) => [at, value, surprise[at] ?? Number.NaN]);
   return csv(["position", "entropy", "surprise"], lines);
+}
+
+/** A token that could have come, as the page shows it. */
+export interface Candidate {
+  readonly id: number;
+  /** Of the token alone; undefined where nobody told. */
+  readonly text: string | undefined;
+  readonly logit: number;
+  /** Of the model, at temperature 1. */
+  readonly model: number;
+  /** At the temperature that is looked at. */
+  readonly now: number;
+  readonly chosen: boolean;
+  /** Top-k and top-p leave it out; `doubtful`: what was sent does not tell. */
+  readonly cut: boolean;
+  readonly doubtful: boolean;
+}
+
+/** Where the candidates stand, and under which rules they are shown. */
+export interface CandidatePlace {
+  readonly run: string;
+  readonly prompt: number;
+  readonly position: number;
+  readonly temperature: number;
+  readonly cutAt: { readonly temperature: number; readonly topK: number; readonly topP: number };
+}
+
+const drawn = ({ cut, doubtful }: Candidate): string => (cut ? "no" : doubtful ? "unknown" : "yes");
+
+/** Candidates by falling logit; JSON also tells of what they are candidates. */
+export function candidateFile(
+  candidates: readonly Candidate[],
+  place: CandidatePlace,
+  format: "csv" | "json",
+): Blob {
+  if (format === "csv") {
+    const head = [
+      "id",
+      "text",
+      "logit",
+      "probability",
+      `probability at ${place.temperature}`,
+      "came",
+      "allowed",
+    ];
+    return csv(
+      head,
+      candidates.map((one) => [
+        ...[one.id, one.text ?? "", one.logit, one.model, one.now],
+        ...[one.chosen ? "yes" : "no", drawn(one)],
+      ]),
+    );
+  }
+  const told = candidates.map((one) => ({
+    ...{ id: one.id, text: one.text ?? null, logit: one.logit },
+    ...{ probability: one.model, probabilityAt: one.now, came: one.chosen, allowed: drawn(one) },
+  }));
+  return new Blob([JSON.stringify({ ...place, candidates: told }, null, 2)], { type: "application/json" });
 }
