@@ -41,7 +41,8 @@ SCRIPTS = frozenset(
 """Events of the trace in which scripts run, or their garbage is collected."""
 CATEGORIES = ["devtools.timeline", "disabled-by-default-devtools.timeline", "v8", "blink.user_timing"]
 WATCH = """
-window.__asked = 0; window.__came = 0; window.__cameAt = 0; window.__drawn = 0; window.__clicked = 0;
+window.__asked = 0; window.__came = 0; window.__cameAt = 0; window.__clicked = 0;
+window.__drawn = 0; window.__shown = 0;
 addEventListener("click", () => { window.__clicked = performance.now(); }, true);
 const fetched = window.fetch;
 window.fetch = (...given) => {
@@ -54,16 +55,19 @@ window.fetch = (...given) => {
 };
 const draw = CanvasRenderingContext2D.prototype.drawImage;
 CanvasRenderingContext2D.prototype.drawImage = function (...given) {
-  if (this.canvas.dataset?.testid === "attention-map") window.__drawn = performance.now();
+  if (this.canvas.dataset?.testid === "attention-map") {
+    window.__drawn = performance.now();
+    requestAnimationFrame(() => { window.__shown = performance.now(); });
+  }
   return draw.apply(this, given);
 };
 """
 SWITCHED = """([title, came]) => new Promise((resolve) => {
   const look = () => {
     const told = [...document.querySelectorAll("h2, h3")].some((one) => one.textContent.includes(title));
-    const whole = window.__asked === 0 && window.__came > came && window.__drawn > window.__clicked;
-    if (told && whole) { const drawn = window.__drawn; requestAnimationFrame(() => {
-      const times = [performance.now() - window.__clicked, window.__cameAt - window.__clicked];
+    const whole = window.__asked === 0 && window.__came > came && window.__drawn > window.__cameAt;
+    if (told && whole && window.__shown > window.__drawn) { const drawn = window.__drawn; requestAnimationFrame(() => {
+      const times = [window.__shown - window.__clicked, window.__cameAt - window.__clicked];
       if (window.__drawn === drawn) resolve(times); else look(); }); }
     else if (performance.now() - window.__clicked > 10000) resolve(null);
     else requestAnimationFrame(look);
