@@ -100,7 +100,9 @@ class Feed:
         self._thread = threading.Thread(target=self._play, daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Go on from now on; it may have begun already."""
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def stop(self) -> None:
         self._stop.set()
@@ -296,6 +298,14 @@ def slow_rank_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]
     feed = Feed(shm=folder, faults=({"rank": 2, "kind": "compute", "factor": 3.0, "from_step": 40},))
     with running_stack(folder, feed) as stack:
         feed.start()
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A healthy job for tests that leave its processes alone; no step has ended until one calls feed.start()."""
+    folder = tmp_path_factory.mktemp("shared")
+    with running_stack(folder, Feed(shm=folder)) as stack:
         yield stack
 
 

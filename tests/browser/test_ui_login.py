@@ -27,9 +27,9 @@ def asks(page: pw.Page) -> pw.Locator:
 
 
 def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
-    page: pw.Page, healthy_stack: Any, neighbour: spy.Spy
+    page: pw.Page, shared_stack: Any, neighbour: spy.Spy
 ) -> None:
-    entry = healthy_stack.entry
+    entry = shared_stack.entry
     page.goto(entry)
     pw.expect(job(page)).to_be_visible()
     mine = page.url
@@ -40,7 +40,7 @@ def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
         True,
         "Strict",
     )
-    assert healthy_stack.token not in cookie["value"]
+    assert shared_stack.token not in cookie["value"]
     page.reload()
     pw.expect(page.get_by_test_id("connection")).to_have_text("Live")
     for host in ("127.0.0.1", "localhost", "hub-0123456789abcdef.localhost"):
@@ -48,18 +48,18 @@ def test_a_code_opens_the_page_once_and_its_cookie_stays_with_a_name_of_its_own(
     assert set(neighbour.cookies) == {None}
     page.goto(entry)
     pw.expect(page.get_by_role("alert")).to_contain_text("used already")
-    page.get_by_label("Token").fill(healthy_stack.token)
+    page.get_by_label("Token").fill(shared_stack.token)
     page.get_by_role("button", name="Log in").click()
     pw.expect(job(page)).to_be_visible()
-    assert healthy_stack.token not in page.url
+    assert shared_stack.token not in page.url
     page.goto(mine)
     pw.expect(job(page)).to_be_visible()
 
 
 def test_a_link_of_another_site_logs_nobody_in_and_uses_no_code_up(
-    page: pw.Page, healthy_stack: Any, neighbour: spy.Spy
+    page: pw.Page, shared_stack: Any, neighbour: spy.Spy
 ) -> None:
-    entry = healthy_stack.entry
+    entry = shared_stack.entry
     neighbour.page = f'<!doctype html><a href="{entry}">look</a>'
     page.goto(f"http://127.0.0.1:{neighbour.port}/")
     page.get_by_role("link", name="look").click()
@@ -71,10 +71,10 @@ def test_a_link_of_another_site_logs_nobody_in_and_uses_no_code_up(
     pw.expect(job(page)).to_be_visible()
 
 
-def test_a_wrong_token_is_told_and_can_be_mended(page: pw.Page, healthy_stack: Any) -> None:
-    page.goto(healthy_stack.url)
+def test_a_wrong_token_is_told_and_can_be_mended(page: pw.Page, shared_stack: Any) -> None:
+    page.goto(shared_stack.url)
     pw.expect(asks(page)).to_be_visible()
-    for token in ("wrong", healthy_stack.token):
+    for token in ("wrong", shared_stack.token):
         page.get_by_label("Token").fill(token)
         page.get_by_role("button", name="Log in").click()
         if token == "wrong":
