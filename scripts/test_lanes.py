@@ -26,25 +26,28 @@ PYTEST = [sys.executable, "-m", "pytest"]
 SETTINGS = ["-p", "no:cacheprovider", "-o", "console_output_style=classic"]
 """Lanes do not know how many tests the other ones ran; nor do they share the list of those that failed."""
 ALONE = "tests/e2e"
+PATIENCE_S = 10.0
+"""For the last lines of a lane that has ended."""
 TOGETHER = ("tests/integration/kube",)
 """Folders whose files share what a session builds once and slowly; one lane takes all of such a folder."""
 LONGEST = (
     "tests/integration/kube",
-    "tests/unit/trainer/test_trainer_layouts.py",
-    "tests/unit/trainer/test_checkpoint_resume.py",
-    "tests/unit/detect/test_detector.py",
     "tests/integration/hub/test_scope_chain.py",
-    "tests/integration/test_kill_real.py",
-    "tests/integration/operator/test_process_life.py",
-    "tests/unit/trainer/test_generate_layouts.py",
-    "tests/integration/test_bad_inputs.py",
+    "tests/unit/detect/test_detector.py",
     "tests/integration/operator/test_process_serve.py",
+    "tests/integration/test_kill_real.py",
+    "tests/unit/trainer/test_checkpoint_resume.py",
+    "tests/unit/trainer/test_trainer_layouts.py",
+    "tests/unit/trainer/test_generate_layouts.py",
+    "tests/integration/operator/test_process_life.py",
+    "tests/integration/test_bad_inputs.py",
     "tests/browser/test_scope.py",
     "tests/browser/test_scope_live.py",
-    "tests/unit/trainer/test_trainer_process.py",
+    "tests/browser/test_scope_door.py",
     "tests/browser/test_ui_states.py",
+    "tests/unit/trainer/test_trainer_process.py",
 )
-"""Groups of more than a minute."""
+"""Groups of about a minute and more."""
 
 
 def group_of(path: str) -> str:
@@ -85,7 +88,7 @@ class Lane:
     def taken(self, items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         groups: dict[str, list[pytest.Item]] = {}
         for item in items:
-            groups.setdefault(group_of(item.path.relative_to(ROOT).as_posix()), []).append(item)
+            groups.setdefault(group_of(item.nodeid.partition("::")[0]), []).append(item)
         for group in in_turn(list(groups)):
             if self.take(group):
                 yield from groups[group]
@@ -117,12 +120,15 @@ def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
         folder = pathlib.Path(name)
         command = [*PYTEST, "-p", "scripts.test_lanes", "--lane", name, "--ignore", ALONE, *SETTINGS, *paths]
         lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(count)]
-        printers = [threading.Thread(target=pass_on, args=(lane.stdout, number)) for number, lane in enumerate(lanes)]
+        printers = [
+            threading.Thread(target=pass_on, args=(lane.stdout, number), daemon=True)
+            for number, lane in enumerate(lanes)
+        ]
         for printer in printers:
             printer.start()
         codes = [lane.wait() for lane in lanes]
         for printer in printers:
-            printer.join()
+            printer.join(PATIENCE_S)
         counts = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("counts-*")]
     wrong = [f"lane {number} ended with code {code}" for number, code in enumerate(codes) if code]
     collected, ran = {one["collected"] for one in counts}, sum(one["ran"] for one in counts)
