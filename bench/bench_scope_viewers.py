@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -160,7 +161,7 @@ def killed(job: Served, page: pw.Page, request: dict[str, Any]) -> dict[str, Any
     with job.hub() as hub:
         run = hub.post("scope/runs", json=request).raise_for_status().json()["run"]
         url = str(hub.base_url).removesuffix("/api/v1/")
-    page.goto(f"{page.url.partition('/?')[0]}/?page=scope&run={run}")
+    page.goto(urllib.parse.urljoin(page.url, f"/?page=scope&run={run}"))
     place = page.get_by_test_id("token-place")
     page.evaluate(CHANGED, "")
     page.wait_for_timeout(1000)
