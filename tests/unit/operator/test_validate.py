@@ -33,6 +33,20 @@ def test_all_problems_of_a_manifest_are_told(tmp_path: pathlib.Path, capsys: pyt
     assert "error: spec.nodes: 0 is too small; write 1 or more\n" in told.err
 
 
+def test_numbers_that_may_not_fit_together_are_told_to_be_taken_one_by_one(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))["spec"]["model"]
+    split = {"tensor": 2, "pipeline": 1, "data": 2}
+    assert cli.main(["validate", str(write(tmp_path, "one.yaml", model={**model, "hiddenSize": 66}))]) == 2
+    assert "note:" not in capsys.readouterr().err
+    both = write(tmp_path, "two.yaml", model={**model, "hiddenSize": 64, "numAttentionHeads": 3}, parallelism=split)
+    assert cli.main(["validate", str(both)]) == 2
+    *problems, note = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[2] for line in problems] == [" write 63, or give kvChannels", " write 4"]
+    assert note.startswith("note: each number above fits the fields as they are now; change one")
+
+
 def test_several_files_are_told_apart(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, missing = write(tmp_path, "bad.yaml", nodes=0), tmp_path / "missing.yaml"
     assert cli.main(["validate", str(bad), str(missing), str(EXAMPLE)]) == 2

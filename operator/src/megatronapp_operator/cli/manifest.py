@@ -1,6 +1,7 @@
 """Manifests as people give them to a subcommand."""
 
 import pathlib
+import re
 import sys
 
 from megatronapp_common.errors import JobError
@@ -9,6 +10,9 @@ from megatronapp_operator.errors import ManifestError
 
 BAD_MANIFEST_EXIT_CODE = 2
 WHOLE = "the document: "
+NUMBER = re.compile(r"(?:multiple|divide|divisor).*; (?:write|make) .*\d")
+"""A problem that tells what to write instead, where that follows from other fields."""
+ONE_BY_ONE = "note: each number above fits the fields as they are now; change one, and validate again before the next"
 
 
 def read_manifest(file: str, *, name: str | None = None) -> MegatronJob:
@@ -23,10 +27,16 @@ def read_manifest(file: str, *, name: str | None = None) -> MegatronJob:
 
 
 def print_problems(error: ManifestError, *, file: str | None = None) -> None:
-    """One line for each on standard error; fields are told with `file`, where there are several."""
+    """One line for each on standard error, and a word where two of them tell numbers, which may not fit together.
+
+    Fields are told with `file`, where there are several.
+    """
     shown = "" if file is None else f"{source_name(file)}: "
-    for line in str(error).splitlines():
+    lines = str(error).splitlines()
+    for line in lines:
         print(f"error: {shown}{line.removeprefix(shown)}", file=sys.stderr)
+    if sum(NUMBER.search(line) is not None for line in lines) > 1:
+        print(ONE_BY_ONE, file=sys.stderr)
 
 
 def source_name(file: str) -> str:
