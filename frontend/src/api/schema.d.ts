@@ -289,7 +289,7 @@ export interface paths {
         };
         /**
          * Session
-         * @description The recorded session: what `megatronapp scope replay` plays.
+         * @description The recorded session: what `megatronapp scope replay` plays. A reader that is too slow is ended.
          */
         get: operations["getSession"];
         put?: never;
@@ -765,6 +765,8 @@ export interface components {
          * @description Header of SCOPE_HELLO.
          */
         Hello: {
+            /** Boot */
+            boot?: string | null;
             /** Job */
             job: string;
             layout: components["schemas"]["ScopeLayout"];
@@ -1178,6 +1180,8 @@ export interface components {
         ScopeLayout: {
             /** Pipeline */
             pipeline: number;
+            /** Ranks */
+            ranks?: components["schemas"]["ScopeRank"][] | null;
             /** Tensor */
             tensor: number;
         };
@@ -1225,6 +1229,28 @@ export interface components {
             positions: "learned" | "rotary" | "none";
             /** Vocabulary */
             vocabulary: number;
+        };
+        /**
+         * ScopeRank
+         * @description What of the model a rank has.
+         */
+        ScopeRank: {
+            /** Heads */
+            heads: [
+                number,
+                number
+            ];
+            /** Layers */
+            layers: [
+                number,
+                number
+            ];
+            /** Rank */
+            rank: number;
+            /** Stage */
+            stage: number;
+            /** Tensor */
+            tensor: number;
         };
         /**
          * Series

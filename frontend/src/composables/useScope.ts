@@ -22,6 +22,8 @@ export interface Back {
   readonly frames: number;
   /** Whether the hub told of the run when it greeted. */
   readonly known: boolean;
+  /** Whether it is another hub than before; null: it does not tell. */
+  readonly restarted: boolean | null;
 }
 
 function createState() {
@@ -78,6 +80,13 @@ function createPainter(state: State, store: FrameStore, painted: () => void) {
   };
 }
 
+/** Ranks that begin after the page came say later what of the model they have. */
+function setStatus(state: State, status: ScopeStatus): void {
+  state.status.value = status;
+  const hello = state.hello.value;
+  if (hello && status.layout) state.hello.value = { ...hello, layout: status.layout };
+}
+
 export function createScope(api: ApiClient) {
   const client = new ScopeClient(api);
   const state = createState();
@@ -85,7 +94,7 @@ export function createScope(api: ApiClient) {
   const { selection } = useSelection();
   let lostAt: number | null = null;
   /** Told once a connection after a lost one has said hello. */
-  const tellBack = (hello: EarlyHello): void => {
+  const tellBack = (hello: EarlyHello, restarted: boolean | null): void => {
     state.notice.value = null;
     if (lostAt === null || state.live.value.kind !== "live") return;
     const id = runId.value;
@@ -95,6 +104,7 @@ export function createScope(api: ApiClient) {
       gaps: run.value?.gaps.length ?? 0,
       frames: run.value?.version ?? 0,
       known: id === null || hello.runs.some((one) => one.run === id),
+      restarted,
     };
     lostAt = null;
   };
@@ -107,8 +117,8 @@ export function createScope(api: ApiClient) {
     state.status.value = { state: hello.state };
   };
   const stream = new ScopeStream(liveUrl(document.baseURI, api.root, "scope"), store, {
-    onHello: (hello) => (tellBack(hello), setHello(hello)),
-    onStatus: (status) => (state.status.value = status),
+    onHello: (hello, restarted) => (tellBack(hello, restarted), setHello(hello)),
+    onStatus: (status) => setStatus(state, status),
     onChange: () => painter.changed(),
     onState: (live) => {
       if (live.kind === "lost") lostAt ??= live.since;

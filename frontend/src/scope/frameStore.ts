@@ -195,6 +195,14 @@ export class FrameStore {
     return known?.seq ?? 0;
   }
 
+  /** The hub has begun anew: it numbers frames from 1 again, so that all that it has of each run is asked for. */
+  hubBegan(): void {
+    for (const run of this.runs.values()) {
+      run.seq = 0;
+      run.whole = true;
+    }
+  }
+
   private apply(store: RunStore, frame: Frame): void {
     const header = frame.header as unknown;
     switch (frame.type) {

@@ -1,19 +1,9 @@
-/** Which rank holds what: pipeline stages share the layers, tensor ranks the heads; ranks count tensor first. */
-import type { Head, Hello } from "./protocol";
+/** Which rank holds what: pipeline stages share the layers, tensor ranks the heads. */
+import type { Head, Hello, Layout, RankShare, Span } from "./protocol";
 
 type Model = Pick<Hello["model"], "layers" | "heads">;
-type Layout = Hello["layout"];
-
-/** From the first to before the end. */
-export type Range = readonly [number, number];
-
-export interface Shard {
-  readonly rank: number;
-  readonly stage: number;
-  readonly tensor: number;
-  readonly layers: Range;
-  readonly heads: Range;
-}
+export type Range = Span;
+export type Shard = RankShare;
 
 const part = (size: number, index: number, count: number): Range => [
   Math.floor((size * index) / count),
@@ -21,8 +11,9 @@ const part = (size: number, index: number, count: number): Range => [
 ];
 const within = (value: number, [first, end]: Range): boolean => value >= first && value < end;
 
-/** All ranks of one replica. */
-export function shards({ layers, heads }: Model, { tensor, pipeline }: Layout): Shard[] {
+/** All ranks of one replica, as they said themselves; else in even parts, ranks counted tensor first. */
+export function shards({ layers, heads }: Model, { tensor, pipeline, ranks }: Layout): Shard[] {
+  if (ranks?.length) return [...ranks];
   return Array.from({ length: tensor * pipeline }, (_, rank) => {
     const [stage, shard] = [Math.floor(rank / tensor), rank % tensor];
     return {

@@ -114,14 +114,35 @@ export interface RunSummary {
 
 export type Readiness = "ready" | "restarting" | "gone";
 
+/** From the first to before the end. */
+export type Span = readonly [number, number];
+
+/** What of the model a rank has, as it said itself. */
+export interface RankShare {
+  readonly rank: number;
+  readonly stage: number;
+  readonly tensor: number;
+  readonly layers: Span;
+  readonly heads: Span;
+}
+
+export interface Layout {
+  readonly tensor: number;
+  readonly pipeline: number;
+  /** Of one replica; absent until all have said it, and in old recordings. */
+  readonly ranks?: readonly RankShare[] | null;
+}
+
 export interface Hello {
   readonly protocol: number;
+  /** Of the hub's life: another one has begun to number its frames anew. Absent from old hubs. */
+  readonly boot?: string | null;
   readonly role: "viewer" | "controller";
   readonly job: string;
   readonly source: "live" | "replay";
   readonly state: Readiness;
   readonly model: Model;
-  readonly layout: { readonly tensor: number; readonly pipeline: number };
+  readonly layout: Layout;
   readonly limits: Limits;
   readonly presets: unknown;
   readonly reducers: unknown;
@@ -186,6 +207,7 @@ export interface ScopeStatus {
   readonly message?: string;
   readonly hint?: string;
   readonly queue?: number;
+  readonly layout?: Layout;
 }
 
 /** Whether a run still has something to come. */

@@ -58,7 +58,7 @@ describe("ScopeStream", () => {
     stream.painted();
     stream.painted();
     expect(sockets[0]?.sent).toEqual([{ type: "credit", bytes: hello.length + run(1).length }]);
-    expect(events.onHello).toHaveBeenCalledWith(expect.objectContaining({ job: "tiny" }));
+    expect(events.onHello).toHaveBeenCalledWith(expect.objectContaining({ job: "tiny" }), null);
     expect(events.onChange).toHaveBeenCalledTimes(2);
   });
 
@@ -74,6 +74,36 @@ describe("ScopeStream", () => {
     give(hello);
     expect(sockets[0]?.sent).toEqual([{ type: "resume", run: "ab", seq: 0 }]);
     expect(sockets[1]?.sent).toEqual([{ type: "resume", run: "ab", seq: 7 }]);
+  });
+
+  it("asks a hub that began anew for all that it has, whatever its numbers", () => {
+    const { stream, sockets, timers, give, events, store } = started();
+    const of = (boot: string): Uint8Array => scopeFrame(ScopeFrame.HELLO, { job: "tiny", boot });
+    const again = (boot: string): void => {
+      sockets.at(-1)?.onclose?.();
+      timers.at(-1)?.();
+      sockets.at(-1)?.onopen?.();
+      give(of(boot));
+    };
+    give(of("a"));
+    stream.follow("ab");
+    give(run(1));
+    give(run(7));
+    again("a");
+    expect(sockets.at(-1)?.sent).toEqual([{ type: "resume", run: "ab", seq: 7 }]);
+    again("b");
+    expect(sockets.at(-1)?.sent).toEqual([{ type: "resume", run: "ab", seq: 0 }]);
+    give(run(1));
+    give(run(3));
+    again("b");
+    expect(sockets.at(-1)?.sent).toEqual([{ type: "resume", run: "ab", seq: 3 }]);
+    expect(events.onHello.mock.calls.map(([, restarted]) => restarted as unknown)).toEqual([
+      null,
+      false,
+      true,
+      false,
+    ]);
+    expect(store.runs.has("ab")).toBe(true);
   });
 
   it("asks for all of a run of which it heard the end only", () => {

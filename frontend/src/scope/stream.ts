@@ -8,7 +8,8 @@ import { ScopeFrame, SUBPROTOCOL, type EarlyHello, type ScopeStatus } from "./pr
 const SILENCE_MS = 24 * 3600 * 1000;
 
 export interface StreamEvents {
-  readonly onHello: (hello: EarlyHello) => void;
+  /** `restarted`: since the last HELLO; null for a hub that does not tell. */
+  readonly onHello: (hello: EarlyHello, restarted: boolean | null) => void;
   readonly onStatus: (status: ScopeStatus) => void;
   /** The store has changed: paint, and call `painted` then. */
   readonly onChange: () => void;
@@ -22,6 +23,8 @@ export class ScopeStream {
   private followed: string | null = null;
   /** Whether this connection has told HELLO. */
   private greeted = false;
+  /** Of the hub that greeted last; undefined: none has, or it does not tell. */
+  private boot: string | undefined;
 
   constructor(
     url: string,
@@ -76,10 +79,19 @@ export class ScopeStream {
     this.connection.send(JSON.stringify(message));
   }
 
+  /** Whether it is another hub than the one before, whose numbers of frames say nothing here. */
+  private meet(boot: string | undefined): boolean | null {
+    const restarted = boot === undefined || this.boot === undefined ? null : boot !== this.boot;
+    this.boot = boot;
+    if (restarted) this.store.hubBegan();
+    return restarted;
+  }
+
   private take(frame: Frame): void {
     this.owed += frame.body.buffer.byteLength;
     if (frame.type === ScopeFrame.HELLO) {
-      this.events.onHello(frame.header as unknown as EarlyHello);
+      const hello = frame.header as unknown as EarlyHello;
+      this.events.onHello(hello, this.meet(hello.boot ?? undefined));
       this.greeted = true;
       if (this.followed !== null) this.resume(this.followed);
     } else if (frame.type === ScopeFrame.STATE) {

@@ -15,6 +15,16 @@ describe("ranks", () => {
     heads: fc.constantFrom(4, 8, 12),
   });
 
+  it("hold the layers that they said, however uneven", () => {
+    const said = [
+      { rank: 0, stage: 0, tensor: 0, layers: [0, 1], heads: [0, 4] },
+      { rank: 4, stage: 1, tensor: 0, layers: [1, 8], heads: [0, 4] },
+    ] as const;
+    const all = shards({ layers: 8, heads: 4 }, { tensor: 1, pipeline: 2, ranks: said });
+    expect([0, 1, 3, 7].map((layer) => ownerOf(all, { layer, head: 0 })?.rank)).toEqual([0, 4, 4, 4]);
+    expect(shardTitle(all[1] as (typeof all)[0])).toContain("layers 1 to 7");
+  });
+
   it("share layers and heads without a hole, and each head has one owner", () => {
     fc.assert(
       fc.property(sizes, fc.nat(), fc.nat(), (size, a, b) => {
@@ -39,7 +49,7 @@ describe("ranks", () => {
       "2: layers 2 to 3, heads 0 to 1",
       "3: layers 2 to 3, heads 2 to 3",
     ]);
-    const one = shards({ layers: 1, heads: 1 }, { tensor: 1, pipeline: 1 });
+    const one = shards({ layers: 1, heads: 1 }, { tensor: 1, pipeline: 1, ranks: null });
     expect(one.map(shardTitle)).toEqual(["0: layer 0, head 0"]);
   });
 
@@ -104,9 +114,19 @@ describe("words after a reconnect", () => {
   const gap: Gap = { what: "step", from: 3, to: 5, reason: "restart" };
 
   it("say what was missed, or that nothing was", () => {
-    expect(backText({ seconds: 4, known: true }, []).hint).toBe("Nothing was missed.");
-    expect(backText({ seconds: 4, known: true }, [gap]).hint).toBe(gapText([gap])?.title);
-    expect(backText({ seconds: 4, known: true }, [gap]).hint).toContain("3 steps were skipped");
-    expect(backText({ seconds: 4, known: false }, []).hint).toContain("no longer knows this run");
+    for (const restarted of [false, null]) {
+      const back = { seconds: 4, known: true, restarted };
+      expect(backText(back, []).hint).toBe("Nothing was missed.");
+      expect(backText(back, [gap]).hint).toBe(gapText([gap])?.title);
+      expect(backText(back, [gap]).hint).toContain("3 steps were skipped");
+    }
+    const again = { seconds: 4, known: true, restarted: true };
+    expect(backText(again, []).hint).toContain("was restarted; numbers from before");
+    expect(backText(again, [gap]).hint).toContain("3 steps were skipped");
+    for (const restarted of [true, null])
+      expect(backText({ ...again, known: false, restarted }, []).hint).toContain("no longer knows this run");
+    expect(backText({ ...again, known: false, restarted: false }, []).hint).toContain(
+      "keeps its newest runs",
+    );
   });
 });

@@ -27,8 +27,11 @@ async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, unti
         assert (hello.header["role"], hello.header["state"], hello.header["job"]) == ("viewer", "gone", "demo")
         await play(hub, workers, until=until, tp=2, pp=2)
         got = await until_done(page)
-        assert got[0].type == FrameType.SCOPE_STATE and got[0].header["state"] == "ready"
-        seqs = [frame.header["seq"] for frame in got[1:]]
+        states = [frame.header for frame in got if frame.type == FrameType.SCOPE_STATE]
+        assert [one["state"] for one in states] == ["ready", "ready"]
+        assert [len(one["layout"].get("ranks", ())) for one in states] == [0, 4], "told again once all have begun"
+        got = [frame for frame in got if frame.type != FrameType.SCOPE_STATE]
+        seqs = [frame.header["seq"] for frame in got]
         assert seqs == sorted(set(seqs))
         steps = [frame for frame in got if frame.type == FrameType.SCOPE_STEP]
         assert [frame.header["ids"] for frame in steps] == [
@@ -45,7 +48,7 @@ async def test_a_page_sees_what_the_ranks_computed(hub: Any, fake_job: Any, unti
             header = (await receive(other)).header
             assert header["role"] == "controller"
             assert header["model"] == recording().shape.model()
-            assert header["layout"] == {"tensor": 2, "pipeline": 2}
+            assert (header["layout"]["tensor"], header["layout"]["pipeline"]) == (2, 2)
             assert [run["run"] for run in header["runs"]] == [RUN]
 
 

@@ -1,5 +1,7 @@
 """Downloads of sessions: who is too slow, and what a file says that was ended."""
 
+import functools
+
 import pytest
 import scope_session
 from hypothesis import given
@@ -44,9 +46,14 @@ def test_places_are_shared_out_by_callers() -> None:
     assert [slots.take("jane") for _ in range(MAX_SESSIONS + 1)] == [True] * MAX_SESSIONS + [False]
 
 
+@functools.cache
+def recorded() -> bytes:
+    return scope_session.session(scope_session.record(tokens=2))
+
+
 @pytest.mark.parametrize("cut", [0, 8, 1000 * 8])
 def test_a_download_that_was_ended_says_so_wherever_it_broke_off(cut: int) -> None:
-    whole = scope_session.session(scope_session.record(tokens=3))
+    whole = recorded()
     said = {"code": "too-slow", "message": "the download was ended", "hint": "Again."}
     end = frames.encode(Frame(FrameType.ERROR, said))
     assert CHUNK_BYTES % 8 == 0

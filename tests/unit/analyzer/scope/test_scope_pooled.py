@@ -26,6 +26,7 @@ from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
 
 LENGTH, RING_BYTES, HEAD = 1500, 512 << 10, (0, 1, 2)
 MOST_TRIES = 200
+RECORDING = scope_session.record(tokens=1)
 
 
 def codes(length: int = LENGTH) -> NDArray[np.uint8]:
@@ -41,9 +42,9 @@ class LongRank:
         self.asker = Asker(self.desk, client)
         self.codes = codes()
         self.asked: list[range] = []
-        header = {**scope_session.run_state(scope_session.record(tokens=1), "done").header}
+        header = {**scope_session.run_state(RECORDING, "done").header}
         header["prompts"] = [{"text": "", "ids": [1] * LENGTH, "offsets": []}]
-        self.desk.take(0, 0, scope_session.publisher(scope_session.record(tokens=1).shape, 0, 1, 1))
+        self.desk.take(0, 0, scope_session.publisher(RECORDING.shape, 0, 1, 1))
         self.desk.take(0, 0, Frame(FrameType.SCOPE_RUN_STATE, header))
         self.run = self.desk.runs[scope_session.RUN]
 

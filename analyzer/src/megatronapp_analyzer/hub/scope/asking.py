@@ -190,17 +190,21 @@ def _by_head(wanted: Sequence[Piece]) -> dict[tuple[int, int], list[tuple[int, N
 def keep_rows(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
     """Put what a probe found where it is looked for. Raises ApiError 413 if it is more than the hub holds."""
     if site.code == "u8s":
-        for (layer, head), rows in _by_head(wanted).items():
-            for position, codes in rows:
-                run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
+        _keep_attention(run, sample, wanted)
         return
     table = encode.tables_of(wanted, None, apart=frozenset())[site.site]
     positions = [position for _, position in table.rows]
-    for layer, head, numbers in _slices(site.site, table):
+    for layer, head, rows in _slices(site.site, table):
         key = value_site(site.site, site.rotary), sample, layer, head
-        run.values.put(key, positions, numbers)
+        run.values.put(key, positions, rows)
         if not all(position in run.values.get(key) for position in positions):
-            raise no_room(numbers.nbytes)
+            raise no_room(rows.nbytes)
+
+
+def _keep_attention(run: Run, sample: int, wanted: Sequence[Piece]) -> None:
+    for (layer, head), rows in _by_head(wanted).items():
+        for position, codes in rows:
+            run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
 
 
 def _slices(site: str, table: Table) -> list[tuple[int | None, int | None, Any]]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import secrets
 import time
 import weakref
 from collections import deque
@@ -44,6 +45,7 @@ RING_BYTES = 256 << 20
 MAX_RUNS = 32
 """That are kept; the oldest that has ended goes first."""
 MAX_FORGOTTEN = 1024
+READY = "The model answers.", ""
 PRESETS = {
     "default": Capture().model_dump(mode="json", by_alias=True),
     "lite": Capture(preset="lite").model_dump(mode="json", by_alias=True),
@@ -74,6 +76,10 @@ class ScopeDesk:
         self.on_prefill: Callable[[Run], None] = lambda _: None
         """Called when the first step of a run has been shown."""
         self.state = "gone"
+        self.boot = secrets.token_hex(6)
+        """Of this life of the hub: numbers of frames, and all that is held, begin anew with it."""
+        self._ranks_told: list[Any] = []
+        """What of the model each rank has, as pages know it."""
         self.on_hole: Callable[[Run], None] = lambda _: None
         """Called when tokens of a run have not been seen here."""
         self.on_engine: Callable[[], None] = lambda: None
@@ -141,7 +147,8 @@ class ScopeDesk:
             self._fail_open()
         if LEADER in self.publishers.ranks:
             self._engine.comes()
-            self._set_state("ready", "The model answers.", "")
+            self._set_state("ready", *READY)
+        self._tell_ranks()
         if frame.header.get("rank") == LEADER:
             self.on_engine()
 
@@ -254,11 +261,21 @@ class ScopeDesk:
                 self._take_state(lost_run(run.header))
 
     def _set_state(self, state: str, message: str, hint: str) -> None:
-        if state == self.state:
-            return
-        self.state = state
+        if state != self.state:
+            self.state = state
+            self._tell_state(message, hint)
+
+    def _tell_ranks(self) -> None:
+        """Pages that came before all ranks had begun know the number of stages only."""
+        ranks = self.publishers.told_layout().get("ranks", [])
+        if ranks and ranks != self._ranks_told:
+            self._tell_state(*READY)
+
+    def _tell_state(self, message: str, hint: str) -> None:
         queue = sum(run.header.get("state") == "queued" for run in self.runs.values())
-        header = {"state": state, "message": message, "hint": hint, "queue": queue}
+        layout = self.publishers.told_layout()
+        self._ranks_told = layout.get("ranks", self._ranks_told)
+        header = {"state": self.state, "message": message, "hint": hint, "queue": queue, "layout": layout}
         whole = frames.encode(Frame(FrameType.SCOPE_STATE, header))
         self.publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))
 
@@ -393,12 +410,13 @@ class ScopeDesk:
         """Header of SCOPE_HELLO."""
         return {
             "protocol": PROTOCOL,
+            "boot": self.boot,
             "role": role,
             "job": self.settings.job,
             "source": self.settings.source,
             "state": self.state,
             "model": self.publishers.model,
-            "layout": self.publishers.layout,
+            "layout": self.publishers.told_layout(),
             "limits": {
                 **self.publishers.limits,
                 "pinnedHeads": MAX_PINNED,

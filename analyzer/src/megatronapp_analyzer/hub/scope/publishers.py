@@ -27,7 +27,16 @@ class Publisher:
     attempt: int
     worker: int
     tp: int
+    pp: int
     replica: int
+    layers: tuple[int, int] | None
+    """From the first to before the end; None if it does not say."""
+    heads: tuple[int, int] | None
+
+    def share(self) -> dict[str, Any]:
+        """What of the model it has, as SCOPE_HELLO tells it."""
+        share = {"rank": self.rank, "stage": self.pp, "tensor": self.tp}
+        return share | {"layers": list(self.layers or ()), "heads": list(self.heads or ())}
 
 
 def parse_publisher(header: Mapping[str, Any], worker: int) -> Publisher:
@@ -40,8 +49,20 @@ def parse_publisher(header: Mapping[str, Any], worker: int) -> Publisher:
         attempt=number(header, "attempt"),
         worker=worker,
         tp=number(coordinates, "tp"),
+        pp=number(coordinates, "pp"),
         replica=number(coordinates, "dp"),
+        layers=_span(header, "layers"),
+        heads=_span(header, "heads"),
     )
+
+
+def _span(header: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    said = header.get(name)
+    if said is None:
+        return None
+    if not (isinstance(said, list) and [type(one) for one in said] == [int, int] and 0 <= said[0] <= said[1]):
+        raise ProtocolError("bad-publisher", f"PUBLISHER frame: {name} is not a first one and an end")
+    return min(said[0], MAX_SIZE), min(said[1], MAX_SIZE)
 
 
 def parse_model(model: object) -> dict[str, Any] | None:
@@ -87,7 +108,7 @@ class Publishers:
         self.attempt = -1
         self.ranks: dict[int, Publisher] = {}
         self.model: dict[str, Any] | None = None
-        self.layout = {"tensor": 1, "pipeline": 1}
+        self.layout: dict[str, Any] = {"tensor": 1, "pipeline": 1}
         self.limits = dict(MOST)
         self.sites: set[str] = set()
 
@@ -118,6 +139,13 @@ class Publishers:
         for one in gone:
             del self.ranks[one]
         return gone
+
+    def told_layout(self) -> dict[str, Any]:
+        """How the model is spread; with what each rank of a replica has, once all have said it."""
+        known = sorted((one for one in self.ranks.values() if one.replica == 0), key=lambda one: one.rank)
+        if UNKNOWN in self.expected() or any(one.layers is None or one.heads is None for one in known):
+            return self.layout
+        return self.layout | {"ranks": [one.share() for one in known]}
 
     def expected(self) -> list[int]:
         """Ranks whose parts make a step; UNKNOWN stands for those that have not begun."""

@@ -61,11 +61,24 @@ class ScopeModel(ApiModel):
     max_length: int
 
 
+class ScopeRank(ApiModel):
+    """What of the model a rank has."""
+
+    rank: int
+    stage: int
+    tensor: int
+    layers: tuple[int, int]
+    """From the first to before the end."""
+    heads: tuple[int, int]
+
+
 class ScopeLayout(ApiModel):
     """How the model is spread."""
 
     tensor: int
     pipeline: int
+    ranks: list[ScopeRank] | None = None
+    """Of one replica; None until all have said it."""
 
 
 class ScopeLimits(ApiModel):
@@ -82,6 +95,8 @@ class Hello(ApiModel):
     """Header of SCOPE_HELLO."""
 
     protocol: int
+    boot: str | None = None
+    """Of the hub's life: another one has begun to number its frames anew. None in recordings of older hubs."""
     role: Literal["viewer", "controller"]
     job: str
     source: Literal["live", "replay"]

@@ -1,0 +1,78 @@
+"""What a hub says of itself and of the model's ranks when a page greets it."""
+
+import dataclasses
+
+import pytest
+import scope_session
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.hub.scope.player import Player, settings_of
+from megatronapp_analyzer.hub.scope.publishers import parse_publisher
+from megatronapp_analyzer.hub.scope.schemas import Hello
+from megatronapp_analyzer.hub.scope.session_file import Session
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+SHAPE = scope_session.record(tokens=1).shape
+UNEVEN = {0: [0, 1], 1: [0, 1], 2: [1, 4], 3: [1, 4]}
+"""Layers of two stages of two ranks."""
+
+
+def publisher(rank: int) -> Frame:
+    frame = scope_session.publisher(SHAPE, rank, 2, 2)
+    return dataclasses.replace(frame, header={**frame.header, "layers": UNEVEN[rank]})
+
+
+def new_desk() -> ScopeDesk:
+    return ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
+
+
+def test_every_life_of_a_hub_has_its_own_boot() -> None:
+    one, two = new_desk(), new_desk()
+    assert one.hello("viewer")["boot"] == one.hello("controller")["boot"] != two.hello("viewer")["boot"]
+
+
+def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hear_of_them() -> None:
+    desk, said = new_desk(), []
+    for rank in (0, 1, 3):
+        desk.take(0, rank, publisher(rank))
+    assert Hello.model_validate(desk.hello("viewer")).layout.ranks is None, "rank 2 has not begun"
+    page = desk.subscribe()
+    desk.take(0, 2, publisher(2))
+    desk.take(0, 2, publisher(2))
+    while sent := page.outbox.pop():
+        said += [frames.decode(one) for one in sent]
+    layout = Hello.model_validate(desk.hello("viewer")).layout
+    assert layout.ranks is not None
+    assert [(one.rank, one.stage, one.tensor) for one in layout.ranks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert [list(one.layers) for one in layout.ranks] == [UNEVEN[rank] for rank in range(4)]
+    assert [list(one.heads) for one in layout.ranks] == [[0, 2], [2, 4]] * 2
+    told = [one.header["layout"] for one in said if one.type == FrameType.SCOPE_STATE]
+    assert told == [layout.model_dump(mode="json", by_alias=True)], "once"
+
+
+@pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [2, 1], [-1, 1], "01", [0, True], [0.0, 1]])
+def test_layers_that_are_none_are_refused(wrong: object) -> None:
+    header = {**publisher(0).header, "layers": wrong}
+    with pytest.raises(ProtocolError, match="layers is not"):
+        parse_publisher(header, 0)
+
+
+def test_recordings_of_older_hubs_play_and_newer_ones_keep_their_ranks() -> None:
+    newer = session_file.parse(scope_session.session(scope_session.record(tokens=2)))
+    hello = {**newer.frames[0].header}
+    hello["layout"] = {
+        **hello["layout"],
+        "ranks": [{"rank": 0, "stage": 0, "tensor": 0, "layers": [0, 4], "heads": [0, 4]}],
+    }
+    older = {name: value for name, value in hello.items() if name != "boot"} | {"layout": {"tensor": 1, "pipeline": 1}}
+    for header, ranks in ((hello, hello["layout"]["ranks"]), (older, None)):
+        session = Session([Frame(FrameType.SCOPE_HELLO, header), *newer.frames[1:]], None)
+        desk = ScopeDesk(settings_of(session))
+        player = Player(session, desk)
+        assert len(list(player.steps())) == 2 and player.left_out == 0
+        said = desk.hello("viewer")
+        assert Hello.model_validate(said).layout.tensor == 1 and said["layout"].get("ranks") == ranks
+        assert said["boot"] == desk.boot
