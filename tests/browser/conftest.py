@@ -224,6 +224,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        end(process)
+
+
 def hub_url(log: pathlib.Path, process: subprocess.Popen[bytes]) -> Callable[[], str | None]:
     """Reads the hub's address from its log."""
 
@@ -260,7 +265,7 @@ def running_stack(folder: pathlib.Path, feed: Feed) -> Iterator[Stack]:
         stack.callback(feed.stop)
         log = folder / "hub.log"
         hubs: list[subprocess.Popen[bytes]] = []
-        stack.callback(lambda: [end(one) for one in hubs])  # the last of all: agents wait for a hub that is away
+        stack.callback(end_all, hubs)  # the last of all: agents wait for a hub that is away
 
         def start_hub(port: int) -> subprocess.Popen[bytes]:
             places = {"--job-file": job_file, "--state-dir": folder / "hub", "--frontend": DIST}
