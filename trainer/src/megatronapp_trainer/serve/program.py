@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatronapp_common.names import Env, ExitCode
@@ -65,11 +66,12 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
         front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
         stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
         gang = load(command, config)
-        scope = look_out(gang, stack, limits_of(command, config))
+        look = functools.partial(look_out, gang, stack, limits_of(command, config))
         if front is None:
+            look()
             gang.follow()
         else:
-            front.answer(gang, config, wish, scope)
+            front.answer(gang, config, wish, look)
         destroy_groups()
     return ExitCode.PREEMPTED
 
@@ -139,8 +141,8 @@ class Front:
     url: str
     page: "Progress | None"
 
-    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", scope: "Scope | None") -> None:
-        """Generate what is asked for until asked to stop. Raises EngineLostError."""
+    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", look: "Callable[[], Scope | None]") -> None:
+        """Generate what is asked for until asked to stop. `look` begins to tell a hub. Raises EngineLostError."""
         from megatronapp_trainer.generate.engine import Engine
         from megatronapp_trainer.serve.desk import MOST_PROBED
         from megatronapp_trainer.serve.errors import StoppingError
@@ -154,10 +156,7 @@ class Front:
             most_waiting=_most_open(self.command) + MOST_PROBED,
         )
         engine.warm_up()
-        if scope is not None:
-            self._look(engine, scope)
-        self.app.state.model = model
-        self.desk.open(engine)
+        self._open(engine, model, look)
         print(f"serving {model.name} at {self.url}", flush=True)
         self._work(engine, wish)
         if engine.failure is not None:
@@ -171,6 +170,14 @@ class Front:
         from megatronapp_trainer.generate.errors import EngineLostError
 
         self.desk.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
+
+    def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], Scope | None]") -> None:
+        """Take requests from now on. A page offers to generate once the hub hears of rank 0, so not before."""
+        with self.app.state.opening:
+            if (scope := look()) is not None:
+                self._look(engine, scope)
+            self.desk.open(engine)
+            self.app.state.model = model
 
     def _look(self, engine: "Engine", scope: "Scope") -> None:
         from megatronapp_trainer.scope.leader import ScopeLeader

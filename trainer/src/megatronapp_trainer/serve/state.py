@@ -21,8 +21,9 @@ def desk_of(connection: HTTPConnection) -> "Desk":
 
 
 def model_of(connection: HTTPConnection) -> "ServedModel":
-    """The model. Raises ApiError while it is being loaded."""
-    model = connection.app.state.model
+    """The model. Raises ApiError while it is being loaded; who asks in the moment of opening waits for its end."""
+    with connection.app.state.opening:
+        model = connection.app.state.model
     if model is None:
         problem = desk_of(connection).problem
         assert problem is not None

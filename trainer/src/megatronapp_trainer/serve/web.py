@@ -43,9 +43,10 @@ def build_api() -> FastAPI:
 
 
 def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
-    """The application in front of a desk; `app.state.model` is set once there is a model."""
+    """The application in front of a desk; `app.state.model` is set once there is a model, under `app.state.opening`."""
     app = build_api()
     app.state.desk, app.state.model, app.state.runs = desk, None, Runs(desk)
+    app.state.opening = threading.Lock()
     app.state.most_requests = desk.most_open + SPARE_REQUESTS
     app.add_middleware(BodyLimit)
     app.add_middleware(RequestLimit, most=app.state.most_requests)

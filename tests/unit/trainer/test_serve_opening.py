@@ -1,0 +1,77 @@
+"""When rank 0 tells its agent that it is there, a run is taken and looked at: a page may offer it from then on."""
+
+import concurrent.futures
+import os
+import pathlib
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import httpx
+import pytest
+from served_model import write_model
+
+from megatronapp_common.frames import Frame, FrameType, decode, frame_length
+from megatronapp_common.names import Env
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.scope.open import SOCKET
+from megatronapp_trainer.serve.program import ADDRESS_FILE, main
+
+pytestmark = pytest.mark.torch
+TIME_TO_TELL_S = 0.5
+"""After the model is ready, and before the server is; who hears of rank 0 in it is answered before it goes on."""
+ASKED = {"prompts": ["hello"], "tokens": 2, "sampling": {"temperature": 0}}
+
+
+def next_frame(stream: BinaryIO) -> Frame:
+    head = stream.read(16)
+    return decode(head + stream.read(frame_length(head) - 16))
+
+
+def ask_at_once(folder: pathlib.Path, listener: socket.socket, heard: threading.Event) -> tuple[int, set[int]]:
+    """As a page that is faster than any: the answer to a run, and the kinds of frames that come of it."""
+    try:
+        with listener.accept()[0] as peer, peer.makefile("rb") as stream:
+            assert next_frame(stream).type == FrameType.SCOPE_PUBLISHER
+            heard.set()
+            url = (folder / ADDRESS_FILE).read_text().strip()
+            status = httpx.post(f"{url}/scope/v1/runs", json=ASKED, trust_env=False).status_code
+            found: set[int] = set()
+            while status == 201 and not {FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS} <= found:
+                found.add(next_frame(stream).type)
+            return status, found
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serve_and_ask(model: str) -> tuple[int, set[int]]:
+    with tempfile.TemporaryDirectory() as name, concurrent.futures.ThreadPoolExecutor() as pool:
+        folder = pathlib.Path(name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/{SOCKET}")
+            listener.listen()
+            os.environ |= {Env.RUN_DIR: name, Env.HUB_URL: "http://127.0.0.1:9", Env.ATTEMPT: "0"}
+            asked = pool.submit(ask_at_once, folder, listener, heard := threading.Event())
+            warm_up = Engine.warm_up
+
+            def warm_up_and_wait(engine: Engine) -> None:
+                warm_up(engine)
+                if heard.wait(TIME_TO_TELL_S):
+                    concurrent.futures.wait([asked])
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Engine, "warm_up", warm_up_and_wait)
+                main(["--load", f"{model}/saved", "--tokenizer-file", f"{model}/tokenizer.json", "--port", "0"])
+            return asked.result()
+
+
+def test_a_run_is_taken_as_soon_as_the_hub_may_hear_of_rank_0(
+    run_ranks: Callable[..., list[Any]], tmp_path: pathlib.Path
+) -> None:
+    run_ranks(1, write_model, str(tmp_path))
+    ((status, found),) = run_ranks(1, serve_and_ask, str(tmp_path))
+    assert status == 201
+    assert found >= {FrameType.SCOPE_PART, FrameType.SCOPE_TOKENS}
