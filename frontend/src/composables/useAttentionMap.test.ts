@@ -1,5 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { effectScope, nextTick, shallowRef, type EffectScope } from "vue";
+import { ApiError } from "../api/client";
 import { codeAt } from "../scope/mapCells";
 import type { Tile, TilePlace } from "../scope/client";
 import { SampleStore } from "../scope/sampleStore";
@@ -22,10 +23,18 @@ const target = (head: number): MapTarget => ({
 class SlowHub {
   readonly asked: number[] = [];
   private readonly waiting = new Map<number, (tile: Tile) => void>();
+  private readonly failing = new Map<number, (error: ApiError) => void>();
   tile = ({ head }: TilePlace): Promise<Tile> => {
     this.asked.push(head);
-    return new Promise((resolve) => this.waiting.set(head, resolve));
+    return new Promise((resolve, reject) => {
+      this.waiting.set(head, resolve);
+      this.failing.set(head, reject);
+    });
   };
+  async refuse(head: number): Promise<void> {
+    this.failing.get(head)?.(new ApiError(503, "busy", "Wait.", {}, 2));
+    await vi.advanceTimersByTimeAsync(0);
+  }
   async answer(head: number): Promise<void> {
     const values = new Uint8Array(LENGTH * LENGTH).fill(head);
     this.waiting.get(head)?.({ rows: LENGTH, columns: LENGTH, values });
@@ -93,6 +102,17 @@ describe("another head", () => {
     await choose(5);
     await vi.advanceTimersByTimeAsync(0);
     expect(told()).toEqual({ kind: "ready", head: 5, code: 5 });
+    expect(hub.asked).toEqual([1, 5]);
+  });
+
+  it("takes no word of another head with it when somebody comes back", async () => {
+    const { hub, told, choose } = await opened();
+    await choose(5);
+    await hub.refuse(5);
+    expect(told()).toMatchObject({ kind: "error", head: 5 });
+    await choose(1);
+    expect(told()).toEqual({ kind: "ready", head: 1, code: 1 });
+    await vi.advanceTimersByTimeAsync(10_000);
     expect(hub.asked).toEqual([1, 5]);
   });
 });

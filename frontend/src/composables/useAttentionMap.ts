@@ -97,7 +97,7 @@ class AttentionMap {
   readonly follow = (now: MapTarget | null): void => {
     if (!now || now.length === 0 || isOnItsWay(this.asked, now)) return;
     const same = sameHead(this.shown, now);
-    if (same && this.asked && !sameHead(this.asked, now)) this.stay(now);
+    if (same && this.isElsewhere(now)) this.stay(now);
     const grows = same && this.grown(now);
     if (grows && this.known >= now.length) return;
     clearTimeout(this.timer);
@@ -153,8 +153,16 @@ class AttentionMap {
     void this.load(to);
   }
 
+  /** Whether another head was asked for, or told of, since the picture came. */
+  private isElsewhere(now: MapTarget): boolean {
+    const told = this.subject.value;
+    const isTold = told?.layer === now.layer && told.head === now.head;
+    return !isTold || (this.asked !== null && !sameHead(this.asked, now));
+  }
+
   /** Back to the head whose picture is still here: what was asked for another one is let go. */
   private stay(at: MapTarget): void {
+    clearTimeout(this.timer);
     [this.asked, this.turn] = [null, this.turn + 1];
     this.tell({ kind: "ready" }, at);
   }
