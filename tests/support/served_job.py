@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import served_model
 
 from megatronapp_common.tokens import Role, derive, read_secret
 
 DEADLINE_S = 120.0
-MODEL = "import sys; sys.path.insert(0, sys.argv[1]); import served_model; served_model.write_model(sys.argv[2])"
 
 
-def make_model(folder: pathlib.Path) -> pathlib.Path:
-    """The folder, with the tiny model and its tokenizer in it, made by a process that imports torch."""
-    command = [sys.executable, "-c", MODEL, str(pathlib.Path(__file__).parent), str(folder)]
-    subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
+def make_model(run_ranks: Callable[..., list[Any]], folder: pathlib.Path) -> pathlib.Path:
+    """The folder, with the tiny model and its tokenizer in it."""
+    run_ranks(1, served_model.write_model, str(folder))
     return folder
 
 

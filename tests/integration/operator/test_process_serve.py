@@ -19,12 +19,12 @@ from served_job import DEADLINE_S, Served, command, make_model, served
 ASKED: dict[str, Any] = {"prompt": ["hello world", "whales"], "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 1000, "ignore_eos": True, "stream": True}
 FOUR = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+def model(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return make_model(run_ranks, tmp_path_factory.mktemp("model"))
 
 
 @contextlib.contextmanager
