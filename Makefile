@@ -8,6 +8,7 @@ MEMBERS := common operator trainer analyzer
 SOURCES := common/src operator/src trainer/src analyzer/src csrc/src
 PY_DIRS := $(SOURCES) tests bench scripts
 JOBS ?= 2
+LANES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-py test-cpp test-ui lint format generate verify bench build constraints clean
@@ -44,7 +45,7 @@ test-py: setup
 	scripts/system_packages.sh test
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
-	$(BIN)/python scripts/test_lanes.py --lanes $(JOBS)
+	$(BIN)/python scripts/test_lanes.py --lanes $(LANES)
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native

@@ -8,6 +8,7 @@ run alone at the end.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,7 +32,6 @@ PATIENCE_S = 10.0
 TOGETHER = ("tests/integration/kube",)
 """Folders whose files share what a session builds once and slowly; one lane takes all of such a folder."""
 LONGEST = (
-    "tests/integration/kube",
     "tests/integration/hub/test_scope_chain.py",
     "tests/unit/detect/test_detector.py",
     "tests/integration/operator/test_process_serve.py",
@@ -46,8 +46,9 @@ LONGEST = (
     "tests/browser/test_scope_door.py",
     "tests/browser/test_ui_states.py",
     "tests/unit/trainer/test_trainer_process.py",
+    "tests/integration/kube",
 )
-"""Groups of about a minute and more."""
+"""Groups of about a minute and more; Kubernetes last, whose programs run until its lane ends."""
 
 
 def group_of(path: str) -> str:
@@ -119,7 +120,7 @@ def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         command = [*PYTEST, "-p", "scripts.test_lanes", "--lane", name, "--ignore", ALONE, *SETTINGS, *paths]
-        lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+        lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(count)]
         printers = [
             threading.Thread(target=pass_on, args=(lane.stdout, number), daemon=True)
             for number, lane in enumerate(lanes)
@@ -137,10 +138,12 @@ def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
     return wrong
 
 
-def pass_on(lines: IO[str] | None, number: int) -> None:
+def pass_on(lines: IO[bytes] | None, number: int) -> None:
+    """Print what a lane says, whatever bytes these are; read on if nobody listens, or the lane would wait."""
     for line in lines or ():
-        sys.stdout.write(f"{number}| {line}")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.buffer.write(b"%d| %b" % (number, line))
+            sys.stdout.buffer.flush()
 
 
 def main() -> int:
