@@ -16,10 +16,10 @@ import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
 from megatronapp_analyzer.hub.scope import asking, downloads, session_file
-from megatronapp_analyzer.hub.scope.limits import Buckets
 from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
+from megatronapp_common.buckets import Size
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_common.tokens import Role, derive
@@ -227,7 +227,7 @@ async def test_long_bodies_are_refused_before_anybody_reads_them(
 
 
 async def test_who_asks_too_fast_is_told_when_to_come_back(hub: Any) -> None:
-    hub.hub.scope._buckets = Buckets(rate_per_s=0.5, burst=2)
+    hub.hub.scope.requests = Size(burst=2, per_s=0.5)
     async with hub.client() as client:
         answers = [await client.get(RUNS) for _ in range(3)]
         assert [one.status_code for one in answers] == [200, 200, 429]

@@ -89,9 +89,9 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    body = b""
+    body = bytearray()  # to which small pieces are added without a copy of all that came before
     async for chunk in request.stream():
         body += chunk
         if len(body) > limit:
             raise Refusal(413, "too-long", f"the body has more than {limit} bytes", "Send less.")
-    return body
+    return bytes(body)

@@ -1,14 +1,13 @@
-"""How often something may be done: a bucket of turns for each key, which fills up again with time."""
+"""How often callers may do something at the door."""
 
-import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
+from megatronapp_common.buckets import Buckets, Size
 from megatronapp_operator.door.problems import Refusal
 
 MAX_KEYS = 10_000
-"""So many are remembered; who was not heard of for longest counts as new."""
+"""So many are remembered."""
 
 
 class Rates:
@@ -19,25 +18,13 @@ class Rates:
         self._turns = turns
         self._fill_s = fill_s
         self._clock = clock
-        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Turns that were taken and have not come back, and when that was."""
+        self._buckets = Buckets(MAX_KEYS)
 
     def take(self, weights: Mapping[str, int]) -> None:
         """One turn of each key. Raises Refusal (429), and takes none, if one of them has no turn left."""
-        now = self._clock()
-        left = {key: self._left(key, weight, now) for key, weight in weights.items()}
-        for key, weight in weights.items():
-            if left[key] < 1:
-                wait_s = math.ceil((1 - left[key]) * self._fill_s / (self._turns * weight))
-                text = f"{key} has had {self._turns * weight} {self._what} in a short time"
-                raise Refusal(429, "too-many", text, f"Try again in {wait_s} s.", retry_s=wait_s)
-        for key, weight in weights.items():
-            self._spent[key] = (self._turns * weight - left[key] + 1, now)
-            self._spent.move_to_end(key)
-        while len(self._spent) > MAX_KEYS:
-            self._spent.popitem(last=False)
-
-    def _left(self, key: str, weight: int, now: float) -> float:
-        spent, at = self._spent.get(key, (0.0, now))
-        whole = self._turns * weight
-        return whole - max(0.0, spent - (now - at) * whole / self._fill_s)
+        turns = {key: self._turns * weight for key, weight in weights.items()}
+        sizes = {key: Size(count, count / self._fill_s) for key, count in turns.items()}
+        short = self._buckets.take(sizes, self._clock())
+        if short is not None:
+            text = f"{short.key} has had {turns[short.key]} {self._what} in a short time"
+            raise Refusal(429, "too-many", text, f"Try again in {short.wait_s} s.", retry_s=short.wait_s)

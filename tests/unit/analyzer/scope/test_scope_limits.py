@@ -14,7 +14,6 @@ from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_analyzer.hub.scope import probes, session_file
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.journal import Entry, Journal
-from megatronapp_analyzer.hub.scope.limits import MAX_CALLERS, Buckets
 from megatronapp_analyzer.hub.scope.merge import Piece
 from megatronapp_analyzer.hub.scope.numbering import Numbering, Part, part_of
 from megatronapp_analyzer.hub.scope.outbox import Outbox
@@ -22,29 +21,6 @@ from megatronapp_analyzer.hub.scope.ring import Ring
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor
-
-
-@given(st.lists(st.floats(0, 3), max_size=60))
-def test_nobody_gets_more_than_the_burst_and_the_rate(waits: list[float]) -> None:
-    buckets, now, granted = Buckets(rate_per_s=2, burst=5), 0.0, 0
-    for wait in waits:
-        now += wait
-        retry_s = buckets.take("one", now)
-        granted += retry_s is None
-        assert granted <= 5 + 2 * now + 1e-6
-        if retry_s is not None:
-            assert retry_s >= 1
-            now += retry_s
-            granted += 1
-            assert buckets.take("one", now) is None, "who waits as long as told is served"
-    assert buckets.take("another", now) is None
-
-
-def test_callers_that_are_told_apart_are_bounded() -> None:
-    buckets = Buckets(rate_per_s=1, burst=1)
-    for number in range(3 * MAX_CALLERS):
-        buckets.take(str(number), 0.0)
-    assert len(buckets._left) == MAX_CALLERS
 
 
 @given(st.permutations(list(range(6))), st.integers(0, 5))

@@ -9,10 +9,11 @@ from megatronapp_analyzer.hub.scope.asking import Asker
 from megatronapp_analyzer.hub.scope.bases import BasisDesk
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.downloads import MAX_SESSIONS
-from megatronapp_analyzer.hub.scope.limits import MAX_PAGES, Buckets, Slots, too_fast
+from megatronapp_analyzer.hub.scope.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, Slots, too_fast
 from megatronapp_analyzer.hub.scope.refill import Refiller
 from megatronapp_analyzer.hub.scope.run import TURNED, Run
 from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_common.buckets import Buckets
 from megatronapp_common.scope.protocol_requests import Rotary
 
 
@@ -27,7 +28,9 @@ class ScopeService:
         self.desk.on_engine = self._engine_is_there
         self.pages = Slots(MAX_PAGES)
         self.sessions = Slots(MAX_SESSIONS)
-        self._buckets = Buckets()
+        self.requests = REQUESTS
+        """That one caller has."""
+        self._buckets = Buckets(MAX_CALLERS)
 
     def _engine_is_there(self) -> None:
         self.bases.give()
@@ -47,9 +50,9 @@ class ScopeService:
 
     def count_request(self, caller: str) -> None:
         """Raises ApiError 429 for a caller that asks too often."""
-        retry_s = self._buckets.take(caller, self.desk.clock())
-        if retry_s is not None:
-            raise too_fast(retry_s)
+        short = self._buckets.take({caller: self.requests}, self.desk.clock())
+        if short is not None:
+            raise too_fast(short.wait_s)
 
     def whole(self, run: Run) -> Run:
         """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""

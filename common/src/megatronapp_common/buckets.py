@@ -1,0 +1,53 @@
+"""How often something may be done: a bucket of turns for each key, which fills up again with time. Pure."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+SLACK = 1e-9
+"""Of a turn: whoever waits as long as told is served, however numbers are rounded."""
+
+
+class Size(NamedTuple):
+    """Of a bucket: so many turns at once after a rest, and so many in a second from then on."""
+
+    burst: float
+    per_s: float
+
+
+class Short(NamedTuple):
+    """A bucket without a turn, and after how many whole seconds it has one."""
+
+    key: str
+    wait_s: int
+
+
+class Buckets:
+    """Buckets by key; beyond `most_keys`, who was not heard of for longest begins anew. Times are in seconds."""
+
+    def __init__(self, most_keys: int) -> None:
+        self._most = most_keys
+        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Turns that were taken and have not come back, and when that was."""
+
+    def __len__(self) -> int:
+        return len(self._spent)
+
+    def take(self, wanted: Mapping[str, Size], now_s: float) -> Short | None:
+        """One turn of each key; of none, if one of them has none left: the first such, and how long to wait."""
+        spent = {key: self._spent_of(key, size, now_s) for key, size in wanted.items()}
+        for key, size in wanted.items():
+            short = spent[key] + 1 - size.burst
+            if short > SLACK:
+                return Short(key, max(1, math.ceil(short / size.per_s - SLACK)))
+        for key in wanted:
+            self._spent[key] = (spent[key] + 1, now_s)
+            self._spent.move_to_end(key)
+        while len(self._spent) > self._most:
+            self._spent.popitem(last=False)
+        return None
+
+    def _spent_of(self, key: str, size: Size, now_s: float) -> float:
+        spent, at_s = self._spent.get(key, (0.0, now_s))
+        return max(0.0, spent - (now_s - at_s) * size.per_s)
