@@ -184,6 +184,10 @@ def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> Non
     pw.expect(page.get_by_test_id("why-not")).to_contain_text("controller role")
     pw.expect(screen.go).to_be_disabled()
     assert page.evaluate(POST, {"prompts": ["hello"], "tokens": 1}) == 403
+    page.get_by_title("The page of the job").click()
+    pw.expect(page.get_by_text("Nothing trains here")).to_be_visible()
+    page.go_back()
+    pw.expect(screen.go).to_be_visible()
 
 
 def test_a_killed_rank_is_told_of_and_the_page_works_again_after_it(page: pw.Page, job: Served) -> None:

@@ -11,6 +11,8 @@ const AGAIN_MS = 2000;
 export interface Landing {
   /** null: there is none, or not known yet. */
   readonly scope: Ref<ScopeSource>;
+  /** There is a model, and nothing trains. */
+  readonly serves: ComputedRef<boolean>;
   readonly page: ComputedRef<"job" | "jobs" | "scope">;
 }
 
@@ -36,5 +38,5 @@ export function useLanding(api: ApiClient, job: Readonly<Ref<JobView | null>>): 
     const { page: asked, run } = selection.value;
     return asked ?? (serves.value || run !== null ? "scope" : "job");
   });
-  return { scope, page };
+  return { scope, serves, page };
 }
