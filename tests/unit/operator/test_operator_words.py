@@ -51,6 +51,7 @@ def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
         ({"checkpoint": {"save": "ckpt"}}, False, "stopping; a checkpoint is written, at most 30 s"),
         ({}, False, "stopping; nothing is saved, as spec.checkpoint.save is not set; at most 30 s"),
         ({"checkpoint": {"save": "ckpt"}}, True, "stopping at once; no checkpoint is written"),
+        ({"mode": "serve"}, True, "stopping at once"),
     ],
 )
 def test_a_deletion_says_what_it_waits_for(

@@ -29,9 +29,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _stopping(job: JobView, *, force: bool) -> str:
     """Said before the wait, which may be long."""
+    serves = job.document["spec"].get("mode") == "serve"
     if force:
-        return "stopping at once; no checkpoint is written"
-    if job.document["spec"].get("mode") == "serve":
+        return "stopping at once" if serves else "stopping at once; no checkpoint is written"
+    if serves:
         return f"stopping; open requests are told, at most {grace_s(job):g} s"
     if not job.document["spec"].get("checkpoint", {}).get("save"):
         return f"stopping; nothing is saved, as spec.checkpoint.save is not set; at most {grace_s(job):g} s"
