@@ -47,9 +47,9 @@ from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.plan import Output, Plan, Segment
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.scope.commands import BeginRun
 from megatronapp_trainer.scope.leader import ScopeLeader
 from megatronapp_trainer.scope.open import SOCKET, Scope, open_scope
-from megatronapp_trainer.scope.session import BeginRun
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""

@@ -14,9 +14,10 @@ from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.events import Event
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.scope.commands import SetBasis
 from megatronapp_trainer.scope.leader import ScopeLeader
 from megatronapp_trainer.scope.publisher import Job, Numbers
-from megatronapp_trainer.scope.session import CaptureSession, SetBasis
+from megatronapp_trainer.scope.session import CaptureSession
 
 RUN = "0123456789ab"
 LENGTHS = (3, 21, 9)

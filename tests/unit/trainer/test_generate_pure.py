@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megatronapp_trainer.generate.cache import CacheShape, check_room
 from megatronapp_trainer.generate.channel import _packed, _unpacked
 from megatronapp_trainer.generate.errors import CacheTooLargeError, QueueFullError, RequestError
+from megatronapp_trainer.generate.lull import Lull
+from megatronapp_trainer.generate.measures import Measurer
 from megatronapp_trainer.generate.plan import Output, Sampling
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.sampling import _kept, choose, gumbel_noise, noise_keys, read
@@ -109,7 +111,7 @@ def test_readings_of_mixed_outputs() -> None:
         Output(row=1, target=3, logits=True),
         Output(row=2, sampling=sampling, candidates=1),
     )
-    greedy, target, sampled = read(logits, outputs)
+    greedy, target, sampled = read(logits, outputs, Measurer(), Lull())
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])

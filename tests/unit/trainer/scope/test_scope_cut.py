@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.hub.scope.encode import attention_rows
 from megatronapp_analyzer.hub.scope.merge import Piece, merge, pieces_of
 from megatronapp_common.frames import Frame, FrameType, decode, encode
-from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of
+from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of, unpack
 from megatronapp_trainer.scope.cut import Sheet, cuts
 from megatronapp_trainer.scope.parcel import Arrival, Found, wrap
-from megatronapp_trainer.scope.parts import ATLAS, EVERY, VERSION, Parts, Told
+from megatronapp_trainer.scope.parts import ATLAS, EVERY, Parts, Told, _frames, _whole
 from megatronapp_trainer.scope.publisher import Kind
 from megatronapp_trainer.scope.runs import Row
+from megatronapp_trainer.scope.template import VERSION
 
 HEADER: dict[str, Any] = {"rank": 0, "run": "r", "step": 1, "timeUs": 0, "more": False}
 SMALLEST = 1 << 10
@@ -136,3 +137,40 @@ def test_coordinates_say_of_which_basis_and_probes_go_by_themselves() -> None:
     (step,), (probe,) = first.build(), second.build()
     assert step.header["pcaVersion"] == 7 and "pcaVersion" not in step.header["tensors"][0]
     assert "pcaVersion" not in probe.header and probe.header["probe"] == "p"
+
+
+@given(st.data(), st.integers(1, 5), st.integers(0, 2))
+def test_a_frame_of_all_first_rows_is_the_one_that_would_be_cut(data: st.DataObject, rows: int, idle: int) -> None:
+    source, layers = np.random.default_rng(rows), (3, 4)
+    widths = data.draw(st.lists(st.sampled_from([(), (1,), (3,), (2, 2)]), min_size=1, max_size=4))
+    said = {"site": "q", VERSION: 7}
+    found = [
+        Found(name=f"t{place}", values=random_of(source, (2, rows + idle, *width)), layers=layers, said=said, group=0)
+        for place, width in enumerate(widths)
+    ]
+    found += [Found(name="else", values=random_of(source, (rows + idle, 3)), group=1)]
+    pinned = torch.arange(2 * (rows + idle) * 9, dtype=torch.uint8).view(2, -1, 9)
+    found += [Found(name="pinned", values=pinned, group=EVERY)]
+    told = Told(
+        group=data.draw(st.integers(0, 1)),
+        header={"run": "r", "step": 4, "more": data.draw(st.booleans())},
+        rows=[Row(token=place, sample=place, position=data.draw(st.integers(0, 8))) for place in range(rows)],
+        select=range(rows),
+        pinned=data.draw(st.sampled_from([(), ((1, 3, 0),), ((0, 3, 0), (1, 4, 2))])),
+    )
+    parcel = wrap(found)
+    arrival = Arrival(parcel, parcel.flat.clone(), None, None)
+    arrays = [pair for pair in arrival.open() if pair[0].group in {told.group, EVERY}]
+    whole = _whole(told, arrival, arrays, 1 << 20)
+    assert whole is not None
+    (cut,) = _frames(told, arrays, 1 << 20)
+    assert {**whole.header, "tensors": ()} == {**cut.header, "tensors": ()}
+    ours, theirs = ({one.name + str(one.extra): one for one in unpack(frame)} for frame in (whole, cut))
+    assert list(ours) == list(theirs)
+    for name, one in ours.items():
+        np.testing.assert_array_equal(one.data, theirs[name].data)
+        assert (one.code, one.extra) == (theirs[name].code, theirs[name].extra)
+
+
+def random_of(source: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(source.standard_normal(shape, dtype=np.float32))

@@ -110,7 +110,7 @@ class Engine:
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
-        with self._work:
+        with self._gang.lull, self._work:
             return self._work.wait_for(self._has_work, timeout_s)
 
     def _has_work(self) -> bool:

@@ -1,12 +1,12 @@
 """What an engine tells of its requests, in order, step by step."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from megatronapp_trainer.generate.errors import GenerationError
+from megatronapp_trainer.generate.measures import Measured
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -17,19 +17,6 @@ class Candidate:
 
     token: int
     logprob: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Measures:
-    """What a whole distribution tells; nothing filtered."""
-
-    entropy: float
-    """At temperature 1, in nats."""
-    partition: Sequence[float]
-    """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
-    tokens: Sequence[float]
-    """The likeliest ones, from the first on; whole numbers."""
-    logprobs: Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +50,7 @@ class TokenEvent:
     """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
     logits: torch.Tensor | None
     """Those that the token was chosen from: fp32 [vocabulary] on the CPU, where asked for."""
-    measures: Measures | None = None
+    measures: Measured | None = None
     """Where asked for."""
 
 

@@ -1,5 +1,6 @@
 """The ranks that generate together: rank 0 tells plans, all compute them, and the last stage's first rank reads."""
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any
 from megatronapp_trainer.collective import says_lost_peer
 from megatronapp_trainer.generate.channel import Channel, Command, Word
 from megatronapp_trainer.generate.errors import EngineLostError
+from megatronapp_trainer.generate.lull import Lull
+from megatronapp_trainer.generate.measures import Measurer
 from megatronapp_trainer.generate.plan import Plan, Reading
 from megatronapp_trainer.generate.sampling import read
 from megatronapp_trainer.generate.stage import Stage
@@ -24,6 +27,9 @@ class Gang:
         self._layout = stage.layout
         self._channel = Channel(stage.layout, timeout=timeout)
         self._told_at = time.monotonic()
+        self._measurer = Measurer(graphs=stage.uses_graphs)
+        self.lull = Lull()
+        """When this rank's thread waits."""
         self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
 
     def handle(self, topic: str, handler: Callable[[Any], None]) -> None:
@@ -47,7 +53,10 @@ class Gang:
         mine = self._compute(plan)
         if not plan.outputs:
             return ()
-        readings: tuple[Reading, ...] = self._channel.answered() if mine is None else mine
+        if mine is not None:
+            return mine
+        with self.lull:
+            readings: tuple[Reading, ...] = self._channel.answered()
         return readings
 
     def beat(self) -> None:
@@ -66,7 +75,7 @@ class Gang:
             EngineLostError: a peer was lost.
         """
         try:
-            while (message := self._channel.hear()) is not Word.CLOSE:
+            while (message := self._heard()) is not Word.CLOSE:
                 if isinstance(message, Plan):
                     self._follow_plan(message)
                 elif isinstance(message, Command):
@@ -76,18 +85,28 @@ class Gang:
                 raise EngineLostError(f"a rank of the gang was lost: {error}") from error
             raise
 
+    def _heard(self) -> Any:  # noqa: ANN401 - whatever rank 0 told
+        with self.lull:
+            return self._channel.hear()
+
     def _follow_plan(self, plan: Plan) -> None:
         readings = self._compute(plan)
         if readings:
-            self._channel.answer(readings)
+            self._channel.answer(tuple(map(_arrived, readings)))
 
     def _compute(self, plan: Plan) -> tuple[Reading, ...] | None:
         """This rank's share; readings on the leader alone, None elsewhere."""
         logits = self.stage.run(plan)
         if logits is None or self._layout.rank != self._channel.leader:
             return None
-        return read(logits, plan.outputs) if plan.outputs else ()
+        return read(logits, plan.outputs, self._measurer, self.lull) if plan.outputs else ()
 
     def _tell(self, message: object) -> None:
         self._channel.tell(message)
         self._told_at = time.monotonic()
+
+
+def _arrived(reading: Reading) -> Reading:
+    """As it can be sent."""
+    measures = reading.measures
+    return reading if measures is None else dataclasses.replace(reading, measures=measures.get())

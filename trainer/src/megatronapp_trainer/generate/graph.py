@@ -25,8 +25,8 @@ class Capture(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class _Family:
-    known: dict[Hashable, tuple[Replay, Any]] = dataclasses.field(default_factory=dict)
-    pool: Any = None
+    known: dict[tuple[int, Hashable], tuple[Replay, Any]] = dataclasses.field(default_factory=dict)
+    pools: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class Graphs:
@@ -35,9 +35,10 @@ class Graphs:
     A computation must read its inputs from the same memory in every call, and may not wait for the device. What it
     returns is overwritten by the next run of its key.
 
-    Keys belong to families. Graphs of a family share memory; all of it is free again when the family is forgotten. The
-    family None stays, and of the others the `most` that ran last. Ranks whose graphs hold collectives must run equal
-    families in equal order, so that all capture, or all replay.
+    Keys belong to families. Graphs of one family and turn share memory, so what one gave may be read until another of
+    that turn runs; all of it is free again when the family is forgotten. The family None stays, and of the others the
+    `most` that ran last. Ranks whose graphs hold collectives must run equal families in equal order, so that all
+    capture, or all replay.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class Graphs:
         self._lasting = _Family()
         self._families: Recent[Hashable, _Family] = Recent(most, self._drop)
 
-    def run(self, family: Hashable, key: Hashable, compute: Callable[[], T]) -> T:
+    def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
         """What `compute` gives."""
         if not self.enabled:
             return compute()
         of = self._lasting if family is None else self._families.get(family, _Family)
-        if key not in of.known:
-            replay, result, of.pool = self._capture(compute, of.pool)
-            of.known[key] = replay, result
-        replay, result = of.known[key]
+        if (turn, key) not in of.known:
+            replay, result, of.pools[turn] = self._capture(compute, of.pools.get(turn))
+            of.known[turn, key] = replay, result
+        replay, result = of.known[turn, key]
         replay()
         found: T = result
         return found

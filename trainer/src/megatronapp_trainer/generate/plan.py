@@ -7,7 +7,8 @@ import dataclasses
 
 import torch
 
-from megatronapp_trainer.generate.events import Candidate, Measures
+from megatronapp_trainer.generate.events import Candidate
+from megatronapp_trainer.generate.measures import Measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,4 +79,4 @@ class Reading:
     logprob: float
     candidates: tuple[Candidate, ...]
     logits: torch.Tensor | None
-    measures: Measures | None = None
+    measures: Measured | None = None

@@ -7,13 +7,13 @@ has the distribution of the softmax. The noise of a token is a hash of (seed, po
 same tokens in every batch and layout, but for ties within rounding.
 """
 
-import functools
 import hashlib
 
 import torch
 
-from megatronapp_common.scope.protocol import TEMPERATURES
-from megatronapp_trainer.generate.events import Candidate, Measures
+from megatronapp_trainer.generate.events import Candidate
+from megatronapp_trainer.generate.lull import Lull
+from megatronapp_trainer.generate.measures import Measured, Measurer
 from megatronapp_trainer.generate.plan import Output, Reading, Sampling
 
 _MASK = 0xFFFFFFFF
@@ -76,57 +76,57 @@ def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor
     return kept_RV & (nucleus_RV | (place_V == 0))
 
 
-def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> tuple[Reading, ...]:
+def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...], measurer: Measurer, lull: Lull) -> tuple[Reading, ...]:
     """The answers for these positions; waits for the device once, beside the logits that were asked for."""
-    logits_RV = logits_RV.float()
+    measured_RV, logits_RV = logits_RV, logits_RV.float()
     token_R = _tokens(logits_RV, outputs)
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
-    if most := max(max(output.candidates, output.measures) for output in outputs):
+    if most := max(output.candidates for output in outputs):
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
-    if any(output.measures for output in outputs):
-        columns += [_entropy(logits_RV, total_R1).double(), _partition(logits_RV).double()]
-    table = torch.cat(columns, 1).tolist()
+    sent = _Sent(torch.cat(columns, 1))
+    measured = measurer.launch(measured_RV, [output.measures for output in outputs])
+    with lull:
+        table = sent.get()
     host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
     return tuple(
-        _reading(output, row, most, logits_V)
-        for output, row, logits_V in zip(outputs, table, host_RV.unbind(), strict=True)
+        _reading(output, row, logits_V, measures)
+        for output, row, logits_V, measures in zip(outputs, table, host_RV.unbind(), measured, strict=True)
     )
 
 
-def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
-    """[R, 1], in nats."""
-    logs_RV = logits_RV - total_R1
-    return -(logs_RV.exp() * logs_RV).sum(1, keepdim=True)
+class _Sent:
+    """Numbers on their way to the host. Others may use the device meanwhile, as they may not beside a plain copy."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._event = None
+        self._values = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own gap
+            self._event.record()
+
+    def get(self) -> list[list[float]]:
+        """They; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows: list[list[float]] = self._values.tolist()
+        return rows
 
 
-def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
-    """[R, temperatures]."""
-    return (logits_RV[:, None] * _inverse_temperatures(logits_RV.device)).logsumexp(2)
-
-
-@functools.cache
-def _inverse_temperatures(device: torch.device) -> torch.Tensor:
-    """fp32 [temperatures, 1]."""
-    return torch.tensor(TEMPERATURES, device=device).reciprocal()[:, None]
-
-
-def _reading(output: Output, row: list[float], most: int, logits_V: torch.Tensor) -> Reading:
-    """`row`: token, log-probability, then candidates and their log-probabilities, then entropy and partition sums."""
-    tokens, logprobs, others = row[2 : 2 + most], row[2 + most : 2 + 2 * most], row[2 + 2 * most :]
-    pairs = list(zip(tokens, logprobs, strict=True))[: output.candidates]
+def _reading(output: Output, row: list[float], logits_V: torch.Tensor, measures: Measured | None) -> Reading:
+    """`row`: token, log-probability, then candidates and their log-probabilities."""
+    most = len(row) // 2 - 1
+    pairs = list(zip(row[2 : 2 + most], row[2 + most :], strict=True))[: output.candidates]
     return Reading(
         token=int(row[0]),
         logprob=row[1],
         candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
         logits=logits_V.clone() if output.logits else None,
-        measures=_measures(tokens, logprobs, others, output.measures) if output.measures else None,
+        measures=measures,
     )
-
-
-def _measures(tokens: list[float], logprobs: list[float], others: list[float], most: int) -> Measures:
-    return Measures(entropy=others[0], partition=others[1:], tokens=tokens[:most], logprobs=logprobs[:most])
 
 
 def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:

@@ -108,7 +108,8 @@ class Stage:
         self._fuse = device.is_cuda and options.fuse
         _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
+        self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._turn = 0
         self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
 
     def run(self, plan: Plan) -> torch.Tensor | None:
@@ -123,6 +124,11 @@ class Stage:
                 return result
             self._send(result)
             return None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Decode steps are replayed."""
+        return self._graphs.enabled
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -156,15 +162,21 @@ class Stage:
         longest = max(segment.end for segment in plan.segments)
         attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
         self._fill_inputs(plan, slots)
-        # First the watcher: what looks at the last step on a stream of its own reads the buffer that is received into.
+        # First the watcher: what looks at an earlier step on a stream of its own reads buffers that are written below.
         looks = self._begin(plan, self._inputs[slots])
-        hidden = self._receive(self._hidden_buffer(slots))
+        # Two sets of buffers take turns where somebody looks: one is read beside the step that fills the other.
+        self._turn ^= looks is not None
+        hidden = self._receive(self._hidden_buffer(slots, None if looks is None else self._turn))
 
         def forward() -> torch.Tensor:
             attend = self._decode_attention(slots, attended)
             return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
 
-        result, found = self._graphs.run(looks, (slots, attended), lambda: self._seen(forward, looks is not None))
+        def seen() -> tuple[torch.Tensor, Any]:
+            return self._seen(forward, looks is not None)
+
+        turn = 0 if looks is None else self._turn
+        result, found = self._graphs.run(looks, (slots, attended), seen, turn=turn)
         if self.layout.is_last_stage:
             rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
             result = result if rows is None else result.index_select(0, rows)
@@ -269,10 +281,10 @@ class Stage:
         """The rows on the device, or None where they are all rows in order."""
         return None if rows == list(range(count)) else self._device.to_device(torch.tensor(rows, dtype=torch.int64))
 
-    def _hidden_buffer(self, slots: int) -> torch.Tensor:
-        if slots not in self._hidden:
-            self._hidden[slots] = torch.empty(self._hidden_size(slots), **self._like_hidden())
-        return self._hidden[slots]
+    def _hidden_buffer(self, slots: int, turn: int | None) -> torch.Tensor:
+        if (slots, turn) not in self._hidden:
+            self._hidden[slots, turn] = torch.empty(self._hidden_size(slots), **self._like_hidden())
+        return self._hidden[slots, turn]
 
     def _hidden_size(self, tokens: int) -> tuple[int, int, int]:
         return (tokens, 1, self.model.config.hidden_size)

@@ -6,8 +6,9 @@ many layers at once as a bounded buffer takes.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -92,18 +93,23 @@ class Atlas:
         end = start + query_LQHD.size(1)
         positions_1Q = torch.arange(start, end, device=query_LQHD.device)[None]
         chances = probabilities(query_LQHD[:, None], keys_LTGD[:, None], positions_1Q, rule).squeeze(1)
-        for place in range(ATLAS):
-            first, last = self._edges[place], min(self._edges[place + 1], chances.size(-1))
-            if first < last:
-                self._pool(part, place, chances[..., first:last].amax(-1), start)
+        self._pool(part, _columns(chances, self._edges), start)
 
-    def _pool(self, part: slice, column: int, largest_LHQ: torch.Tensor, start: int) -> None:
-        end = start + largest_LHQ.size(-1)
+    def _pool(self, part: slice, largest_LHQA: torch.Tensor, start: int) -> None:
+        end = start + largest_LHQA.size(2)
         for place in range(ATLAS):
             first, last = max(self._edges[place], start), min(self._edges[place + 1], end)
             if first < last:
-                cell = self.cells[part, :, place, column]
-                torch.maximum(cell, largest_LHQ[..., first - start : last - start].amax(-1), out=cell)
+                cells = self.cells[part, :, place]
+                torch.maximum(cells, largest_LHQA[:, :, first - start : last - start].amax(2), out=cells)
+
+
+def _columns(chances: torch.Tensor, edges: Sequence[int]) -> torch.Tensor:
+    """[L, H, Q, columns]: the largest of each; 0 where the keys do not reach."""
+    length = chances.size(-1)
+    spans = [(first, min(last, length)) for first, last in itertools.pairwise(edges)]
+    none = chances.new_zeros(chances.shape[:-1])
+    return torch.stack([chances[..., a:b].amax(-1) if a < b else none for a, b in spans], dim=-1)
 
 
 def bucket(count: int, most: int) -> int:

@@ -38,6 +38,8 @@ class Collector:
         self._kept: dict[str, Values] = {}
         self._rows: dict[str, torch.Tensor | None] = {}
         self._wanted: Mapping[str, Layers] = {}
+        self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
+        """Modules of sites, by layer: to look for them takes longer than to hook them."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -92,15 +94,20 @@ class Collector:
         self._kept = kept
 
     def _install(self, site: Site) -> None:
+        if site not in self._found:
+            self._found[site] = self._modules(site)
+        for number, module in self._found[site]:
+            if module is not None:
+                self._handles.append(self._hook(site, number, module))
+
+    def _modules(self, site: Site) -> list[tuple[int, torch.nn.Module | None]]:
         roots = [(-1, self._model)]
         if site.per_layer:
             roots = [(layer.layer_number - 1, layer) for layer in self._model.decoder.layers]  # type: ignore[union-attr] # untyped library
         found = [(number, module_at(site, root)) for number, root in roots]
-        for number, module in found:
-            if module is not None:
-                self._handles.append(self._hook(site, number, module))
         if site.per_layer and roots and all(module is None for _, module in found):
             raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
+        return found
 
     def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
         def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ANN401

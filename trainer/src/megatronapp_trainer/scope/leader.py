@@ -14,11 +14,12 @@ from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.scope.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.probe import LOGITS
 from megatronapp_trainer.scope.publisher import Job, Kind, Ready, Sink
 from megatronapp_trainer.scope.runs import request_id, run_of
-from megatronapp_trainer.scope.session import TOPIC, BeginProbe, BeginRun, CaptureSession, ChangeRun, EndRun, SetBasis
+from megatronapp_trainer.scope.session import CaptureSession
 from megatronapp_trainer.scope.sites import ATTENTION, site_of
 
 AT_ONE = 5
@@ -232,7 +233,7 @@ class _Told:
     @staticmethod
     def _texts(event: TokenEvent, text_of: TextOf) -> Iterator[str]:
         assert event.measures is not None
-        return (text_of(int(token)) for token in event.measures.tokens)
+        return (text_of(int(token)) for token in event.measures.get().tokens.tolist())
 
 
 def _told(run: str, step: int, known: _Run) -> _Told:
@@ -268,15 +269,16 @@ class _Tokens:
         """About what they will take."""
         events = [event.measures for told in self._told for event in told.events]
         rows = sum(len(told.header["ids"]) for told in self._told)
-        return _TOKEN_BYTES * rows + sum(16 * len(one.tokens) for one in events if one is not None)
+        return _TOKEN_BYTES * rows + sum(16 * one.count for one in events if one is not None)
 
     def split(self) -> Sequence[Job]:
         """One."""
         return [self]
 
     def ready(self) -> bool:
-        """At once."""
-        return True
+        """The distributions have come."""
+        events = (event.measures for told in self._told for event in told.events)
+        return all(one is None or one.ready() for one in events)
 
     def build(self) -> list[Frame]:
         """The frames."""
@@ -289,17 +291,17 @@ class _Tokens:
 
 def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
     """What the distributions tell that tokens were chosen from."""
-    measures = [event.measures for event in events if event.measures is not None]
+    measures = [event.measures.get() for event in events if event.measures is not None]
     assert len(measures) == len(events)
-    partition = np.array([one.partition for one in measures], "<f4")
-    logs = np.array([one.logprobs for one in measures])
-    totals = np.array([one.partition[AT_ONE] for one in measures])
-    ids = np.array([one.tokens for one in measures])
+    partition, logs, ids = (
+        np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")
+    )
+    totals = partition[:, AT_ONE]
     return [
         Tensor("top.id", "u32", ids.astype("<u4")),
         Tensor("top.p", "f16", np.exp(logs).astype("<f2")),
         Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
-        Tensor("partition", "f32", partition),
+        Tensor("partition", "f32", partition.astype("<f4")),
         Tensor("surprise", "f32", np.array([-event.logprob for event in events], "<f4")),
         Tensor("entropy", "f32", np.array([one.entropy for one in measures], "<f4")),
     ]

@@ -4,8 +4,10 @@ Shapes as in `attention`; U rows that are told of a prompt's chunk, P pinned hea
 and nothing reads a value from it.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,16 +19,19 @@ from megatronapp_trainer.scope.attention import Atlas, Rule
 from megatronapp_trainer.scope.collect import Collector
 from megatronapp_trainer.scope.encode import encode_into
 from megatronapp_trainer.scope.parcel import Found
-from megatronapp_trainer.scope.parts import ATLAS, EVERY, VERSION
+from megatronapp_trainer.scope.parts import ATLAS, EVERY
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, residual_measures, residual_sites
 from megatronapp_trainer.scope.runs import Read, Row, Tracked
 from megatronapp_trainer.scope.share import Share
 from megatronapp_trainer.scope.sites import STAGE_INPUT, Site, site_of
+from megatronapp_trainer.scope.template import VERSION
 
 QUERIES = dataclasses.replace(site_of("q"), name="attention q")
 """Queries of all tokens, whatever rows are told."""
 Pins = Sequence[tuple[int, int]]
 """Layer and head, of the whole model."""
+Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Whose kernels and copies are launched where those of earlier steps' reductions are, behind them."""
 MOST_RECIPES = 8
 """So many are kept ready, or one for each slot where there are more."""
 
@@ -74,6 +79,17 @@ class Looker:
         """Of one sequence."""
         return self._keys_LZTGD.size(2) - 1
 
+    def warm_up(self) -> None:
+        """Compile what a GPU needs, so that nobody's tokens wait for it when the first one looks."""
+        keys_LBTGD = self._keys_LZTGD[:, :1]
+        if not keys_LBTGD.is_cuda or not keys_LBTGD.numel():
+            return
+        heads = self._share.heads[1] - self._share.heads[0]
+        query_LBHD = keys_LBTGD.new_zeros((keys_LBTGD.size(0), 1, heads, keys_LBTGD.size(4)))
+        positions_B = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._step_measures(query_LBHD, keys_LBTGD, positions_B)
+        self._pinned(query_LBHD, keys_LBTGD[:, :, :64], positions_B, positions_B.new_zeros((3, 1)))
+
     def sites(self, recipe: Recipe) -> dict[str, Site]:
         """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
         found = dict(self.pixels_of(recipe).sites)
@@ -88,8 +104,11 @@ class Looker:
         for name in [name for name in self._atlases if name.startswith(f"{ATLAS}{run} ")]:
             del self._atlases[name]
 
-    def set_pins(self, pins: Pins, most: int) -> int:
-        """Write down the pinned heads of this rank for the next step; how many places there are: `most` or more."""
+    def set_pins(self, pins: Pins, most: int, beside: Beside) -> int:
+        """Write down the pinned heads of this rank for the next step, `beside` what reads those of earlier ones.
+
+        How many places there are: `most` or more.
+        """
         if most == 0:
             return 0
         count = 1 << (most - 1).bit_length()
@@ -100,10 +119,11 @@ class Looker:
         shared = (self._share.heads[1] - first) // group
         table = [(layer - self._share.layers[0], head - first, (head - first) // shared) for layer, head in pins]
         wanted = torch.tensor(table + [(0, 0, 0)] * (count - len(pins))).t().contiguous()
-        if count not in self._pins:
-            self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self._device)
-        source = wanted.pin_memory() if self._device.type == "cuda" else wanted
-        self._pins[count].copy_(source, non_blocking=True)
+        with beside():
+            if count not in self._pins:
+                self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self._device)
+            source = wanted.pin_memory() if self._device.type == "cuda" else wanted
+            self._pins[count].copy_(source, non_blocking=True)
         return count
 
     @torch.no_grad()
@@ -114,13 +134,13 @@ class Looker:
             return found
         query_LBHD = self._seen.stacked(QUERIES.name)
         keys_LBTGD = self._keys_LZTGD[:, : positions_N.size(0), :attended]
-        positions_B1 = positions_N[:, None]
-        measures = self._measures(query_LBHD[:, :, None], keys_LBTGD, positions_B1)
+        measures = self._step_measures(query_LBHD, keys_LBTGD, positions_N)
         for group, recipe in enumerate(recipes):
             if recipe.attention:
-                found += self._measured({name: values.squeeze(2) for name, values in measures.items()}, group)
+                found += self._measured(measures, group)
         if pins:
-            found.append(self._pinned(query_LBHD, keys_LBTGD, positions_B1, self._pins[pins]))
+            rows = self._pinned(query_LBHD, keys_LBTGD, positions_N, self._pins[pins])
+            found.append(Found(name="pinned", values=rows, group=EVERY))
         return found
 
     @torch.no_grad()
@@ -180,17 +200,33 @@ class Looker:
             Found(name=name, values=values, layers=layers, said=said, group=group) for name, values in measures.items()
         ]
 
+    def _step_measures(
+        self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """[L, B, H] each, of a decode step."""
+        if query_LBHD.is_cuda:
+            from megatronapp_trainer.scope import kernels
+
+            planes = kernels.head_measures(query_LBHD, keys_LBTGD, positions_B, self.rule)
+            return {name: plane.transpose(0, 1) for name, plane in zip(MEASURES, planes, strict=True)}
+        found = self._measures(query_LBHD[:, :, None], keys_LBTGD, positions_B[:, None])
+        return {name: values.squeeze(2) for name, values in found.items()}
+
     def _pinned(
-        self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B1: torch.Tensor, pins_3P: torch.Tensor
-    ) -> Found:
+        self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, pins_3P: torch.Tensor
+    ) -> torch.Tensor:
         """Codes of the rows of pinned heads, [P, B, T]; for all groups."""
+        if query_LBHD.is_cuda:
+            from megatronapp_trainer.scope import kernels
+
+            return kernels.pinned_codes(query_LBHD, keys_LBTGD, positions_B, pins_3P, self.rule)
         layers_P, heads_P, groups_P = pins_3P.unbind()
         query_PBD = query_LBHD.transpose(1, 2)[layers_P, heads_P]
         keys_PBTD = keys_LBTGD.permute(0, 3, 1, 2, 4)[layers_P, groups_P]
-        chances = attention.probabilities(
-            query_PBD[:, :, None, None], keys_PBTD[:, :, :, None], positions_B1, self.rule
+        rows = attention.probabilities(
+            query_PBD[:, :, None, None], keys_PBTD[:, :, :, None], positions_B[:, None], self.rule
         )
-        return Found(name="pinned", values=codes(chances[:, :, 0, 0]), group=EVERY)
+        return codes(rows[:, :, 0, 0])
 
     def _prompt_measures(
         self, works: "Sequence[Work]", query_LNHD: torch.Tensor, sight: Sight, count: int

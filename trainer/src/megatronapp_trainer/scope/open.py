@@ -40,7 +40,7 @@ def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int, limits: Mappi
     hello = session.hello()
     if limits is not None and hello.header["rank"] == 0:
         hello = Frame(hello.type, {**hello.header, "limits": dict(limits)})
-    held.append(Publisher(run_dir / SOCKET, hello))
+    held.append(Publisher(run_dir / SOCKET, hello, lull=gang.lull if session.waits_for_device else None))
     session.attach(gang)
     held[0].start()
     return Scope(session=session, publisher=held[0])

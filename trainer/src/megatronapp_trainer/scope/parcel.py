@@ -4,9 +4,11 @@ On a GPU the copy runs on a stream of its own into pinned memory, and an event s
 asks the event. On a CPU the bytes are there at once.
 """
 
+import collections
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,12 +42,26 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Parcel:
-    """Tensors of a step in one buffer on the device."""
+class Layout:
+    """Which tensors lie one behind the other in a parcel."""
 
     found: tuple[Found, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+
+    def tensors(self) -> "Iterator[tuple[Found, int, tuple[int, ...], np.dtype[Any]]]":
+        """Each with its first byte, its shape, rows first, and its type."""
+        place = 0
+        for found, shape, dtype in zip(self.found, self.shapes, self.dtypes, strict=True):
+            yield found, place, shape, _NUMPY[dtype]
+            place += math.prod(shape) * dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Parcel:
+    """Tensors of a step in one buffer on the device."""
+
+    layout: Layout
     flat: torch.Tensor
 
 
@@ -56,9 +72,11 @@ def wrap(found: Sequence[Found]) -> Parcel:
     ordered = sorted(turned, key=lambda one: -one.values.dtype.itemsize)
     pieces = [one.values.contiguous().view(-1).view(torch.uint8) for one in ordered]
     return Parcel(
-        found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
-        shapes=tuple(tuple(one.values.shape) for one in ordered),
-        dtypes=tuple(one.values.dtype for one in ordered),
+        layout=Layout(
+            found=tuple(dataclasses.replace(one, values=torch.empty(0)) for one in ordered),
+            shapes=tuple(tuple(one.values.shape) for one in ordered),
+            dtypes=tuple(one.values.dtype for one in ordered),
+        ),
         flat=torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8),
     )
 
@@ -68,13 +86,17 @@ class Post:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's own gap
-        self._last: torch.cuda.Event | None = None
+        self._under_way: collections.deque[torch.cuda.Event] = collections.deque()
 
-    def before_step(self) -> None:
-        """Let the next step's kernels wait for those beside the last one, which read what it will write."""
-        if self._last is not None:
-            torch.cuda.current_stream().wait_event(self._last)
-            self._last = None
+    def before_step(self, *, but: int = 0) -> None:
+        """Let the next step's kernels wait for those beside earlier ones, which read what it will write; not for those
+        of the `but` newest that were sent."""
+        while len(self._under_way) > but:
+            torch.cuda.current_stream().wait_event(self._under_way.popleft())
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """What is launched within comes behind all that was sent, and before what will be sent."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def wait(self) -> None:
         """Until nothing is under way; for borders of steps at which graphs are thrown away."""
@@ -96,7 +118,7 @@ class Post:
             host.copy_(parcel.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._last = event
+        self._under_way.append(event)
         return Arrival(parcel, host, event, held)
 
 
@@ -104,7 +126,8 @@ class Arrival:
     """A parcel that has come, or will."""
 
     def __init__(self, parcel: Parcel, host: torch.Tensor, event: "torch.cuda.Event | None", held: object) -> None:
-        self._parcel = parcel
+        self.layout = parcel.layout
+        self._flat: torch.Tensor | None = parcel.flat
         self._host = host
         self._event = event
         self._held = held
@@ -118,15 +141,19 @@ class Arrival:
         """All bytes are there; asks, and does not wait. From then on nothing on the device is held."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return False
-        self._event = self._held = None
-        self._parcel = dataclasses.replace(self._parcel, flat=torch.empty(0, dtype=torch.uint8))
+        self._event = self._held = self._flat = None
         return True
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """All bytes. Only when `ready`."""
+        found: NDArray[np.uint8] = self._host.numpy()
+        return found
 
     def open(self) -> list[tuple[Found, NDArray[Any]]]:
         """The tensors, as arrays on the host, rows first. Only when `ready`."""
-        data, place, out = self._host.numpy(), 0, []
-        for found, shape, dtype in zip(self._parcel.found, self._parcel.shapes, self._parcel.dtypes, strict=True):
-            size = math.prod(shape) * dtype.itemsize
-            out.append((found, data[place : place + size].view(_NUMPY[dtype]).reshape(shape)))
-            place += size
-        return out
+        data = self.data
+        return [
+            (found, data[place : place + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))
+            for found, place, shape, dtype in self.layout.tensors()
+        ]

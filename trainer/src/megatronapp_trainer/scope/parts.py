@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import frame_of
-from megatronapp_trainer.scope.cut import Sheet, cuts
+from megatronapp_common.scope.protocol import frame_of, pack
+from megatronapp_trainer.scope.cut import MOST_ROWS, Sheet, cuts
 from megatronapp_trainer.scope.parcel import Arrival, Found
 from megatronapp_trainer.scope.publisher import Kind
 from megatronapp_trainer.scope.runs import Row
+from megatronapp_trainer.scope.template import CODES, VERSION, template_of
 
 PART_BYTES = 2 << 20
 """Of a frame, about; the protocol allows twice as many."""
@@ -21,9 +22,6 @@ ATLAS = "atlas "
 """Before run and sample, in the names of pictures on their way."""
 EVERY = -1
 """The group of tensors that frames of all groups may take from."""
-VERSION = "pcaVersion"
-"""What `pca` says of itself, and the header of a part that has it."""
-_CODES = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", np.dtype("u1"): "u8s"}
 Arrays = Sequence[tuple[Found, NDArray[Any]]]
 
 
@@ -92,7 +90,8 @@ class Parts:
         while self._told:
             told = self._told[0]
             mine = [pair for pair in arrays if pair[0].group in {told.group, EVERY}]
-            yield from _frames(told, mine, self._part_bytes)
+            whole = _whole(told, self._arrival, mine, self._part_bytes)
+            yield from _frames(told, mine, self._part_bytes) if whole is None else [whole]
             self._told.popleft()
 
     def marks(self) -> list[Frame]:
@@ -109,6 +108,21 @@ def ranges(rows: Iterable[Row]) -> list[list[int]]:
         else:
             out.append([row.sample, row.position, 1])
     return out
+
+
+def _whole(told: Told, arrival: Arrival, arrays: Arrays, part_bytes: int) -> Frame | None:
+    """The one frame of the first rows of everything, as decode steps tell them; None where it is not that."""
+    count = len(told.rows)
+    if told.atlas or told.is_probe or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
+        return None
+    template = template_of(arrival.layout, told.group, count)
+    sheets = [sheet for found, values in arrays if found.name == "pinned" for sheet in _pinned(told, values)]
+    if template.size + sum(sheet.row_bytes for sheet in sheets) * count > part_bytes:
+        return None
+    entries, body = pack(sheet.whole().tensor(slice(0, count)) for sheet in sheets)
+    behind = [entry | {"o": entry["o"] + template.size} for entry in entries]
+    said = {"rows": ranges(told.rows), "tensors": [*template.entries, *behind]}
+    return Frame(FrameType.SCOPE_PART, {**told.header, **said, **template.said}, template.body(arrival.data) + body)
 
 
 def _frames(told: Told, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
@@ -150,7 +164,7 @@ def _pinned(told: Told, values: NDArray[Any]) -> Iterator[Sheet]:
 def _sheet(found: Found, values: NDArray[Any], select: NDArray[np.intp] | None, name: str | None = None) -> Sheet:
     return Sheet(
         name=name or found.name,
-        code=_CODES[values.dtype],
+        code=CODES[values.dtype],
         values=values,
         select=select,
         layers=found.layers,

@@ -13,8 +13,8 @@ from megatronapp_common.scope.plan import Group, Program, compute
 from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.scope.reduce import TorchBackend
 
-SLAB_NUMBERS = 1 << 22
-"""So many are computed at once: 16 MiB for each step of a filter, however long the prompt is."""
+SLAB_NUMBERS = 1 << 24
+"""So many are computed at once: 64 MiB for each step of a filter, however long the prompt is."""
 
 
 class DeviceProgram:

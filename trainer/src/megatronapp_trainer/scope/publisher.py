@@ -20,6 +20,7 @@ from typing import Protocol
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_trainer.generate.lull import Lull
 
 log = logging.getLogger(__name__)
 BOUND_BYTES = 8 << 20
@@ -33,6 +34,9 @@ MOST_COMING = 256
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
+_LULL_S = 0.05
+"""Each step has a lull; where none comes so long, nothing is waited for."""
+_MOST_BEHIND = 8
 
 
 class Kind(enum.Enum):
@@ -192,6 +196,11 @@ class Waiting:
         """Of everything that waits."""
         return sum(self._held.values())
 
+    @property
+    def count(self) -> int:
+        """Jobs that wait."""
+        return sum(map(len, self._lanes.values()))
+
     def _fits(self, job: Job) -> bool:
         """One that is larger than the bound goes alone: it would fit at no time."""
         held = self._held[Kind.PROMPTS] + self._held[Kind.PROBE]
@@ -236,8 +245,11 @@ class Publisher:
         *,
         bound_bytes: int = BOUND_BYTES,
         waiting_bytes: int = WAITING_BYTES,
+        lull: Lull | None = None,
     ) -> None:
+        """`lull`: when to work; None: at any time."""
         self._path = path
+        self._lull = lull
         self._hello = encode(hello)
         self._waiting = Waiting(bound_bytes, waiting_bytes)
         self._coming: collections.deque[Job] = collections.deque(maxlen=MOST_COMING)
@@ -249,6 +261,8 @@ class Publisher:
         """What is being sent, from its beginning. A peer that goes away leaves it to the next one as a whole."""
         self._unsent = memoryview(b"")
         self._news = threading.Event()
+        if lull is not None:
+            lull.listeners.append(self._news.set)
         self._until_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
         self.failures: collections.deque[str] = collections.deque(maxlen=8)
@@ -263,7 +277,8 @@ class Publisher:
         self._coming.append(job)
         for one in job.split():
             self._waiting.put(one)
-        self._news.set()
+        if self._may_work:  # else the lull wakes it
+            self._news.set()
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Send what can be sent in this time, and end."""
@@ -283,6 +298,7 @@ class Publisher:
 
     def _run(self) -> None:
         while True:
+            self._await_lull()
             while self._coming and self._coming[0].ready():  # what has come lets its memory on the device go
                 self._coming.popleft()
             if self._send():
@@ -296,6 +312,18 @@ class Publisher:
     def _is_through(self) -> bool:
         """Everything has been sent, or there is nobody to send it to."""
         return self._socket is None or not (self._waiting.held_bytes or self._unsent)
+
+    @property
+    def _may_work(self) -> bool:
+        """Also where it falls behind, because the device waits for the host and lulls are short."""
+        is_urgent = self._until_s is not None or self._waiting.count > _MOST_BEHIND
+        return self._lull is None or self._lull.is_on or is_urgent
+
+    def _await_lull(self) -> None:
+        while not self._may_work:
+            if not self._news.wait(_LULL_S):
+                return
+            self._news.clear()
 
     def _rest(self) -> None:
         """Until there may be something to do: a full socket that drains, a copy that comes, a new job, a new try."""

@@ -11,12 +11,10 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
+from megatronapp_common.scope.protocol_requests import Capture
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.graph import Graphs
 from megatronapp_trainer.generate.plan import Plan
@@ -25,6 +23,7 @@ from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import probe
 from megatronapp_trainer.scope.attention import bucket
 from megatronapp_trainer.scope.collect import Collector, Layers, Values
+from megatronapp_trainer.scope.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, Said, SetBasis
 from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, hooked, picture_name, recipes_of
 from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
 from megatronapp_trainer.scope.parts import Parts, Told
@@ -33,60 +32,6 @@ from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
 from megatronapp_trainer.scope.runs import Read, Row, Sizes, Tracked, run_of, tracked_probe, tracked_run
 from megatronapp_trainer.scope.share import Share, pins_of, share_of
 from megatronapp_trainer.scope.sites import Site, known_sites
-
-TOPIC = "scope"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BeginRun:
-    """A run comes; its samples are requests of the ids `run-0`, `run-1`, .."""
-
-    run: str
-    capture: Capture
-    lengths: tuple[int, ...]
-    """Tokens of each prompt."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ChangeRun:
-    """Capture this from now on."""
-
-    run: str
-    capture: Capture
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EndRun:
-    """A run or probe is over."""
-
-    run: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BeginProbe:
-    """A probe comes; its prompts are requests of the ids `probe-0`, .."""
-
-    probe: str
-    lengths: tuple[int, ...]
-    sites: tuple[ProbeSite, ...]
-    queries: tuple[int, int] | None
-    stride: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SetBasis:
-    """Project on these axes from now on."""
-
-    version: int
-    layers: tuple[int, ...]
-    mean: NDArray[np.float32]
-    """[layers, hidden]."""
-    axes: NDArray[np.float32]
-    """[layers, components, hidden]."""
-
-
-Said = BeginRun | ChangeRun | EndRun | BeginProbe | SetBasis
-
 
 Looked = Sequence[tuple[Tracked, Sequence[Read]]]
 """Who is looked at in a step, and what it reads of each."""
@@ -179,13 +124,18 @@ class CaptureSession:
         self._device = stage.cache.keys_LZTGD.device
         self._post = Post(self._device)
         self._tracked: dict[str, Tracked] = {}
+        self._ids: tuple[str, ...] = ()
+        self._touched: list[Tracked] = []
         self._step: _Step | None = None
         self._graphs = Graphs(enabled=self._device.type == "cuda" and stage.options.cuda_graphs)
         self._view: _View | None = None
+        self._checked: Recipe | None = None
+        """The last one that was found to fit the model."""
         self._sizes = Sizes(layers=self.share.num_layers, heads=self.share.num_heads)
 
     def attach(self, gang: Gang) -> None:
         """Hear the commands of rank 0, and watch the stage from now on."""
+        self._looker.warm_up()
         gang.handle(TOPIC, self.handle)
         self._stage.watcher = self
 
@@ -216,13 +166,20 @@ class CaptureSession:
             header["layout"] = {"tensor": share.tensor_size, "pipeline": share.pipeline_size}
         return Frame(FrameType.SCOPE_PUBLISHER, header)
 
+    @property
+    def waits_for_device(self) -> bool:
+        """The thread of the engine does in each step; on a CPU it computes itself."""
+        return self._device.type == "cuda"
+
     def check(self, capture: Capture) -> None:
         """Raise what a run with this capture would raise: PlanError or ExpressionError. From any thread."""
-        if (recipe := recipe_of(capture)) is not None:
+        if (recipe := recipe_of(capture)) is not None and recipe != self._checked:
             Pixels(recipe, self.share, torch.device("cpu"))
+            self._checked = recipe
 
     def handle(self, said: Said) -> None:
         """A command of rank 0, at a step border."""
+        self._ids = ()
         match said:
             case BeginRun():
                 self.begin_run(said.run, said.capture, said.lengths)
@@ -238,6 +195,7 @@ class CaptureSession:
 
     def begin_run(self, run: str, capture: Capture, lengths: Sequence[int]) -> None:
         """Look at the samples `run-0`, .. with prompts of these lengths, from the next step on."""
+        self._ids = ()
         self._tracked[run] = tracked_run(run, capture, lengths, self._sizes)
 
     def change(self, run: str, capture: Capture) -> None:
@@ -247,6 +205,7 @@ class CaptureSession:
 
     def end_run(self, run: str) -> None:
         """Look no more; unknown runs are fine."""
+        self._ids = ()
         self._tracked.pop(run, None)
         self._looker.drop(run)
         if not self._tracked:
@@ -274,10 +233,10 @@ class CaptureSession:
 
     def begin(self, sight: Sight) -> Hashable:
         """What of this step is looked at; None: nothing."""
-        self._post.before_step()
         plan = sight.plan
-        owners = {run_of(segment.request_id)[0] for segment in plan.segments} if self._tracked else set()
-        touched = [one for name, one in self._tracked.items() if name in owners]
+        # A decode step writes what the one before the last held; of what the last one held it writes nothing.
+        self._post.before_step(but=1 if plan.decode else 0)
+        touched = self._touched_by(plan) if self._tracked else []
         looked = [one for one in touched if one.is_probe or one.recipe is not None]
         if not looked:
             self._read(touched, plan)
@@ -287,6 +246,14 @@ class CaptureSession:
             return self._begin_decode(sight, touched, looked)
         self._begin_prefill(sight, self._read(touched, plan))
         return "prompts"
+
+    def _touched_by(self, plan: Plan) -> list[Tracked]:
+        """Whose tokens a plan reads: mostly of the same as the last one."""
+        ids = tuple([segment.request_id for segment in plan.segments])
+        if ids != self._ids:
+            owners = {run_of(one)[0] for one in ids}
+            self._ids, self._touched = ids, [one for name, one in self._tracked.items() if name in owners]
+        return self._touched
 
     def _read(self, touched: Sequence[Tracked], plan: Plan) -> Looked:
         """Note what a plan reads; of runs that look at nothing the hub hears at once that this rank has none of it."""
@@ -339,7 +306,7 @@ class CaptureSession:
         self._seen.look(view.sites)
         self._seen.begin(view.picks, {})
         attended = bucket(max(segment.end for segment in sight.plan.segments), self._looker.most_keys)
-        places = self._looker.set_pins(view.pins, view.most_pins)
+        places = self._looker.set_pins(view.pins, view.most_pins, self._post.beside)
         self._step = _Step(
             sight=sight,
             touched=touched,
@@ -377,7 +344,9 @@ class CaptureSession:
             works.append(Work(tracked=one, reads=reads, told=part, rows=span, tokens_U=tokens_U))
             place += len(part)
         self._seen.look(self._sites(tracked))
-        picks: dict[str, torch.Tensor | None] = dict.fromkeys(self._seen.names, tokens_U)
+        # Where all tokens are told, what the modules gave is kept as it is.
+        are_all = [row.token for part in rows for row in part] == list(range(sight.rows))
+        picks: dict[str, torch.Tensor | None] = dict.fromkeys(self._seen.names, None if are_all else tokens_U)
         picks[QUERIES.name] = None
         logit_tokens, logit_rows = _logit_rows(sight, rows)
         picks[probe.LOGITS] = self._to_device(torch.tensor(logit_tokens, dtype=torch.int64))

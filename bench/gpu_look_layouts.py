@@ -1,0 +1,191 @@
+"""Looking at a model on several GPUs of a host: what the ranks of every layout tell, beside what one GPU tells.
+
+    python bench/gpu_look_layouts.py --gpus 2 --out gpu_look_layouts.json
+
+Each layout generates in fp32 over NCCL with CUDA graphs, first with nobody who looks, then looked at, with pinned
+heads. Tokens must be equal in all of them; the numbers of prompts and steps, merged as the hub merges them, must agree
+with those of one GPU within 1e-3 of the largest number of their kind, codes within one code. Pictures of heads are left
+out. Without GPUs the same over gloo: give --layers 2 --hidden 64 --gpus 2.
+"""
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_generate_layouts import LAYOUTS, MODEL, VOCABULARY, requests
+
+from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
+from megatronapp_common.frames import FrameType, decode, encode
+from megatronapp_common.scope.protocol import Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_trainer.config import parse
+from megatronapp_trainer.device import prepare_device
+from megatronapp_trainer.generate.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.generate.engine import Engine
+from megatronapp_trainer.generate.events import TokenEvent
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.generate.stage import Options
+from megatronapp_trainer.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.scope.leader import ScopeLeader
+from megatronapp_trainer.scope.publisher import Job
+from megatronapp_trainer.scope.session import CaptureSession
+
+RUN = "0" * 12
+TOLERANCE = 1e-3
+"""Of the largest number of a tensor."""
+
+
+def work(options: argparse.Namespace) -> None:
+    """One rank of one layout."""
+    tensor, pipeline = LAYOUTS[options.layout]
+    shape = f"--num-layers {options.layers} --hidden-size {options.hidden}"
+    groups = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
+    config = parse(f"{MODEL} {shape} {groups}".split())
+    layout = generation_layout(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    model = build_model(config, layout, device, vocab_size=VOCABULARY)
+    limits = Options(slots=8, capacity=512, prefill_chunk=128, fuse=False)
+    gang = open_gang(model, config, layout, device, limits, vocab_size=VOCABULARY)
+    jobs: list[Job] = []
+    session = CaptureSession(gang.stage, attempt=0, sink=jobs.append)
+    session.attach(gang)
+    tokens: list[list[list[int]]] = []
+    if layout.rank == 0:
+        engine = Engine(gang)
+        leader = ScopeLeader(engine, session, jobs.append)
+        tokens = [generated(engine, leader, look=look) for look in (False, True, True)]
+        engine.close()
+    else:
+        gang.follow()
+    if device.is_cuda:
+        torch.cuda.synchronize()
+    assert all(job.ready() for job in jobs)
+    frames = [encode(frame) for job in jobs for one in job.split() for frame in one.build()]
+    answer = {"tp": layout.tensor_rank, "tokens": tokens, "frames": frames}
+    options.out.with_name(f"rank{layout.rank}").write_bytes(pickle.dumps(answer))
+    destroy_groups()
+
+
+def generated(engine: Engine, leader: ScopeLeader, *, look: bool) -> list[list[int]]:
+    """Tokens of all requests, which are pure functions of their seeds."""
+    wanted: list[GenerationRequest] = requests()
+    if look:
+        leader.set_basis(basis(leader._session.share.num_layers, leader._session.share.hidden))
+        pinned = [{"layer": layer, "head": head} for layer, head in ((0, 0), (1, 7), (1, 3))]
+        wanted = leader.begin_run(RUN, Capture.model_validate({"pinned": pinned}), wanted)
+    tokens: dict[str, list[int]] = {request.id: [] for request in wanted}
+    engine.submit(*wanted)
+    while engine.is_busy:
+        events = engine.step()
+        leader.observe(events)
+        for event in events:
+            if isinstance(event, TokenEvent):
+                tokens[event.request_id].append(event.token)
+    return list(tokens.values())
+
+
+def basis(layers: int, hidden: int) -> Any:  # noqa: ANN401 - Frame
+    source = np.random.default_rng(0)
+    mean = source.standard_normal((layers, hidden), dtype=np.float32)
+    axes = source.standard_normal((layers, 8, hidden), dtype=np.float32)
+    header = {"version": 1, "layers": list(range(layers))}
+    return frame_of(FrameType.SCOPE_BASIS, header, [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)])
+
+
+def run_layout(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
+    """Start the ranks of a layout; what each of them wrote."""
+    world = LAYOUTS[name][0] * LAYOUTS[name][1]
+    with tempfile.TemporaryDirectory() as directory, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+        probe.close()
+        shared = os.environ | {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, __file__, "--layers", str(options.layers), "--hidden", str(options.hidden)]
+        command += ["--layout", name, "--out", str(pathlib.Path(directory) / "out")]
+        ranks = [
+            subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+            for rank in range(world)
+        ]
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit(f"layout {name} failed")
+        return [pickle.loads(pathlib.Path(directory, f"rank{rank}").read_bytes()) for rank in range(world)]
+
+
+def tables(answers: list[dict[str, Any]], layers: int) -> dict[tuple[int, str], Table]:
+    """Numbers of the last run, by step and name, as the hub merges them."""
+    pieces: dict[tuple[int, str], list[Piece]] = collections.defaultdict(list)
+    for answer in answers:
+        frames = [decode(data) for data in answer["frames"]]
+        parts = [frame for frame in frames if frame.type == FrameType.SCOPE_PART]
+        for frame in parts[len(parts) // 2 :]:  # both looked runs tell the same
+            for piece in pieces_of(frame, answer["tp"]):
+                name = piece.tensor.name
+                pinned = f" {piece.layers} {piece.span}" if name == "attention" else ""
+                if name != "atlas":
+                    pieces[frame.header["step"], name + pinned].append(piece)
+    return {key: merge(found, layers=None if " " in key[1] else layers) for key, found in pieces.items()}
+
+
+def worst(ours: dict[tuple[int, str], Table], theirs: dict[tuple[int, str], Table]) -> dict[str, float]:
+    """Largest difference of each tensor: in parts of its largest number, or in codes."""
+    if set(ours) != set(theirs):
+        raise SystemExit(f"other tensors: {sorted(set(ours) ^ set(theirs))[:4]}")
+    out: dict[str, float] = collections.defaultdict(float)
+    for key, table in theirs.items():
+        mine, name = ours[key], key[1].partition(" ")[0]
+        if mine.rows != table.rows or mine.data.shape != table.data.shape:
+            raise SystemExit(f"{key}: {mine.data.shape} of {len(mine.rows)} rows, not {table.data.shape}")
+        apart = float(np.abs(mine.data.astype(float) - table.data.astype(float)).max())
+        unit = 1.0 if table.data.dtype.kind != "f" else max(float(np.abs(table.data).max()), 1e-9)
+        out[name] = max(out[name], apart / unit)
+    return dict(out)
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    names = [name for name, (tensor, pipeline) in LAYOUTS.items() if tensor * pipeline <= options.gpus]
+    rows: dict[str, Any] = {}
+    one = run_layout(options, "one")
+    wanted = tables(one, options.layers)
+    for name in names:
+        answers = one if name == "one" else run_layout(options, name)
+        equal = all(tokens == one[0]["tokens"][0] for tokens in answers[0]["tokens"])
+        apart = worst(tables(answers, options.layers), wanted)
+        rows[name] = {"tokens_equal": equal, "tensors": len(wanted), "largest_differences": apart}
+        print(f"{name}: tokens {'equal' if equal else 'DIFFER'}, {json.dumps(apart)}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 1))
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_look_layouts.json"))
+    parser.add_argument("--layout", choices=tuple(LAYOUTS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.layout is not None:
+        work(options)
+        return 0
+    rows = compare(options)
+    options.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    limits = [
+        value <= (1 if name == "attention" else TOLERANCE)
+        for row in rows.values()
+        for name, value in row["largest_differences"].items()
+    ]
+    return int(not all(limits) or not all(row["tokens_equal"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

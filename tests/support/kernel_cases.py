@@ -1,0 +1,68 @@
+"""The kernels of MegaScope beside plain torch. Where there is no GPU, run with TRITON_INTERPRET=1."""
+
+import os
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.scope import attention
+from megatronapp_trainer.scope.attention import Rule
+from megatronapp_trainer.scope.look import MEASURES, codes
+
+CASES = (
+    # layers, sequences, heads, key heads, channels, keys, window
+    (2, 3, 4, 2, 8, 100, None),
+    (1, 2, 4, 4, 24, 130, 17),
+    (2, 1, 6, 1, 32, 64, None),
+    (3, 2, 2, 2, 128, 70, 0),
+)
+
+
+def check(kernels: Any, sizes: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    layers, batch, heads, groups, channels, length, window = sizes
+    source = torch.Generator().manual_seed(length)
+    cache = torch.randn((layers, batch + 1, length + 1, groups, channels), generator=source).to(device, dtype)
+    query = (torch.randn((layers, batch, heads, channels), generator=source) * 2).to(device, dtype)
+    positions = torch.randint(0, length, (batch,), generator=source).to(device)
+    positions[0] = length - 1 if batch == 1 else 0
+    keys, rule = cache[:, :batch, :length], Rule(scale=channels**-0.5, window=window)
+    chances = attention.probabilities(query[:, :, None], keys, positions[:, None], rule)
+    wanted = attention.head_measures(chances, positions[:, None], rule)
+    planes = kernels.head_measures(query, keys, positions, rule)
+    for name, plane in zip(MEASURES, planes, strict=True):
+        torch.testing.assert_close(plane.transpose(0, 1), wanted[name].squeeze(2), atol=1e-5, rtol=1e-5)
+    pins = torch.tensor([[0, layers - 1], [heads - 1, 0], [groups - 1, 0]], device=device)
+    rows = torch.stack([chances[0, :, heads - 1, 0], chances[layers - 1, :, 0, 0]])
+    apart = kernels.pinned_codes(query, keys, positions, pins, rule).int() - codes(rows).int()
+    assert apart.abs().max() <= 1, "of codes that stand for 1/255 of a root"
+    assert (apart != 0).float().mean() <= 0.02
+
+
+def let_the_interpreter_loop() -> None:
+    """NumPy takes an array of one number no more for an index, which the interpreter of Triton 3.6 counts on."""
+    from triton.runtime import interpreter
+
+    before = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        before(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def main() -> None:
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        assert os.environ["TRITON_INTERPRET"] == "1"
+        let_the_interpreter_loop()
+    from megatronapp_trainer.scope import kernels
+
+    for sizes in CASES:
+        for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):
+            check(kernels, sizes, dtype, torch.device("cuda" if has_gpu else "cpu"))
+            print("agree:", sizes, dtype, flush=True)
+
+
+if __name__ == "__main__":
+    main()

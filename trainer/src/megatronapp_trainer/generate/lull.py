@@ -1,0 +1,24 @@
+"""When the thread that drives the device leaves the interpreter to others.
+
+Python runs one thread at a time. Whoever works while the next step is being launched lets the device wait; whoever
+works while the thread of the engine waits for the device costs nothing. Threads that may choose ask here.
+"""
+
+from collections.abc import Callable
+
+
+class Lull:
+    """A context manager of the thread of the engine: within it that thread waits for the device or for other ranks."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.listeners: list[Callable[[], None]] = []
+        """Called when one begins, by the thread of the engine: they only wake others."""
+
+    def __enter__(self) -> None:
+        self.is_on = True
+        for listener in self.listeners:
+            listener()
+
+    def __exit__(self, *_: object) -> None:
+        self.is_on = False

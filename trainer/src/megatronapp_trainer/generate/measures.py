@@ -1,0 +1,181 @@
+"""What a distribution tells of a token beside it, computed and copied while the next step goes on.
+
+Nobody needs these numbers to generate, so nobody waits for them: on a GPU they are made on a stream of their own.
+Shapes as in `sampling`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.generate.graph import Graphs
+
+Numbers: TypeAlias = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measures:
+    """What a whole distribution tells; nothing filtered."""
+
+    entropy: float
+    """At temperature 1, in nats."""
+    partition: Numbers
+    """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
+    tokens: Numbers
+    """The likeliest ones, from the first on; whole numbers."""
+    logprobs: Numbers
+
+    @property
+    def count(self) -> int:
+        """Of tokens."""
+        return len(self.tokens)
+
+    def ready(self) -> bool:
+        """They are here."""
+        return True
+
+    def get(self) -> "Measures":
+        """They."""
+        return self
+
+
+class Measured(Protocol):
+    """Measures that are here, or will be."""
+
+    @property
+    def count(self) -> int:
+        """Of tokens that they tell."""
+
+    def ready(self) -> bool:
+        """They can be had without waiting."""
+
+    def get(self) -> Measures:
+        """They; waits for the device where they are not ready. From any thread."""
+
+
+class Measurer:
+    """Launches the measures of steps on one device, as CUDA graphs where `graphs`."""
+
+    def __init__(self, *, graphs: bool = False) -> None:
+        self._graphs = Graphs(enabled=graphs)
+        self._logits: dict[int, torch.Tensor] = {}
+        """By number of rows: what the graphs read."""
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None
+
+    def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[Measured | None]:
+        """For each row of logits as many likeliest tokens as are wanted, or nothing where 0 are. Waits for nothing."""
+        rows = [row for row, count in enumerate(wanted) if count]
+        if not rows:
+            return [None] * len(wanted)
+        if len(rows) < len(wanted):
+            logits_RV = logits_RV.index_select(0, _to_device(torch.tensor(rows), logits_RV.device))
+        most = max(wanted)
+        if logits_RV.is_cuda:
+            table = self._beside(logits_RV, most)
+        else:
+            table = _Table(_columns(logits_RV.float(), most), None, most)
+        places = {row: place for place, row in enumerate(rows)}
+        return [_Row(table, places[row], count) if count else None for row, count in enumerate(wanted)]
+
+    def _beside(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+        """From a copy: the next step writes over the logits."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
+        if self._last is not None:  # it reads the copy of the last step
+            torch.cuda.current_stream().wait_event(self._last)
+        count = logits_RV.size(0)
+        copy_RV = self._copy(logits_RV)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            columns = self._graphs.run(None, (copy_RV.size(0), most), lambda: _columns(copy_RV, most))[:count]
+            host = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
+            host.copy_(columns, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._last = event
+        return _Table(host, event, most)
+
+    def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """In fp32, as the first rows of a power of two of them."""
+        rows = 1 << (logits_RV.size(0) - 1).bit_length()
+        if rows not in self._logits:
+            self._logits[rows] = torch.zeros((rows, logits_RV.size(1)), device=logits_RV.device)
+        self._logits[rows][: logits_RV.size(0)].copy_(logits_RV)
+        return self._logits[rows]
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class _Table:
+    """The measures of all rows of a step, on the host when `ready`."""
+
+    def __init__(self, columns: torch.Tensor, event: "torch.cuda.Event | None", most: int) -> None:
+        self._columns = columns
+        self._event = event
+        self._most = most
+
+    def ready(self) -> bool:
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
+            return False
+        self._event = None
+        return True
+
+    def measures(self, row: int, count: int) -> Measures:
+        if (event := self._event) is not None:
+            event.synchronize()
+        numbers, most = self._columns.numpy()[row], self._most
+        return Measures(
+            tokens=numbers[:count],
+            logprobs=numbers[most : most + count],
+            entropy=float(numbers[2 * most]),
+            partition=numbers[2 * most + 1 :],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a table."""
+
+    table: _Table
+    row: int
+    count: int
+
+    def ready(self) -> bool:
+        return self.table.ready()
+
+    def get(self) -> Measures:
+        return self.table.measures(self.row, self.count)
+
+
+def _columns(logits_RV: torch.Tensor, most: int) -> torch.Tensor:
+    """fp64, which holds every token exactly: [R, tokens, their log-probabilities, entropy, partition sums]."""
+    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+    best_RK, token_RK = logits_RV.topk(most, dim=1)
+    parts = (token_RK, best_RK - total_R1, _entropy(logits_RV, total_R1), _partition(logits_RV))
+    return torch.cat([part.double() for part in parts], 1)
+
+
+def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
+    """[R, 1], in nats."""
+    logs_RV = logits_RV - total_R1
+    return -(logs_RV.exp() * logs_RV).sum(1, keepdim=True)
+
+
+def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[R, temperatures]."""
+    return (logits_RV[:, None] * _inverse_temperatures(logits_RV.device)).logsumexp(2)
+
+
+@functools.cache
+def _inverse_temperatures(device: torch.device) -> torch.Tensor:
+    """fp32 [temperatures, 1]."""
+    return torch.tensor(TEMPERATURES, device=device).reciprocal()[:, None]
