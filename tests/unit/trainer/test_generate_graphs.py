@@ -77,3 +77,14 @@ def test_without_graphs_everything_is_computed() -> None:
     results = iter(range(3))
     assert [graphs.run("a", 1, lambda: next(results)) for _ in range(3)] == [0, 1, 2]
     assert captures.pools == []
+
+
+def test_turns_of_a_family_share_no_memory_and_go_together() -> None:
+    captures, gone = Captures(), list[Any]()
+    graphs = Graphs(enabled=True, forget=gone.append, capture=captures)
+    for turn in (0, 1, 0, 1):
+        assert graphs.run("a", 1, functools.partial(tuple, (turn,)), turn=turn) == (turn,)
+    graphs.run("a", 2, tuple, turn=1)
+    assert captures.pools == [None, None, 2]
+    graphs.drop(lambda _family: True)
+    assert gone == ["a"]

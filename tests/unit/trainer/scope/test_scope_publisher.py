@@ -2,6 +2,7 @@
 
 import asyncio
 import pathlib
+import select
 import socket
 import tempfile
 import threading
@@ -18,6 +19,8 @@ from megatronapp_analyzer.hub.scope.numbering import Numbering, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_trainer.generate.lull import Lull
+from megatronapp_trainer.scope import publisher as publishing
 from megatronapp_trainer.scope.publisher import (
     BOUND_BYTES,
     FRAME_COST,
@@ -346,3 +349,22 @@ async def test_through_the_agent_a_hub_that_is_late_gets_a_whole_probe_and_hears
     assert not probe.dropped
     dropped = [number for number, step in steps.items() if step.dropped]
     assert 0 < len(dropped) == one.dropped and 29 not in dropped
+
+
+def test_it_works_in_lulls_or_where_it_falls_behind(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "_LULL_S", 600)
+    lull = Lull()
+    one = Publisher(path, HELLO, lull=lull)
+    with listening(path) as listener:
+        one.start()
+        for number in range(publishing._MOST_BEHIND + 4):
+            one.post(Step(number, body=1))
+        with accepted(listener) as peer:
+            assert read(peer).header == {"rank": 3}
+            assert [read(peer).header["step"] for _ in range(4)] == list(range(4))
+            assert not select.select([peer], [], [], 0)[0]
+            with lull:
+                assert [read(peer).header["step"] for _ in range(8)] == list(range(4, 12))
+            one.post(Step(12, body=1))
+            one.close()  # what is left goes without one
+            assert read(peer).header["step"] == 12
