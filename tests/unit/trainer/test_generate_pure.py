@@ -17,7 +17,7 @@ from megatronapp_trainer.generate.measures import Measurer
 from megatronapp_trainer.generate.plan import Output, Sampling
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.sampling import _kept, choose, gumbel_noise, noise_keys, read
-from megatronapp_trainer.generate.sequences import Board
+from megatronapp_trainer.generate.sequences import MOST_AHEAD, Board
 from megatronapp_trainer.generate.text import TextStream
 
 
@@ -231,6 +231,25 @@ def test_the_background_waits_behind_all_others_and_each_kind_in_its_order(calls
         line.add(*(GenerationRequest(id=str(next(ids)), prompt=(1,), is_background=kind) for kind in call))
     wanted = [str(place) for kind in (False, True) for place, one in enumerate(kinds) if one is kind]
     assert [one.id for one in line.waiting] == wanted
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_the_background_waits_for_so_many_and_no_more(kinds: list[bool]) -> None:
+    line = Board(slots=1, prefill_chunk=4, most_waiting=64)
+    line.add(*(GenerationRequest(id=str(place), prompt=(1,), is_background=kind) for place, kind in enumerate(kinds)))
+    ahead, seen = 0, []
+    while line.waiting:
+        waits = any(one.is_background for one in line.waiting)
+        one = line.admit(None)
+        ahead = ahead + 1 if waits and not one.request.is_background else 0
+        assert ahead <= MOST_AHEAD
+        seen.append(one.request)
+        line.release(one)
+    for kind in (False, True):  # each kind in its order, and whoever is not of the background first
+        assert [int(one.id) for one in seen if one.is_background is kind] == [
+            place for place, one in enumerate(kinds) if one is kind
+        ]
+    assert not seen[0].is_background or all(kinds)
 
 
 def shape(**sizes: int) -> CacheShape:

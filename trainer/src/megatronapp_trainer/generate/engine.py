@@ -163,7 +163,7 @@ class Engine:
     def _admit(self) -> None:
         with self._lock:
             while self._board.next_admissible():
-                stops = self._board.waiting[0].stop_texts
+                stops = self._board.next_in_line.stop_texts
                 self._board.admit(None if self._decode is None else TextStream(self._decode, stops))
 
     def _told(self, planned: Planned, readings: tuple[Reading, ...]) -> list[Event]:

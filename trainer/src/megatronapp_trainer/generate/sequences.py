@@ -88,6 +88,10 @@ class Planned:
     rows: tuple[PlannedRow, ...]
 
 
+MOST_AHEAD = 8
+"""Requests that pass one of the background before its turn comes."""
+
+
 class Board:
     """Waiting requests in their order, and the sequences that have a slot."""
 
@@ -99,6 +103,8 @@ class Board:
         self._chunk = prefill_chunk
         self._most_waiting = most_waiting
         self._decoded_last = True
+        self._ahead = 0
+        """Requests that came to a slot while one of the background waited."""
 
     def add(self, *requests: GenerationRequest) -> None:
         """Put these at the end of the line, those of the background behind all others; or none of them.
@@ -134,11 +140,22 @@ class Board:
         """A request waits and a slot is free."""
         return bool(self.waiting and self._free)
 
+    @property
+    def next_in_line(self) -> GenerationRequest:
+        """Who is admitted next: the first in the line, or one of the background that let enough others go ahead."""
+        if self._ahead < MOST_AHEAD:
+            return self.waiting[0]
+        return next((one for one in self.waiting if one.is_background), self.waiting[0])
+
     def admit(self, text: TextStream | None) -> Sequence:
-        """Give the first in the line the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
+        """Give the next one the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
         slot = min(self._free)
         self._free.remove(slot)
-        sequence = Sequence(request=self.waiting.popleft(), slot=slot, text=text)
+        request = self.next_in_line
+        self.waiting.remove(request)
+        lets_wait = not request.is_background and any(one.is_background for one in self.waiting)
+        self._ahead = self._ahead + 1 if lets_wait else 0
+        sequence = Sequence(request=request, slot=slot, text=text)
         self.running.append(sequence)
         return sequence
 
