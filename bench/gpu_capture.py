@@ -50,6 +50,7 @@ from megatronapp_trainer.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.scope.commands import BeginRun
 from megatronapp_trainer.scope.leader import ScopeLeader
 from megatronapp_trainer.scope.open import SOCKET, Scope, open_scope
+from megatronapp_trainer.serve.looking import Looking
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""
@@ -78,6 +79,7 @@ class Ways:
         self.gang, self.engine = bench.open(batch)
         self.scope: Scope = open_scope(self.gang, folder, attempt=0)
         self.leader = ScopeLeader(self.engine, self.scope.session, self.scope.publisher.post)
+        self.looking = Looking(self.leader, self.engine.defer)
         self.leader.set_basis(self._basis())
         self.prompts = prompts_of(bench.options, batch).tolist()
         self._count = 0
@@ -105,7 +107,7 @@ class Ways:
         while self.engine.is_busy:
             events = self.engine.step()
             if way not in {"none", "idle"}:
-                self.leader.observe(events)
+                self.looking.observe(events)
             tokens += [event.token for event in events if isinstance(event, TokenEvent)]
         assert len(tokens) == self.batch * self.bench.options.new
         return tokens

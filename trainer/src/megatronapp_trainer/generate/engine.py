@@ -12,7 +12,7 @@
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatronapp_trainer.collective import says_lost_peer
@@ -110,8 +110,15 @@ class Engine:
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
+        with self._lock:
+            if self._has_work():
+                return True
         with self._gang.lull, self._work:
             return self._work.wait_for(self._has_work, timeout_s)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """In the thread of `step`: do this when no device waits for it any more; before long."""
+        self._gang.lull.defer(work)
 
     def _has_work(self) -> bool:
         return bool(self._board.waiting or self._board.running or self._commands)

@@ -14,8 +14,16 @@ class Lull:
         self.is_on = False
         self.listeners: list[Callable[[], None]] = []
         """Called when one begins, by the thread of the engine: they only wake others."""
+        self._deferred: list[Callable[[], None]] = []
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """In the thread of the engine: let it do this when the next step has been launched, before it waits."""
+        self._deferred.append(work)
 
     def __enter__(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for work in deferred:
+            work()
         self.is_on = True
         for listener in self.listeners:
             listener()

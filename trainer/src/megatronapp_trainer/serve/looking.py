@@ -5,25 +5,30 @@ Loaded only where there is a hub to look for.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from megatronapp_common import frames
 from megatronapp_common.errors import CommonError
 from megatronapp_common.scope.protocol_requests import Capture, Probe
-from megatronapp_trainer.generate.events import Event, FinishedEvent
+from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.errors import CaptureError
 from megatronapp_trainer.scope.leader import ScopeLeader, TextOf
 from megatronapp_trainer.serve.problems import SEE, ApiError
 
+Defer: TypeAlias = Callable[[Callable[[], None]], None]
+
 
 class Looking:
     """What all ranks look at. Methods that take something of people raise ApiError."""
 
-    def __init__(self, leader: ScopeLeader) -> None:
+    def __init__(self, leader: ScopeLeader, defer: Defer | None = None) -> None:
+        """`defer`: what does work of the engine's thread later; None: nothing is put off."""
         self._leader = leader
+        self._defer = defer
         self._lock = threading.RLock()
+        self._later: list[Sequence[Event]] = []
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -76,9 +81,19 @@ class Looking:
             self._leader.run_state(header)
 
     def observe(self, events: Sequence[Event]) -> None:
-        """What a step of the engine gave."""
+        """What a step of the engine gave. Mere tokens are told when the next step is under way, ends at once."""
         with self._lock:
-            self._leader.observe(events)
+            self._later.append(events)
+            if self._defer is None or not events or not all(isinstance(event, TokenEvent) for event in events):
+                self._tell_all()
+            elif len(self._later) == 1:
+                self._defer(self._tell_all)
+
+    def _tell_all(self) -> None:
+        with self._lock:
+            later, self._later = self._later, []
+            for events in later:
+                self._leader.observe(events)
 
 
 @contextlib.contextmanager

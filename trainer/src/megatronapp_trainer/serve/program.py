@@ -183,7 +183,7 @@ class Front:
         from megatronapp_trainer.scope.leader import ScopeLeader
         from megatronapp_trainer.serve.looking import Looking
 
-        looking = Looking(ScopeLeader(engine, scope.session, scope.publisher.post))
+        looking = Looking(ScopeLeader(engine, scope.session, scope.publisher.post), engine.defer)
         self.app.state.runs.looking = looking
         self.desk.observers.append(looking.observe)
 
