@@ -23,7 +23,8 @@ from typing import IO
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PYTEST = [sys.executable, "-m", "pytest"]
+PYTEST = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--rootdir", "."]
+"""Left to itself pytest looks for its settings above the folder of `--lane`, too."""
 SETTINGS = ["-p", "no:cacheprovider", "-o", "console_output_style=classic"]
 """Lanes do not know how many tests the other ones ran; nor do they share the list of those that failed."""
 ALONE = "tests/e2e"
@@ -119,7 +120,7 @@ def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
     """Run these tests, or everything that need not be alone; what went wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        command = [*PYTEST, "-p", "scripts.test_lanes", "--lane", name, "--ignore", ALONE, *SETTINGS, *paths]
+        command = [*PYTEST, "-p", "scripts.test_lanes", f"--lane={name}", f"--ignore={ALONE}", *SETTINGS, *paths]
         lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(count)]
         printers = [
             threading.Thread(target=pass_on, args=(lane.stdout, number), daemon=True)
