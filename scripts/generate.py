@@ -172,6 +172,7 @@ def scope_frames() -> dict[str, Frame]:
     part = [signed[0] | {"site": "q", "layers": [0], "heads": [0, 3], "replicated": False}]
     pixels = np.array([-127, 0, 127], np.int8).tobytes().ljust(8, b"\0") + np.array([0.5], "<f4").tobytes()
     values = np.array([[0.5, -1.5]], "<f4").tobytes()
+    tile = [{"n": "1,0", "c": "u8s", "s": [1, 3], "o": 0}]
     exact = [{"n": "residual", "c": "f32", "s": [1, 2], "o": 0}]
     publisher = {"rank": 0, "attempt": 0, "coordinates": {"tp": 0, "pp": 0, "dp": 0}, "layers": [0, 4]}
     tokens = {"run": run, "step": 1, "ids": [17], "texts": ["\u00fc"]}
@@ -210,6 +211,11 @@ def scope_frames() -> dict[str, Frame]:
             kinds.SCOPE_VALUES, {"run": run, "site": "residual", "sample": 0, "layer": 3, "tensors": exact}, values
         ),
         "scope-basis": Frame(kinds.SCOPE_BASIS, {"version": 1, "layers": [0], "tensors": exact}, values),
+        "scope-tiles": Frame(
+            kinds.SCOPE_TILES,
+            {"run": run, "sample": 0, "layer": 3, "head": 1, "level": 0, "tensors": tile},
+            codes.tobytes().ljust(8, b"\0"),
+        ),
     }
 
 

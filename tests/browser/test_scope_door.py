@@ -15,6 +15,9 @@ import pytest
 import scope_hub
 import scope_session
 
+from megatronapp_common import frames
+from megatronapp_common.scope.protocol import unpack
+
 pytestmark = pytest.mark.browser
 ROOT = pathlib.Path(__file__).parents[2]
 NAMESPACE = "team"
@@ -100,8 +103,9 @@ def test_a_viewer_sees_attention_and_probabilities_and_takes_the_numbers_home(pa
     np.testing.assert_array_equal(npy[: len(exact), : exact.shape[1]], exact)
     lines = saved(page, f"Layer {LAYER}, head {HEAD}", "CSV").decode().splitlines()
     assert len(lines) > len(exact)
-    (tile, *_) = (answer for answer in answers if "/attention/" in answer.url)
-    assert (tile.status, tile.headers["x-tile-shape"]) == (200, f"{len(exact)},{len(exact)}")
+    (answer, *_) = (answer for answer in answers if "/attention/" in answer.url)
+    (tile,) = unpack(frames.decode(answer.body()))
+    assert (answer.status, tile.name, tile.data.shape) == (200, "0,0", (len(exact), len(exact)))
     (table, *_) = (answer for answer in answers if "format=csv" in answer.url)
     assert table.headers["content-disposition"].startswith("attachment;")
     page.keyboard.press("3")

@@ -17,7 +17,7 @@ class Size(NamedTuple):
 
 
 class Short(NamedTuple):
-    """A bucket without a turn, and after how many whole seconds it has one."""
+    """A bucket with too few turns, and after how many whole seconds it has enough."""
 
     key: str
     wait_s: int
@@ -34,15 +34,18 @@ class Buckets:
     def __len__(self) -> int:
         return len(self._spent)
 
-    def take(self, wanted: Mapping[str, Size], now_s: float) -> Short | None:
-        """One turn of each key; of none, if one of them has none left: the first such, and how long to wait."""
+    def take(self, wanted: Mapping[str, Size], now_s: float, turns: int = 1) -> Short | None:
+        """So many turns of each key; of none, if one of them has too few left: the first such, and how long to wait.
+
+        More turns than a burst are never there.
+        """
         spent = {key: self._spent_of(key, size, now_s) for key, size in wanted.items()}
         for key, size in wanted.items():
-            short = spent[key] + 1 - size.burst
+            short = spent[key] + turns - size.burst
             if short > SLACK:
                 return Short(key, max(1, math.ceil(short / size.per_s - SLACK)))
         for key in wanted:
-            self._spent[key] = (spent[key] + 1, now_s)
+            self._spent[key] = (spent[key] + turns, now_s)
             self._spent.move_to_end(key)
         while len(self._spent) > self._most:
             self._spent.popitem(last=False)

@@ -87,6 +87,8 @@ class FrameType(enum.IntEnum):
     """session file only: exact numbers."""
     SCOPE_BASIS = 49
     """hub -> rank 0: the basis to project on."""
+    SCOPE_TILES = 50
+    """hub -> page, over HTTP: tiles of one attention map."""
 
 
 # Types 32-63 belong to MegaScope: docs/scope-protocol.md.

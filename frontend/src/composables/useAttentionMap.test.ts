@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { effectScope, nextTick, shallowRef, type EffectScope } from "vue";
 import { ApiError } from "../api/client";
 import { codeAt } from "../scope/mapCells";
-import type { Tile, TilePlace } from "../scope/client";
+import type { HeadMap, Tile } from "../scope/client";
 import { SampleStore } from "../scope/sampleStore";
 import { TileStore } from "../scope/tileStore";
 import { useAttentionMap, type MapTarget } from "./useAttentionMap";
@@ -22,9 +22,9 @@ const target = (head: number): MapTarget => ({
 /** A hub that answers when it is told to. */
 class SlowHub {
   readonly asked: number[] = [];
-  private readonly waiting = new Map<number, (tile: Tile) => void>();
+  private readonly waiting = new Map<number, (tiles: Tile[]) => void>();
   private readonly failing = new Map<number, (error: ApiError) => void>();
-  tile = ({ head }: TilePlace): Promise<Tile> => {
+  tiles = ({ head }: HeadMap): Promise<Tile[]> => {
     this.asked.push(head);
     return new Promise((resolve, reject) => {
       this.waiting.set(head, resolve);
@@ -37,7 +37,7 @@ class SlowHub {
   }
   async answer(head: number): Promise<void> {
     const values = new Uint8Array(LENGTH * LENGTH).fill(head);
-    this.waiting.get(head)?.({ rows: LENGTH, columns: LENGTH, values });
+    this.waiting.get(head)?.([{ rows: LENGTH, columns: LENGTH, values }]);
     await vi.advanceTimersByTimeAsync(0);
   }
 }

@@ -51,12 +51,7 @@ const isOnItsWay = (asked: MapTarget | null, now: MapTarget): boolean =>
 async function fetchTiles(tiles: TileStore, { run, sample, layer, head, range, pixels, length }: MapTarget) {
   const size = Math.max(range.queryTo - range.queryFrom, range.keyTo - range.keyFrom);
   const level = levelFor(size, pixels);
-  const found = await Promise.all(
-    tilesOver(range, level).map(async (at) => ({
-      ...at,
-      tile: await tiles.get({ run, sample, layer, head, level, ...at }, length),
-    })),
-  );
+  const found = await tiles.get({ run, sample, layer, head, level }, tilesOver(range, level), length);
   return { level, found };
 }
 

@@ -1,15 +1,21 @@
 /** The hub's interface for runs: requests, tiles of attention, exact numbers. Failures are ApiErrors. */
 import { ApiError, type ApiClient } from "../api/client";
+import { decodeFrame } from "../wire/frames";
 import type { Capture, EarlyHello, RunHeader, RunRequest } from "./protocol";
+import { readTensors, type Tensor } from "./tensors";
 
 export type Format = "json" | "csv" | "npy";
 
-export interface TilePlace {
+/** The attention of a head, each cell the largest of 2^level x 2^level. */
+export interface HeadMap {
   readonly run: string;
   readonly sample: number;
   readonly layer: number;
   readonly head: number;
   readonly level: number;
+}
+
+export interface TileAt {
   readonly query: number;
   readonly key: number;
 }
@@ -35,7 +41,16 @@ export interface ValuePlace {
 /** Waits while numbers are brought are at least this long, whatever the hub says, and end after so many. */
 const SHORTEST_WAIT_MS = 50;
 const MOST_TRIES = 120;
+/** Tiles that one answer may have. */
+export const MOST_TILES = 16;
 const JSON_BODY = { "Content-Type": "application/json" };
+
+function tileOf(tensor: Tensor | undefined, name: string): Tile {
+  const [rows, columns] = tensor?.shape ?? [];
+  if (!(tensor?.data instanceof Uint8Array) || rows === undefined || columns === undefined)
+    throw new ApiError(0, `the hub sent no tile ${name}`, "Reload the page.");
+  return { rows, columns, values: tensor.data };
+}
 
 export type Wait = (ms: number, signal: AbortSignal | undefined) => Promise<void>;
 
@@ -81,16 +96,15 @@ export class ScopeClient {
     });
   };
 
-  /** A tile of attention; waits while a probe brings it. */
-  async tile(place: TilePlace, signal?: AbortSignal): Promise<Tile> {
-    const { run, sample, layer, head, level, query, key } = place;
-    const path = `scope/runs/${encodeURIComponent(run)}/attention/${sample}/${layer}/${head}/${level}/${query}/${key}`;
+  /** Tiles of attention, at most MOST_TILES, in the order of `at`; waits while probes bring them. */
+  async tiles(map: HeadMap, at: readonly TileAt[], signal?: AbortSignal): Promise<Tile[]> {
+    const { run, sample, layer, head, level } = map;
+    const names = at.map(({ query, key }) => `${query},${key}`);
+    const query = names.map((name) => `tile=${name}`).join("&");
+    const path = `scope/runs/${encodeURIComponent(run)}/attention/${sample}/${layer}/${head}/${level}?${query}`;
     const response = await this.brought(path, signal, { cache: "default" });
-    const [rows = 0, columns = 0] = (response.headers.get("X-Tile-Shape") ?? "").split(",").map(Number);
-    const values = new Uint8Array(await response.arrayBuffer());
-    if (rows * columns !== values.length)
-      throw new ApiError(0, `a tile of ${values.length} bytes says ${rows} x ${columns}`, "Reload the page.");
-    return { rows, columns, values };
+    const tensors = readTensors(decodeFrame(new Uint8Array(await response.arrayBuffer())));
+    return names.map((name) => tileOf(tensors.get(name), name));
   }
 
   /** Exact numbers of a site, of one position or of all; waits while a probe brings them. */

@@ -1,19 +1,12 @@
 /** The matrix behind a large attention map: tiles put side by side, and live rows added where they belong. */
 import { Mask, type Cells } from "../render/cells";
-import type { Tile } from "./client";
-import { TILE, type CellRange } from "./tileStore";
+import { TILE, type CellRange, type PlacedTile } from "./tileStore";
 
 /** Cell (0, 0) stands for query `queryFrom` and key `keyFrom`, and each cell for 2^level of both. */
 export interface MapPlace {
   readonly level: number;
   readonly queryFrom: number;
   readonly keyFrom: number;
-}
-
-export interface PlacedTile {
-  readonly query: number;
-  readonly key: number;
-  readonly tile: Tile;
 }
 
 const SMALLEST = 64;

@@ -11,6 +11,7 @@ export const ScopeFrame = {
   STATE: 46,
   PCA: 47,
   VALUES: 48,
+  TILES: 50,
 } as const;
 
 export interface Model {

@@ -1,8 +1,10 @@
 import fc from "fast-check";
 import { describe, expect, it, vi } from "vitest";
 import { ApiClient, errorText, type ApiError } from "../api/client";
-import { ScopeClient } from "./client";
+import { ScopeClient, type TileAt } from "./client";
+import { ScopeFrame } from "./protocol";
 import { SampleStore } from "./sampleStore";
+import { scopeFrame } from "./testFrames";
 import { levelFor, TileStore, tilesOver } from "./tileStore";
 import { candidateName, pieces, visibleText } from "./tokenText";
 
@@ -48,6 +50,10 @@ describe("texts of tokens", () => {
   });
 });
 
+const map = { run: "ab", sample: 0, layer: 3, head: 1, level: 0 };
+const u8s = (n: string, s: number[], ...values: number[]) =>
+  ({ n, c: "u8s", s, values: Uint8Array.from(values) }) as const;
+
 describe("tiles", () => {
   it("cover a range below the diagonal", () => {
     const whole = { queryFrom: 0, queryTo: 600, keyFrom: 0, keyTo: 600 };
@@ -64,23 +70,47 @@ describe("tiles", () => {
     ]);
   });
 
+  const tileAt = ({ query, key }: TileAt) => ({ rows: 1, columns: 1, values: Uint8Array.of(query, key) });
+  const asking = () => vi.fn(async (_: unknown, at: readonly TileAt[]) => Promise.resolve(at.map(tileAt)));
+  const view = (to: number) => tilesOver({ queryFrom: 0, queryTo: to, keyFrom: 0, keyTo: to }, 0);
+
   it("are fetched once, and again where the text has grown", async () => {
-    const tile = { rows: 1, columns: 1, values: Uint8Array.of(5) };
-    const ask = vi.fn(async () => Promise.resolve(tile));
-    const store = new TileStore({ tile: ask });
-    const place = { run: "r", sample: 0, layer: 0, head: 0, level: 0, query: 0, key: 0 };
-    await Promise.all([store.get(place, 10), store.get(place, 10)]);
-    expect(store.peek(place, 10)).toBe(tile);
-    await store.get(place, 11);
+    const ask = asking();
+    const store = new TileStore({ tiles: ask });
+    const [one, other] = await Promise.all([store.get(map, view(300), 300), store.get(map, view(300), 300)]);
+    expect(one).toEqual(view(300).map((at) => ({ ...at, tile: tileAt(at) })));
+    expect(other).toEqual(one);
+    expect(await store.get(map, view(300), 300)).toEqual(one);
+    expect(ask.mock.calls).toEqual([[map, view(300)]]);
+    await store.get(map, view(300), 301);
     expect(ask).toHaveBeenCalledTimes(2);
+  });
+
+  it("are asked for together, without those that are here, and no more at a time than the hub gives", async () => {
+    const ask = asking();
+    const store = new TileStore({ tiles: ask });
+    await store.get(map, view(300), 2000);
+    const found = await store.get(map, view(2000), 2000);
+    expect(ask.mock.calls.map(([, at]) => at.length)).toEqual([3, 16, 16, 1]);
+    expect(found.map(({ tile }) => [...tile.values])).toEqual(view(2000).map((at) => [at.query, at.key]));
+  });
+
+  it("are asked for again by who comes after a refusal", async () => {
+    const ask = asking().mockRejectedValueOnce(new Error("no"));
+    const store = new TileStore({ tiles: ask });
+    await expect(store.get(map, view(300), 300)).rejects.toThrow("no");
+    expect((await store.get(map, view(300), 300)).length).toBe(3);
   });
 });
 
 describe("ScopeClient", () => {
+  const tiles = (...given: ReturnType<typeof u8s>[]): Uint8Array<ArrayBuffer> =>
+    new Uint8Array(scopeFrame(ScopeFrame.TILES, map, given));
+
   it("waits while a probe brings the numbers", async () => {
     const answers = [
       new Response('{"probe": "x", "retryMs": 300}', { status: 202 }),
-      new Response(Uint8Array.of(1, 2), { headers: { "X-Tile-Shape": "1,2" } }),
+      new Response(tiles(u8s("2,1", [1, 2], 1, 2), u8s("0,0", [1, 1], 3))),
     ];
     const asked: string[] = [];
     const waits: number[] = [];
@@ -88,10 +118,16 @@ describe("ScopeClient", () => {
       async (url) => (asked.push(String(url)), Promise.resolve(answers.shift() as Response)),
     );
     const client = new ScopeClient(api, async (ms) => Promise.resolve(void waits.push(ms)));
-    const place = { run: "ab", sample: 0, layer: 3, head: 1, level: 0, query: 2, key: 1 };
-    expect(await client.tile(place)).toEqual({ rows: 1, columns: 2, values: Uint8Array.of(1, 2) });
+    const at = [
+      { query: 0, key: 0 },
+      { query: 2, key: 1 },
+    ];
+    expect(await client.tiles(map, at)).toEqual([
+      { rows: 1, columns: 1, values: Uint8Array.of(3) },
+      { rows: 1, columns: 2, values: Uint8Array.of(1, 2) },
+    ]);
     expect(waits).toEqual([300]);
-    expect(asked).toEqual(Array(2).fill("api/v1/scope/runs/ab/attention/0/3/1/0/2/1"));
+    expect(asked).toEqual(Array(2).fill("api/v1/scope/runs/ab/attention/0/3/1/0?tile=0,0&tile=2,1"));
   });
 
   it("hands on after how many seconds to come again, and the place before or after rotation", async () => {
@@ -116,12 +152,11 @@ describe("ScopeClient", () => {
     expect(asked[0]).toContain("rotary=before");
   });
 
-  it("refuses a tile that is not of its shape, and tells an error's body", async () => {
-    const wrong = new ApiClient(async () =>
-      Promise.resolve(new Response(Uint8Array.of(1), { headers: { "X-Tile-Shape": "2,2" } })),
-    );
-    const place = { run: "ab", sample: 0, layer: 0, head: 0, level: 0, query: 0, key: 0 };
-    await expect(new ScopeClient(wrong).tile(place)).rejects.toThrow("2 x 2");
+  it("refuses tiles that are not there or not of their shape, and tells an error's body", async () => {
+    const answers = [tiles(u8s("0,1", [1, 1], 1)), tiles(u8s("0,0", [4, 4], 1)), Uint8Array.of(1)];
+    const wrong = new ApiClient(async () => Promise.resolve(new Response(answers.shift() ?? null)));
+    for (const said of ["no tile 0,0", "tensor 0,0 ends at byte 16", "16 bytes"])
+      await expect(new ScopeClient(wrong).tiles(map, [{ query: 0, key: 0 }])).rejects.toThrow(said);
     const body = JSON.stringify({ code: "invalid", message: "no", hint: "", places: [{ column: 5 }] });
     const refused = new ApiClient(async () => Promise.resolve(new Response(body, { status: 422 })));
     await expect(new ScopeClient(refused).stop("ab")).rejects.toMatchObject({

@@ -21,6 +21,7 @@ from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.buckets import Size
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
 from megatronapp_common.tokens import Role, derive
 
@@ -85,6 +86,76 @@ async def test_tiles_are_the_models_attention(
         assert max(coarse.content) == expected.max()
         for outside in ("1/2/3/0/1/0", "1/2/9/0/0/0", "1/9/3/0/0/0", "5/2/3/0/0/0"):
             assert (await client.get(f"{RUNS}/{RUN}/attention/{outside}")).json()["code"] == "outside"
+
+
+async def test_tiles_of_one_answer_are_those_of_many(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        base = f"{RUNS}/{RUN}/attention/1/2/3/0"
+        answer = await brought(client, f"{base}?tile=0,0&tile=0,0")
+        sites = [body["sites"][0]["site"] for _, path, body in rank_zero.asked if path == "probes"]
+        assert sites.count("attention") == 1
+        frame = frames.decode(answer.content)
+        where = {name: frame.header[name] for name in ("run", "sample", "layer", "head", "level")}
+        assert (frame.type, where) == (
+            FrameType.SCOPE_TILES,
+            {"run": RUN, "sample": 1, "layer": 2, "head": 3, "level": 0},
+        )
+        (found,) = unpack(frame)
+        assert (found.name, found.code) == ("0,0", "u8s")
+        single = await client.get(f"{base}/0/0")
+        assert found.data.tobytes() == single.content
+        assert ",".join(map(str, found.data.shape)) == single.headers["x-tile-shape"]
+        assert answer.headers["cache-control"] == single.headers["cache-control"]
+        again = await client.get(f"{base}?tile=0,0", headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        known = hub.hub.scope.desk.runs[RUN]
+        known.header["state"], known.header["error"] = "failed", {"code": "engine-lost"}
+        grows = await client.get(f"{base}?tile=0,0")
+        assert grows.headers["cache-control"] == "private, no-cache", "rank 0 may come back, and the text go on"
+
+
+@pytest.mark.parametrize(("level", "names"), [(0, ["3,2", "0,0", "1,0", "3,3"]), (1, ["0,0", "1,1", "1,0"])])
+async def test_tiles_of_a_long_text_come_in_the_order_that_they_were_asked_in(
+    hub: Any, fake_job: Any, until: Any, level: int, names: list[str]
+) -> None:
+    async with shown(hub, fake_job, until) as client:
+        known = hub.hub.scope.desk.runs[RUN]
+        codes = np.random.default_rng(4).integers(0, 256, (900, 900), np.uint8)
+        known.tokens[0][900] = known.tokens[0][max(known.tokens[0])]
+        known.tokens[0] |= {place: known.tokens[0][900] for place in range(len(known.prompt_ids(0)), 900)}
+        for position, row in enumerate(codes):
+            known.attention.put((0, 0, 0), [position], row[None, : position + 1].copy())
+        base = f"{RUNS}/{RUN}/attention/0/0/0/{level}"
+        answer = await client.get(base, params={"tile": names})
+        found = unpack(frames.decode(answer.content))
+        assert [one.name for one in found] == names
+        for one in found:
+            single = await client.get(f"{base}/{one.name.replace(',', '/')}")
+            assert one.data.tobytes() == single.content
+        del known.attention.get((0, 0, 0))[899]
+        refused = await client.get(base, params={"tile": names})
+        assert (refused.status_code, refused.json()["code"]) == (404, "not-recorded")
+
+
+async def test_tiles_are_refused_as_one_tile_is_and_cost_as_much_as_each(
+    hub: Any, fake_job: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shown(hub, fake_job, until) as client:
+        for outside in ("1/2/3/0?tile=0,0&tile=1,0", "1/2/9/0?tile=0,0", "1/9/3/0?tile=0,0", "5/2/3/0?tile=0,0"):
+            answer = await client.get(f"{RUNS}/{RUN}/attention/{outside}")
+            assert (answer.status_code, answer.json()["code"]) == (404, "outside"), outside
+        base = f"{RUNS}/{RUN}/attention/0/1/2/0"
+        many = "&".join(f"tile=0,{key}" for key in range(17))
+        for wrong in ("", "?tile=", "?tile=0", "?tile=-1,0", "?tile=0,0,0", "?tile=0,1234567", f"?{many}"):
+            answer = await client.get(base + wrong)
+            assert (answer.status_code, answer.json()["code"]) == (422, "invalid-request"), wrong
+        assert (await client.get(f"{RUNS}/nothing/attention/0/1/2/0?tile=0,0")).json()["code"] == "no-such-run"
+        other = bearer(hub, Role.VIEWER) | {CALLER_HEADER: "jane"}
+        monkeypatch.setattr(hub.hub.scope, "requests", Size(burst=4, per_s=0.001))
+        two = [(await client.get(f"{base}?tile=0,0&tile=1,0", headers=other)).status_code for _ in range(3)]
+        assert two == [404, 404, 429]
 
 
 async def test_exact_numbers_in_three_forms(

@@ -23,6 +23,7 @@ READING = (
     ("GET", f"{SCOPE}/runs"),
     ("GET", RUN),
     ("GET", f"{RUN}/attention/{{sample}}/{{layer}}/{{head}}/{{level}}/{{q}}/{{k}}"),
+    ("GET", f"{RUN}/attention/{{sample}}/{{layer}}/{{head}}/{{level}}"),
     ("GET", f"{RUN}/values/{{site}}"),
     ("GET", f"{RUN}/session"),
 )
@@ -44,7 +45,7 @@ CHECKS = [
 ]
 CASES = {
     GenerationMode.POSITIVE: (*READING, *CHANGING),
-    GenerationMode.NEGATIVE: (*READING[3:5], CHANGING[0], CHANGING[1], CHANGING[3]),
+    GenerationMode.NEGATIVE: (*READING[3:6], CHANGING[0], CHANGING[1], CHANGING[3]),
 }
 
 

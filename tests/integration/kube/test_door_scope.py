@@ -19,7 +19,7 @@ from websockets.typing import Subprotocol
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.scope.protocol import SUBPROTOCOL
+from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
 from megatronapp_common.tokens import Role
 
 VIEWER, CONTROLLER = door.on_jobs("get", "list"), door.on_jobs("get", "list", "update")
@@ -91,6 +91,9 @@ def test_a_viewer_looks_at_everything(
         tile = client.get(f"{job.path}/scope/runs/{RUN}/attention/0/1/2/0/0/0")
         same = {"If-None-Match": tile.headers["etag"]}
         again = client.get(f"{job.path}/scope/runs/{RUN}/attention/0/1/2/0/0/0", headers=same)
+        several = client.get(f"{job.path}/scope/runs/{RUN}/attention/0/1/2/0", params={"tile": ["0,0"]})
+        known = {"If-None-Match": several.headers["etag"]}
+        unchanged = client.get(several.url.raw_path.decode(), headers=known)
         asked = {"layer": 1, "head": 2, "position": 3}
         values = {
             form: client.get(f"{job.path}/scope/runs/{RUN}/values/q", params={**asked, "format": form})
@@ -107,6 +110,9 @@ def test_a_viewer_looks_at_everything(
     assert tile.headers["content-type"] == "application/octet-stream"
     assert len(tile.content) == read * read
     assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tile.headers["etag"])
+    (one,) = unpack(frames.decode(several.content))
+    assert (one.name, one.data.tobytes()) == ("0,0", tile.content)
+    assert (several.headers["cache-control"], unchanged.status_code) == ("private, no-cache", 304)
     exact = recording.sites[0]["q"][3, 1, 2]
     np.testing.assert_array_equal(np.load(io.BytesIO(values["npy"].content)).ravel(), exact)
     assert values["csv"].headers["content-type"] == "text/csv; charset=utf-8"

@@ -33,6 +33,14 @@ def test_a_key_without_a_turn_takes_none_of_the_others() -> None:
     assert [buckets.take({"job": job}, 0) for _ in range(3)] == [None, None, Short("job", 10)]
 
 
+def test_what_costs_several_turns_takes_them_all_or_none() -> None:
+    buckets, size = Buckets(8), Size(4, 0.5)
+    assert buckets.take({"one": size}, 0, 3) is None
+    assert buckets.take({"one": size}, 0, 3) == Short("one", 4)
+    assert [buckets.take({"one": size}, 0) for _ in range(2)] == [None, Short("one", 2)]
+    assert buckets.take({"one": size}, 6, 3) is None
+
+
 def test_a_caller_that_is_refused_waits_no_longer_for_asking_again() -> None:
     buckets, size = Buckets(8), Size(1, 0.1)
     assert buckets.take({"one": size}, 0) is None

@@ -3,10 +3,12 @@
 import re
 import urllib.parse
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_analyzer.hub.scope import tiles
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_operator.door import live
@@ -29,6 +31,7 @@ WORDS = st.from_regex(re.compile(f"{Word}", re.ASCII), fullmatch=True)
         ("job", "", {JSON}, None),
         ("scope", "format=csv", {JSON}, None),
         (f"{RUN}/attention/0/1/2/0/0/0", "", {JSON, BYTES}, None),
+        (f"{RUN}/attention/0/1/2/0", "tile=0,0", {JSON, BYTES}, None),
         (f"{RUN}/session", "format=csv", {JSON, BYTES}, "0123456789ab.scope"),
         (f"{RUN}/values/q", "layer=1", {JSON}, None),
         (f"{RUN}/values/q", "format=json&format=csv", {JSON, CSV}, "0123456789ab-q.csv"),
@@ -40,6 +43,14 @@ WORDS = st.from_regex(re.compile(f"{Word}", re.ASCII), fullmatch=True)
 def test_what_may_come_back_is_said_by_the_path(path: str, query: str, types: set[str], file: str | None) -> None:
     kind = kind_of(path, query)
     assert (set(kind.types), kind.file) == (types, file)
+
+
+def test_as_many_bytes_pass_as_a_hub_sends_tiles() -> None:
+    names = [f"{99999 - place},{99999 - place}" for place in range(tiles.MAX_TILES)]
+    said = {"run": "0" * 64, "sample": 2**20, "layer": 2**20, "head": 2**20, "level": tiles.MAX_LEVEL}
+    largest = tiles.body(said, ((name, np.zeros((tiles.TILE, tiles.TILE), np.uint8)) for name in names))
+    assert len(largest) <= kind_of(f"{RUN}/attention/0/1/2/0").most < len(largest) + tiles.TILE**2
+    assert kind_of(f"{RUN}/attention/0/1/2/0/0/0").most == tiles.TILE**2
 
 
 @given(st.lists(WORDS, max_size=8).map("/".join), st.text(max_size=30))

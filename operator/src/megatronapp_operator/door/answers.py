@@ -15,6 +15,8 @@ SAID = {JSON: JSON, BYTES: BYTES, CSV: "text/csv; charset=utf-8"}
 """How the door calls the types that it lets through."""
 MAX_BYTES, MAX_TILE_BYTES, MAX_SESSION_BYTES = 256 << 20, 64 << 10, 1 << 30
 """Of an answer, of a tile (256 x 256), and of a recorded session: what a hub's ring holds, and exact numbers."""
+MAX_TILES_BYTES = 16 * MAX_TILE_BYTES + (4 << 10)
+"""Of 16 tiles in a frame, and its header."""
 TOTAL_S, SESSION_S = 120.0, 3600.0
 """So long may an answer take in all. None waits for more than half a minute for its next bytes."""
 ETAG = re.compile(r'(?:W/)?"[!#-~]{0,128}"')
@@ -23,6 +25,7 @@ SECONDS = re.compile(r"[0-9]{1,6}")
 _RUN = r"scope/runs/(?P<run>[^/]+)"
 _SESSION = re.compile(rf"{_RUN}/session")
 _TILE = re.compile(rf"{_RUN}/attention/.+")
+_TILES = re.compile(rf"{_RUN}/attention(?:/[^/]+){{4}}")
 _VALUES = re.compile(rf"{_RUN}/values/(?P<site>[^/]+)")
 TABLES = {"csv": CSV, "npy": BYTES}
 
@@ -58,12 +61,13 @@ class Kind:
 
 PLAIN = Kind()
 TILE = Kind(types=frozenset({JSON, BYTES}), tagged=True, most=MAX_TILE_BYTES)
+TILES = dataclasses.replace(TILE, most=MAX_TILES_BYTES)
 
 
 def kind_of(path: str, query: str = "") -> Kind:
     """What may come back for a path below `/api/v1/` of a hub. The path consists of plain words (see `routes`)."""
     if _TILE.fullmatch(path):
-        return TILE
+        return TILES if _TILES.fullmatch(path) else TILE
     if found := _SESSION.fullmatch(path):
         types = frozenset({JSON, BYTES})
         return Kind(types=types, file=f"{found['run']}.scope", most=MAX_SESSION_BYTES, total_s=SESSION_S)

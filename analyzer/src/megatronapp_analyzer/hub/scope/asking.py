@@ -97,6 +97,27 @@ class Asker:
         run.pooled.check(place)
         return await self.probe(run, sample, site, run.pooled.piece(made), caller, keep=pool)
 
+    async def tiles(
+        self, run: Run, head: HeadKey, places: Sequence[Place], caller: str
+    ) -> list[NDArray[np.uint8]] | str:
+        """Tiles of a head's map, or the id of a probe that brings more of them. Raises ApiError.
+
+        What is missing is asked for at once. Others have their turn between any two tiles.
+        """
+        known = run.attention.get(head)
+        absent = [place for place in places if missing(place, known) is not None]
+        brought = await asyncio.gather(*(self.tile(run, head, place, caller) for place in absent))
+        if coming := [one for one in brought if isinstance(one, str)]:
+            return coming[0]
+        made: list[NDArray[np.uint8]] = []
+        for place in places:
+            one = await self.tile(run, head, place, caller)
+            if isinstance(one, str):
+                return one
+            made.append(one)
+            await asyncio.sleep(0)
+        return made
+
     async def probe(
         self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
     ) -> str:

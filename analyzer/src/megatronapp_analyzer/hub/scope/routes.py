@@ -1,9 +1,11 @@
 """HTTP and WebSocket of MegaScope (docs/scope-protocol.md, sections 7 and 8)."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
+from pydantic import StringConstraints
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 
@@ -16,7 +18,7 @@ from megatronapp_analyzer.hub.scope.asking import RETRY_MS
 from megatronapp_analyzer.hub.scope.candidates import candidates_of
 from megatronapp_analyzer.hub.scope.limits import caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
-from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, Place, etag
+from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, MAX_TILES, Place, body, etag
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.tokens import Role
@@ -72,6 +74,10 @@ Who = Annotated[str, Depends(direct(who_of))]
 Caller = Annotated[str, Depends(direct(caller_of))]
 RunId = Annotated[str, Path(max_length=64)]
 Index = Annotated[int, Path(ge=0, lt=1 << 20)]
+Level = Annotated[int, Path(ge=0, le=MAX_LEVEL)]
+TileName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,6},[0-9]{1,6}$")]
+TileNames = Annotated[list[TileName], Query(min_length=1, max_length=MAX_TILES)]
+IfNoneMatch = Annotated[str | None, Header()]
 IndexQuery = Annotated[int | None, Query(ge=0, lt=1 << 20)]
 
 
@@ -164,10 +170,10 @@ async def attention_tile(
     sample: Index,
     layer: Index,
     head: Index,
-    level: Annotated[int, Path(ge=0, le=MAX_LEVEL)],
+    level: Level,
     q: Index,
     k: Index,
-    if_none_match: Annotated[str | None, Header()] = None,
+    if_none_match: IfNoneMatch = None,
 ) -> Response:
     """A tile of 256 x 256 probabilities (code u8s); `X-Tile-Shape` tells its rows and columns."""
     known = scope.whole(run_of(scope, run))
@@ -176,15 +182,53 @@ async def attention_tile(
     if isinstance(found, str):
         return _coming(found)
     data = found.tobytes()
-    finished = place.full or known.final
-    headers = {
-        "ETag": etag(data + bytes(str(found.shape), "ascii")),
-        "Cache-Control": IMMUTABLE if finished else "private, no-cache",
-        "X-Tile-Shape": f"{found.shape[0]},{found.shape[1]}",
-    }
-    if if_none_match == headers["ETag"]:
-        return Response(status_code=304, headers=headers)
-    return Response(data, headers=headers, media_type="application/octet-stream")
+    shape = {"X-Tile-Shape": f"{found.shape[0]},{found.shape[1]}"}
+    tag = etag(data + bytes(str(found.shape), "ascii"))
+    return _tagged(data, tag, if_none_match, finished=place.full or known.final, headers=shape)
+
+
+@router.get(
+    "/runs/{run}/attention/{sample}/{layer}/{head}/{level}",
+    operation_id="getTiles",
+    response_class=Response,
+    responses=TILE,
+)
+async def attention_tiles(
+    *,
+    scope: ScopeOf,
+    caller: Caller,
+    run: RunId,
+    sample: Index,
+    layer: Index,
+    head: Index,
+    level: Level,
+    tile: TileNames,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """Tiles of a head at a level (`tile=q,k`, each), in a frame SCOPE_TILES. Each counts as a request."""
+    names = list(dict.fromkeys(tile))
+    scope.count_request(caller, len(names) - 1)
+    known = scope.whole(run_of(scope, run))
+    where = sample, layer, head
+    pairs = (map(int, name.split(",")) for name in names)
+    places = [_tile_place(scope, known, where, (level, q, k)) for q, k in pairs]
+    found = await scope.asker.tiles(known, where, places, caller)
+    if isinstance(found, str):
+        return _coming(found)
+    said = {"run": known.id, "sample": sample, "layer": layer, "head": head, "level": level}
+    data = body(said, zip(names, found, strict=True))
+    finished = known.final or all(place.full for place in places)
+    return _tagged(data, etag(data), if_none_match, finished=finished)
+
+
+def _tagged(
+    data: bytes, tag: str, known: str | None, *, finished: bool, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Bytes, or that they are as they were. `finished`: they stay as they are."""
+    said = {"ETag": tag, "Cache-Control": IMMUTABLE if finished else "private, no-cache", **(headers or {})}
+    if known == tag:
+        return Response(status_code=304, headers=said)
+    return Response(data, headers=said, media_type="application/octet-stream")
 
 
 def _tile_place(scope: "ScopeService", run: Run, where: tuple[int, int, int], which: tuple[int, int, int]) -> Place:

@@ -48,9 +48,9 @@ class ScopeService:
             if self.asker.client is not None:
                 await self.asker.client.close()
 
-    def count_request(self, caller: str) -> None:
-        """Raises ApiError 429 for a caller that asks too often."""
-        short = self._buckets.take({caller: self.requests}, self.desk.clock())
+    def count_request(self, caller: str, turns: int = 1) -> None:
+        """Of a request that costs as much as so many. Raises ApiError 429 for a caller that asks too often."""
+        short = self._buckets.take({caller: self.requests}, self.desk.clock(), turns)
         if short is not None:
             raise too_fast(short.wait_s)
 

@@ -5,14 +5,20 @@ The code of a probability grows with it, so that the largest code is the code of
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_common import frames
+from megatronapp_common.frames import FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of
+
 TILE = 256
 MAX_LEVEL = 12
+MAX_TILES = 16
+"""Of one answer: 1 MiB, and more than a page shows of a map at a time."""
 ROWS_AT_ONCE = 64
 """Of a map, that are laid beside each other; a power of 2."""
 
@@ -87,6 +93,11 @@ def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: t
         seen = rows[query][first : min(end, query + 1)]
         out[query - strip.start, : seen.size] = seen
     return out
+
+
+def body(header: Mapping[str, Any], found: Iterable[tuple[str, NDArray[np.uint8]]]) -> bytes:
+    """A frame SCOPE_TILES with these tiles under their names."""
+    return frames.encode(frame_of(FrameType.SCOPE_TILES, header, (Tensor(name, "u8s", one) for name, one in found)))
 
 
 def etag(data: bytes) -> str:
