@@ -2,7 +2,7 @@
 
     python bench/gpu_capture.py --out gpu_capture.json
 
-One engine generates with random weights of a model of Llama's shape (1.26 billion parameters in bf16), greedily, always
+One engine generates with random weights of a model of Llama's shape (1.26 billion parameters in bf16), sampling, always
 from the same prompts. Blocks of one call each take turns; each block is compared with that of its own round in which
 nobody can look, and the ratios are judged. Frames go through a Unix socket to another process that reads them. Before
 that it is shown that no forward pass waits for the device while it is looked at, and that the tokens are the same.
@@ -95,7 +95,7 @@ class Ways:
         """Tokens of one call."""
         self.gang.stage.watcher = None if way == "none" else self.scope.session
         requests = [
-            GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, temperature=0)
+            GenerationRequest(id=str(place), prompt=tuple(ids), max_new_tokens=self.bench.options.new, seed=place)
             for place, ids in enumerate(self.prompts)
         ]
         if way in (captures := self.captures()):

@@ -111,7 +111,7 @@ def test_readings_of_mixed_outputs() -> None:
         Output(row=1, target=3, logits=True),
         Output(row=2, sampling=sampling, candidates=1),
     )
-    greedy, target, sampled = read(logits, outputs, Measurer(), Lull())
+    greedy, target, sampled = read(logits, outputs, Measurer(rows=3), Lull())
     logprobs = torch.tensor(LOGITS).log_softmax(0).tolist()
     assert greedy.token == 2
     assert greedy.logprob == pytest.approx(logprobs[2])

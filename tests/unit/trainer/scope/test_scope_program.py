@@ -116,18 +116,6 @@ def test_long_prompts_are_computed_in_slabs(monkeypatch: pytest.MonkeyPatch) -> 
     np.testing.assert_array_equal(reduced(plan, vectors), whole)
 
 
-@pytest.mark.parametrize("slab", [WIDTH, 5 * WIDTH, 1 << 22])
-def test_layers_are_reduced_together(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "SLAB_NUMBERS", slab)
-    layers = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(layer)) for layer in range(5)]
-    plan = compile_plan(parse_reducer("rms"), width=WIDTH, pixels=8)
-    program = DeviceProgram(plan.program(0), CPU)
-    out = program.buffer(5, 2)
-    program.run_layers(layers, out)
-    for layer, vectors in enumerate(layers):
-        np.testing.assert_array_equal(out[layer].numpy(), reduced(plan, vectors))
-
-
 def test_a_strided_view_with_gradients_is_read_and_left_alone() -> None:
     fused = torch.randn(3, 2, 4, 3 * 8, requires_grad=True)
     query = fused[..., 8:16]  # of each head, as a fused projection gives it
@@ -188,7 +176,7 @@ def test_no_value_is_read_from_the_device(text: str, pixels: int, shards: int) -
     plan = compile_plan(parse_reducer(text), width=40, pixels=pixels, shards=shards)
     program = DeviceProgram(plan.program(0), meta)
     out = program.buffer(3, 2)
-    program.run_layers([torch.empty(2, 40 // shards, dtype=torch.bfloat16, device=meta)] * 3, out)
+    program.run(torch.empty(3, 2, 40 // shards, dtype=torch.bfloat16, device=meta), out)
     for code in Code:
         data = torch.empty(out.shape, dtype=DTYPES[code], device=meta)
         encode_into(code, out, data, torch.empty(out.shape[:-1], device=meta))

@@ -31,13 +31,16 @@ class Device:
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on this device; to a GPU the copy runs beside the host, out of pinned memory."""
-        if not self.is_cuda:
-            return tensor
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+        return sent_to(self.torch_device, tensor)
 
     def to_host(self, tensor: torch.Tensor) -> "HostCopy":
         """Start copying a small tensor to the host."""
         return HostCopy(tensor, is_cuda=self.is_cuda)
+
+
+def sent_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host on this device; to a GPU the copy runs beside the host, out of pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class HostCopy:

@@ -27,7 +27,7 @@ class Gang:
         self._layout = stage.layout
         self._channel = Channel(stage.layout, timeout=timeout)
         self._told_at = time.monotonic()
-        self._measurer = Measurer(graphs=stage.uses_graphs)
+        self._measurer = Measurer(rows=stage.options.slots, graphs=stage.uses_graphs)
         self.lull = Lull()
         """When this rank's thread waits."""
         self._handlers: dict[str, Callable[[Any], None]] = {"forget_graphs": lambda _payload: stage.forget_graphs()}
@@ -92,7 +92,9 @@ class Gang:
     def _follow_plan(self, plan: Plan) -> None:
         readings = self._compute(plan)
         if readings:
-            self._channel.answer(tuple(map(_arrived, readings)))
+            with self.lull:
+                answer = tuple(map(_arrived, readings))
+            self._channel.answer(answer)
 
     def _compute(self, plan: Plan) -> tuple[Reading, ...] | None:
         """This rank's share; readings on the leader alone, None elsewhere."""

@@ -5,7 +5,6 @@ Shapes as in `sampling`.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.generate.graph import Graphs
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -60,12 +60,13 @@ class Measured(Protocol):
 
 
 class Measurer:
-    """Launches the measures of steps on one device, as CUDA graphs where `graphs`."""
+    """Launches the measures of steps of at most `rows` rows on one device, as CUDA graphs where `graphs`."""
 
-    def __init__(self, *, graphs: bool = False) -> None:
+    def __init__(self, *, rows: int, graphs: bool = False) -> None:
         self._graphs = Graphs(enabled=graphs)
-        self._logits: dict[int, torch.Tensor] = {}
-        """By number of rows: what the graphs read."""
+        self._rows = rows
+        self._logits: torch.Tensor | None = None
+        """What the graphs read."""
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
 
@@ -75,8 +76,8 @@ class Measurer:
         if not rows:
             return [None] * len(wanted)
         if len(rows) < len(wanted):
-            logits_RV = logits_RV.index_select(0, _to_device(torch.tensor(rows), logits_RV.device))
-        most = max(wanted)
+            logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
+        most = min(_power(max(wanted)), logits_RV.size(1))
         if logits_RV.is_cuda:
             table = self._beside(logits_RV, most)
         else:
@@ -103,16 +104,17 @@ class Measurer:
         return _Table(host, event, most)
 
     def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """In fp32, as the first rows of a power of two of them."""
-        rows = 1 << (logits_RV.size(0) - 1).bit_length()
-        if rows not in self._logits:
-            self._logits[rows] = torch.zeros((rows, logits_RV.size(1)), device=logits_RV.device)
-        self._logits[rows][: logits_RV.size(0)].copy_(logits_RV)
-        return self._logits[rows]
+        """In fp32, as the first rows of a power of two of them: so there are few graphs."""
+        count, vocabulary = logits_RV.shape
+        if self._logits is None:
+            self._logits = torch.zeros((_power(self._rows), vocabulary), device=logits_RV.device)
+        self._logits[:count].copy_(logits_RV)
+        return self._logits[: _power(count)]
 
 
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+def _power(count: int) -> int:
+    """Of two, from `count` on."""
+    return 1 << (count - 1).bit_length()
 
 
 class _Table:
@@ -171,11 +173,5 @@ def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 
 
 def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
-    """[R, temperatures]."""
-    return (logits_RV[:, None] * _inverse_temperatures(logits_RV.device)).logsumexp(2)
-
-
-@functools.cache
-def _inverse_temperatures(device: torch.device) -> torch.Tensor:
-    """fp32 [temperatures, 1]."""
-    return torch.tensor(TEMPERATURES, device=device).reciprocal()[:, None]
+    """[R, temperatures]; one after the other, since all at once would take many times the memory of the logits."""
+    return torch.stack([(logits_RV * (1 / one)).logsumexp(1) for one in TEMPERATURES], 1)

@@ -11,6 +11,7 @@ import hashlib
 
 import torch
 
+from megatronapp_trainer.device.place import HostCopy, sent_to
 from megatronapp_trainer.generate.events import Candidate
 from megatronapp_trainer.generate.lull import Lull
 from megatronapp_trainer.generate.measures import Measured, Measurer
@@ -85,35 +86,15 @@ def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...], measurer: Measure
     if most := max(output.candidates for output in outputs):
         best_RK, best_token_RK = logits_RV.topk(most, dim=1)
         columns += [best_token_RK.double(), (best_RK - total_R1).double()]
-    sent = _Sent(torch.cat(columns, 1))
+    copy = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
     measured = measurer.launch(measured_RV, [output.measures for output in outputs])
     with lull:
-        table = sent.get()
+        table = copy.read().tolist()
     host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
     return tuple(
         _reading(output, row, logits_V, measures)
         for output, row, logits_V, measures in zip(outputs, table, host_RV.unbind(), measured, strict=True)
     )
-
-
-class _Sent:
-    """Numbers on their way to the host. Others may use the device meanwhile, as they may not beside a plain copy."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._event = None
-        self._values = values
-        if values.is_cuda:
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's own gap
-            self._event.record()
-
-    def get(self) -> list[list[float]]:
-        """They; waits for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        rows: list[list[float]] = self._values.tolist()
-        return rows
 
 
 def _reading(output: Output, row: list[float], logits_V: torch.Tensor, measures: Measured | None) -> Reading:
@@ -140,7 +121,7 @@ def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tenso
     targets = [-1 if output.target is None else output.target for output in outputs]
     if max(targets) < 0:
         return token_R
-    target_R = torch.tensor(targets, device=device)
+    target_R = sent_to(device, torch.tensor(targets))
     return torch.where(target_R >= 0, target_R, token_R)
 
 
@@ -150,9 +131,8 @@ _LIKELIEST = Sampling(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
 def _drawn(logits_RV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
     device, vocab_size = logits_RV.device, logits_RV.size(1)
     # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
-    table = torch.tensor(
-        [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings], dtype=torch.float64
-    ).to(device)
+    rows = [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings]
+    table = sent_to(device, torch.tensor(rows, dtype=torch.float64))
     return choose(
         logits_RV,
         table[:, 0].float(),

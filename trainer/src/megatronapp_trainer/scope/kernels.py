@@ -25,7 +25,7 @@ def _scores(  # type: ignore[no-untyped-def] # types are the compiler's
     D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Scaled products [rows, T] with the keys from `first_key` on, and which of them there are before `end`."""
-    key_T = first_key + tl.arange(0, T)
+    key_T = (first_key + tl.arange(0, T)).to(tl.int64)
     channel_D = tl.arange(0, D)
     inside = (key_T < end)[None, :] & (channel_D < channels)[:, None]
     keys_DT = tl.load(keys + key_T[None, :] * stride + channel_D[:, None], mask=inside, other=0.0)

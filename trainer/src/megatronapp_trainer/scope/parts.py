@@ -113,7 +113,7 @@ def ranges(rows: Iterable[Row]) -> list[list[int]]:
 def _whole(told: Told, arrival: Arrival, arrays: Arrays, part_bytes: int) -> Frame | None:
     """The one frame of the first rows of everything, as decode steps tell them; None where it is not that."""
     count = len(told.rows)
-    if told.atlas or told.is_probe or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
+    if told.kind is not Kind.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
         return None
     template = template_of(arrival.layout, told.group, count)
     sheets = [sheet for found, values in arrays if found.name == "pinned" for sheet in _pinned(told, values)]

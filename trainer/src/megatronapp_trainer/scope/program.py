@@ -5,8 +5,6 @@ Kernels are launched and nothing is waited for. Sixteen-bit numbers are computed
 (`megatronapp_common.scope.plan.run`) gives the same within 1e-5 of the largest number that stands in the way.
 """
 
-from collections.abc import Sequence
-
 import torch
 
 from megatronapp_common.scope.plan import Group, Program, compute
@@ -47,16 +45,6 @@ class DeviceProgram:
         slabs = zip(torch.split(rows_RW, self._slab_rows), torch.split(rows_RPC, self._slab_rows), strict=True)
         for slab_RW, slab_RPC in slabs:
             self._run_slab(slab_RW, slab_RPC)
-
-    @torch.no_grad()
-    def run_layers(self, vectors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Reduce one equal [..., W] of each layer into [layers, ..., P, C], as many layers at once as a slab takes."""
-        rows = max(1, vectors[0].numel() // self.program.width)
-        at_once = max(1, self._slab_rows // rows)
-        for first in range(0, len(vectors), at_once):
-            layers = list(vectors[first : first + at_once])
-            stacked = torch.stack(layers) if len(layers) > 1 else layers[0].unsqueeze(0)
-            self.run(stacked, out[first : first + len(layers)])
 
     def _run_slab(self, slab_RW: torch.Tensor, out_RPC: torch.Tensor) -> None:
         for group in self._groups:

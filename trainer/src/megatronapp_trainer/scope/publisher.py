@@ -255,6 +255,8 @@ class Publisher:
         self._coming: collections.deque[Job] = collections.deque(maxlen=MOST_COMING)
         self._frames = {False: self._made(probes=False), True: self._made(probes=True)}
         self._is_probe_next = True
+        self._is_overdue = False
+        """No lull came: all that can be sent is."""
         self._numbers = Numbers()
         self._socket: socket.socket | None = None
         self._frame = b""
@@ -303,6 +305,7 @@ class Publisher:
                 self._coming.popleft()
             if self._send():
                 continue
+            self._is_overdue = False
             if self._until_s is not None and (self._is_through or time.monotonic() > self._until_s):
                 break
             self._rest()
@@ -316,13 +319,12 @@ class Publisher:
     @property
     def _may_work(self) -> bool:
         """Also where it falls behind, because the device waits for the host and lulls are short."""
-        is_urgent = self._until_s is not None or self._waiting.count > _MOST_BEHIND
+        is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MOST_BEHIND
         return self._lull is None or self._lull.is_on or is_urgent
 
     def _await_lull(self) -> None:
         while not self._may_work:
-            if not self._news.wait(_LULL_S):
-                return
+            self._is_overdue = not self._news.wait(_LULL_S)
             self._news.clear()
 
     def _rest(self) -> None:

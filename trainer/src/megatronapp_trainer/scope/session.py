@@ -15,6 +15,7 @@ import torch
 
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol_requests import Capture
+from megatronapp_trainer.device.place import sent_to
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.graph import Graphs
 from megatronapp_trainer.generate.plan import Plan
@@ -60,7 +61,10 @@ class _View:
 
     tracked: tuple[Tracked, ...]
     captures: tuple[Capture | None, ...]
+    wanted: tuple[Recipe | None, ...]
+    """Of each run: made anew on every rank alike when it changes."""
     recipes: tuple[Recipe, ...]
+    pixels: Sequence[Pixels]
     looks: frozenset[Site]
     """What the model is hooked for, on any rank of the tensor group: all that the forward pass depends on."""
     sites: dict[str, Site]
@@ -76,8 +80,8 @@ class _View:
     def fits(self, tracked: Sequence[Tracked]) -> bool:
         """These look, and at what they looked at."""
         return len(tracked) == len(self.tracked) and all(
-            one is known and one.capture is capture
-            for one, known, capture in zip(tracked, self.tracked, self.captures, strict=True)
+            one is known and one.capture is capture and one.recipe is wanted
+            for one, known, capture, wanted in zip(tracked, self.tracked, self.captures, self.wanted, strict=True)
         )
 
 
@@ -283,7 +287,7 @@ class CaptureSession:
         if isinstance(found, Parcel):
             arrival = self._post.send(lambda: found)
         else:
-            arrival = self._post.send(lambda: self._reduced(step, found), found)
+            arrival = self._post.send(lambda: self._reduced(step, found), (found, step.view))
         self._sink(Parts(arrival, self._told(step)))
 
     def _reduced(self, step: _Step, held: Held) -> Parcel:
@@ -324,7 +328,9 @@ class CaptureSession:
         return _View(
             tracked=tuple(tracked),
             captures=tuple(one.capture for one in tracked),
+            wanted=tuple(one.recipe for one in tracked),
             recipes=recipes,
+            pixels=[self._looker.pixels_of(one) for one in recipes],
             looks=frozenset().union(*map(hooked, recipes)),
             sites=sites,
             picks=dict.fromkeys(sites),
@@ -337,7 +343,7 @@ class CaptureSession:
     def _begin_prefill(self, sight: Sight, looked: Looked) -> None:
         tracked, rows = [one for one, _ in looked], [one.rows(reads, decode=False) for one, reads in looked]
         tokens = torch.tensor([row.token for part in rows for row in part], dtype=torch.int64)
-        tokens_U = self._to_device(tokens)
+        tokens_U = sent_to(self._device, tokens)
         works, place = [], 0
         for (one, reads), part in zip(looked, rows, strict=True):
             span = slice(place, place + len(part))
@@ -349,7 +355,7 @@ class CaptureSession:
         picks: dict[str, torch.Tensor | None] = dict.fromkeys(self._seen.names, None if are_all else tokens_U)
         picks[QUERIES.name] = None
         logit_tokens, logit_rows = _logit_rows(sight, rows)
-        picks[probe.LOGITS] = self._to_device(torch.tensor(logit_tokens, dtype=torch.int64))
+        picks[probe.LOGITS] = sent_to(self._device, torch.tensor(logit_tokens, dtype=torch.int64))
         self._seen.begin(picks, _layers(works))
         self._step = _Step(
             sight=sight,
@@ -435,11 +441,6 @@ class CaptureSession:
 
     def _header(self, *, more: bool) -> dict[str, Any]:
         return {"rank": self._rank, "timeUs": time.time_ns() // 1000, "more": more}
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._device.type != "cuda":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _layers(works: Sequence[Work]) -> dict[str, Layers]:
