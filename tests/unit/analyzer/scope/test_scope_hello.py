@@ -1,6 +1,7 @@
 """What a hub says of itself and of the model's ranks when a page greets it."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import scope_session
@@ -12,6 +13,7 @@ from megatronapp_analyzer.hub.scope.player import Player, settings_of
 from megatronapp_analyzer.hub.scope.publishers import parse_publisher
 from megatronapp_analyzer.hub.scope.schemas import Hello
 from megatronapp_analyzer.hub.scope.session_file import Session
+from megatronapp_analyzer.hub.scope.viewers import Viewer
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
@@ -29,28 +31,63 @@ def new_desk() -> ScopeDesk:
     return ScopeDesk(ScopeSettings(job="tiny"), clock=lambda: 0.0)
 
 
+def states(page: Viewer) -> list[dict[str, Any]]:
+    """Headers of the STATE frames that a page has not read yet."""
+    said: list[Frame] = []
+    while sent := page.outbox.pop():
+        said += [frames.decode(one) for one in sent]
+    return [dict(one.header) for one in said if one.type == FrameType.SCOPE_STATE]
+
+
 def test_every_life_of_a_hub_has_its_own_boot() -> None:
     one, two = new_desk(), new_desk()
     assert one.hello("viewer")["boot"] == one.hello("controller")["boot"] != two.hello("viewer")["boot"]
 
 
 def test_layers_of_ranks_are_those_that_they_said_and_pages_that_came_before_hear_of_them() -> None:
-    desk, said = new_desk(), []
+    desk = new_desk()
     for rank in (0, 1, 3):
         desk.take(0, rank, publisher(rank))
     assert Hello.model_validate(desk.hello("viewer")).layout.ranks is None, "rank 2 has not begun"
     page = desk.subscribe()
     desk.take(0, 2, publisher(2))
     desk.take(0, 2, publisher(2))
-    while sent := page.outbox.pop():
-        said += [frames.decode(one) for one in sent]
     layout = Hello.model_validate(desk.hello("viewer")).layout
     assert layout.ranks is not None
     assert [(one.rank, one.stage, one.tensor) for one in layout.ranks] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert [list(one.layers) for one in layout.ranks] == [UNEVEN[rank] for rank in range(4)]
     assert [list(one.heads) for one in layout.ranks] == [[0, 2], [2, 4]] * 2
-    told = [one.header["layout"] for one in said if one.type == FrameType.SCOPE_STATE]
+    told = [one["layout"] for one in states(page)]
     assert told == [layout.model_dump(mode="json", by_alias=True)], "once"
+
+
+def test_pages_have_the_layers_of_ranks_again_once_all_that_went_away_are_back() -> None:
+    desk = new_desk()
+    for rank in range(4):
+        desk.take(0, rank, publisher(rank))
+    page = desk.subscribe()
+    for rank in (2, 3):
+        desk.lost(0, rank)
+    for rank in (3, 2):
+        desk.take(0, rank, publisher(rank))
+    said = states(page)
+    assert [(one["state"], "ranks" in one["layout"]) for one in said] == [
+        ("restarting", False),
+        ("ready", False),
+        ("ready", True),
+    ]
+    assert [one["layers"] for one in said[-1]["layout"]["ranks"]] == [UNEVEN[rank] for rank in range(4)]
+
+
+def test_pages_hear_nothing_of_a_model_before_its_rank_0_is_there() -> None:
+    desk = new_desk()
+    page = desk.subscribe()
+    desk.take(0, 1, publisher(1))
+    hello = Hello.model_validate(desk.hello("viewer"))
+    assert (states(page), hello.state, hello.layout.ranks) == ([], "gone", None)
+    desk.take(0, 0, publisher(0))
+    (said,) = states(page)
+    assert (said["state"], said["layout"]) == ("ready", {"tensor": 2, "pipeline": 2})
 
 
 @pytest.mark.parametrize("wrong", [[0], [0, 1, 2], [2, 1], [-1, 1], "01", [0, True], [0.0, 1]])

@@ -274,7 +274,7 @@ class ScopeDesk:
     def _tell_state(self, message: str, hint: str) -> None:
         queue = sum(run.header.get("state") == "queued" for run in self.runs.values())
         layout = self.publishers.told_layout()
-        self._ranks_told = layout.get("ranks", self._ranks_told)
+        self._ranks_told = layout.get("ranks", [])
         header = {"state": self.state, "message": message, "hint": hint, "queue": queue, "layout": layout}
         whole = frames.encode(Frame(FrameType.SCOPE_STATE, header))
         self.publish(Entry("", 0, FrameType.SCOPE_STATE, 0, whole, whole))

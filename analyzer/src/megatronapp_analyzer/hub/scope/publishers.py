@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.scope.engine import LEADER
 from megatronapp_analyzer.hub.scope.steps import number
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
 
@@ -148,6 +149,10 @@ class Publishers:
         return self.layout | {"ranks": [one.share() for one in known]}
 
     def expected(self) -> list[int]:
-        """Ranks whose parts make a step; UNKNOWN stands for those that have not begun."""
+        """Ranks whose parts make a step; UNKNOWN stands for those that have not begun.
+
+        How many there are is known once rank 0 is.
+        """
         known = [rank for rank, one in self.ranks.items() if one.replica == 0]
-        return known if len(known) >= self.layout["tensor"] * self.layout["pipeline"] else [*known, UNKNOWN]
+        whole = LEADER in known and len(known) >= self.layout["tensor"] * self.layout["pipeline"]
+        return known if whole else [*known, UNKNOWN]
