@@ -6,12 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from websockets.datastructures import Headers
+from websockets.exceptions import InvalidMessage, InvalidStatus
+from websockets.http11 import Response
 
 from megatronapp_analyzer.agent.buffer import SendBuffer
 from megatronapp_analyzer.agent.rings import RingLibrary
 from megatronapp_analyzer.agent.service import Agent
 from megatronapp_analyzer.agent.settings import AgentSettings
-from megatronapp_analyzer.agent.uplink import Uplink
+from megatronapp_analyzer.agent.uplink import REFUSED_FAILURES, Uplink
+from megatronapp_analyzer.errors import ProtocolError
 
 SETTLED_S = 20.0
 
@@ -61,6 +65,49 @@ async def test_one_frame_of_each_ring_waits_while_the_hub_is_away(settings: Agen
     sender.cancel()
     await asyncio.gather(sender, return_exceptions=True)
     assert wire.sent == [b"0: 999", b"1: 999"]
+
+
+def answer(status: int) -> InvalidStatus:
+    """What a handshake ends with that was answered so."""
+    return InvalidStatus(Response(status, "", Headers()))
+
+
+@pytest.mark.parametrize(
+    ("met", "wanted"),
+    [
+        ([InvalidMessage("did not receive a valid HTTP response"), OSError("refused")], [1, 2]),
+        ([answer(500), answer(503), OSError("refused")], [1, 2, 3]),
+        ([answer(403), OSError("refused"), answer(401)], [REFUSED_FAILURES, 1, REFUSED_FAILURES]),
+        ([ProtocolError("no-job", "another job's"), OSError("refused")], [REFUSED_FAILURES, 1]),
+    ],
+    ids=["ends while it greets", "fails", "refuses the token", "refuses the agent"],
+)
+@pytest.mark.asyncio
+async def test_a_hub_that_is_away_is_asked_again_soon(
+    settings: AgentSettings, monkeypatch: pytest.MonkeyPatch, met: list[Exception], wanted: list[int]
+) -> None:
+    uplink = Uplink(
+        settings,
+        SendBuffer(limit_bytes=1000, resend_bytes=1000),
+        ring_frames=list,
+        status=dict,
+        on_command=lambda page: None,
+    )
+    waits: list[int] = []
+
+    async def connect() -> None:
+        raise next(errors)
+
+    def wait_s(failures: int, settings: AgentSettings, jitter: float) -> float:
+        waits.append(failures)
+        return 0.0
+
+    errors = iter([*met, asyncio.CancelledError()])
+    monkeypatch.setattr(uplink, "_connect_once", connect)
+    monkeypatch.setattr("megatronapp_analyzer.agent.uplink.backoff_s", wait_s)
+    with pytest.raises(asyncio.CancelledError):
+        await uplink.run()
+    assert waits == wanted
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import websockets.asyncio.client
-from websockets.exceptions import InvalidHandshake, WebSocketException
+from websockets.exceptions import InvalidHandshake, InvalidMessage, InvalidStatus, WebSocketException
 
 from megatronapp_analyzer.agent.buffer import RingId, SendBuffer
 from megatronapp_analyzer.agent.settings import AgentSettings
@@ -30,6 +30,8 @@ SOON_S = 1.0
 """A hub that was restarted is back within seconds: up to so many failures it is asked at least so often."""
 REFUSED_FAILURES = 64
 """Counts as so many failures, which is the longest back-off: asking again soon would not help."""
+SERVER_FAILS = 500
+"""The first status of HTTP by which a server says that it is itself that fails."""
 Connection = websockets.asyncio.client.ClientConnection
 
 
@@ -39,6 +41,13 @@ def backoff_s(failures: int, settings: AgentSettings, jitter: float) -> float:
     late = max(0, min(failures, REFUSED_FAILURES) - SOON_FAILURES)
     full = min(settings.backoff_max_s, soon * 2.0**late)
     return full * (0.5 + 0.5 * jitter)
+
+
+def refuses(error: Exception) -> bool:
+    """Whether the hub has said no; one that ends during a handshake, or answers with its own failure, is away."""
+    if isinstance(error, InvalidStatus):
+        return error.response.status_code < SERVER_FAILS
+    return isinstance(error, ProtocolError | FrameError | InvalidHandshake) and not isinstance(error, InvalidMessage)
 
 
 def parse_welcome(frame: Frame) -> dict[RingId, int]:
@@ -100,17 +109,18 @@ class Uplink:
         """Connect, serve, and connect again."""
         failures = 0
         while True:
-            before = self.connections
+            before, waits = self.connections, REFUSED_FAILURES
             try:
                 await self._connect_once()
-            except (ProtocolError, FrameError, InvalidHandshake) as error:
-                LOG.error("hub %s refuses: %s", self._settings.hub_url, error)
-                failures = REFUSED_FAILURES
-            except (OSError, TimeoutError, WebSocketException) as error:
-                if failures == 0:
-                    LOG.warning("hub %s is away: %s: %s", self._settings.hub_url, type(error).__name__, error)
-                failures = 0 if self.connections > before else failures + 1
-            await asyncio.sleep(backoff_s(failures, self._settings, random.random()))
+            except (ProtocolError, FrameError, WebSocketException, OSError) as error:
+                if refuses(error):
+                    LOG.error("hub %s refuses: %s", self._settings.hub_url, error)
+                    failures = 0
+                else:
+                    if failures == 0:
+                        LOG.warning("hub %s is away: %s: %s", self._settings.hub_url, type(error).__name__, error)
+                    waits = failures = 0 if self.connections > before else failures + 1
+            await asyncio.sleep(backoff_s(waits, self._settings, random.random()))
 
     async def _connect_once(self) -> None:
         async with websockets.asyncio.client.connect(
