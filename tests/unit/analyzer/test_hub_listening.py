@@ -9,6 +9,9 @@ from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub import server
 from megatronapp_analyzer.hub.server import listening
 
+LONGER_S = 20.0
+"""Than any connection may wait here."""
+
 
 def stranger(address: str, port: int) -> socket.socket:
     """Somebody else of this machine, who takes what Linux gives."""
@@ -101,3 +104,15 @@ def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
         for sock in found.sockets:
             with socket.create_connection(sock.getsockname()[:2]), sock.accept()[0] as taken:
                 assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_a_connection_whose_peer_takes_nothing_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STALL_S", 0.2)
+    with (
+        listening("127.0.0.1", 0) as found,
+        socket.create_connection(found.sockets[0].getsockname()[:2]),
+        found.sockets[0].accept()[0] as taken,
+    ):
+        taken.settimeout(LONGER_S)
+        with pytest.raises(TimeoutError, match="Connection timed out"):
+            taken.sendall(bytes(64 << 20))

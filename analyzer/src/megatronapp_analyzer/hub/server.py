@@ -10,6 +10,8 @@ from megatronapp_common.loopback import V4, V6, family_of, has_ipv6, is_shared
 from megatronapp_common.promptness import send_at_once
 
 BACKLOG = 2048
+STALL_S = 30.0
+"""A peer that takes no byte for so long is gone: what was written, and is closed here, would wait for it for ever."""
 TRIES = 64
 """For a port that is free at both addresses."""
 
@@ -71,6 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _bound(host: str, port: int, *options: int) -> socket.socket:
     sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     send_at_once(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_S * 1000))
     try:
         for option in options:
             sock.setsockopt(socket.SOL_SOCKET, option, 1)
