@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.compiling import can_compile
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.generate.attention import (
     Attend,
@@ -48,7 +49,8 @@ class Options:
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs; without effect on a CPU."""
     fuse: bool = True
-    """Compile rotation and SwiGLU to a kernel each (some 20 s at the first step); without effect on a CPU."""
+    """Compile rotation and SwiGLU to a kernel each (some 20 s at the first step); without effect on a CPU, and where
+    there is no C compiler."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "capacity", "prefill_chunk"):
@@ -105,7 +107,7 @@ class Stage:
         self._window = _window(model.config)
         self._flash = _takes_flash(options.decode_kernel, device, self._shape)
         self._cos_TD, self._sin_TD = _rotary_tables(model, self._shape)
-        self._fuse = device.is_cuda and options.fuse
+        self._fuse = device.is_cuda and options.fuse and can_compile()
         _fuse_swiglu(model, fuse=self._fuse)
         self._inputs: dict[int, torch.Tensor] = {}
         self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatronapp_common.scope.codes import Code
+from megatronapp_trainer.device.compiling import can_compile
 from megatronapp_trainer.generate.recent import Recent
 from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import attention
@@ -69,6 +70,7 @@ class Looker:
         self._share = share
         self._keys_LZTGD = keys_LZTGD
         self._device = keys_LZTGD.device
+        self._has_kernels = keys_LZTGD.is_cuda and can_compile()
         self._pixels: Recent[Recipe, Pixels] = Recent(max(MOST_RECIPES, keys_LZTGD.size(1)))
         self._pins: dict[int, torch.Tensor] = {}
         self._pinned_last: dict[int, list[tuple[int, int]]] = {}
@@ -82,7 +84,7 @@ class Looker:
     def warm_up(self) -> None:
         """Compile what a GPU needs, so that nobody's tokens wait for it when the first one looks."""
         keys_LBTGD = self._keys_LZTGD[:, :1]
-        if not keys_LBTGD.is_cuda or not keys_LBTGD.numel():
+        if not self._has_kernels or not keys_LBTGD.numel():
             return
         heads = self._share.heads[1] - self._share.heads[0]
         query_LBHD = keys_LBTGD.new_zeros((keys_LBTGD.size(0), 1, heads, keys_LBTGD.size(4)))
@@ -204,7 +206,7 @@ class Looker:
         self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """[L, B, H] each, of a decode step."""
-        if query_LBHD.is_cuda:
+        if self._has_kernels:
             from megatronapp_trainer.scope import kernels
 
             planes = kernels.head_measures(query_LBHD, keys_LBTGD, positions_B, self.rule)
@@ -216,7 +218,7 @@ class Looker:
         self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, pins_3P: torch.Tensor
     ) -> torch.Tensor:
         """Codes of the rows of pinned heads, [P, B, T]; for all groups."""
-        if query_LBHD.is_cuda:
+        if self._has_kernels:
             from megatronapp_trainer.scope import kernels
 
             return kernels.pinned_codes(query_LBHD, keys_LBTGD, positions_B, pins_3P, self.rule)

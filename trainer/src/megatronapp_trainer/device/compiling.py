@@ -1,0 +1,29 @@
+"""Whether kernels can be compiled here."""
+
+import functools
+import logging
+import os
+import pathlib
+import shutil
+import sysconfig
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Triton, and with it torch.compile on a GPU, builds a launcher in C for each kernel: what that needs is here.
+
+    Slim images of Python have no C compiler. Says once what is missing.
+    """
+    wanted = os.environ.get("CC")
+    compiler = wanted or shutil.which("gcc") or shutil.which("clang")
+    header = pathlib.Path(sysconfig.get_path("include")) / "Python.h"
+    if compiler is None:
+        missing = "no C compiler is found (gcc, clang, or what CC names)"
+    elif not header.is_file():
+        missing = f"{header} is not there"
+    else:
+        return True
+    log.warning("%s: kernels are not fused, which costs speed; install it in the image of the workers", missing)
+    return False
