@@ -31,7 +31,7 @@ frontend/node_modules/.ready: frontend/package-lock.json
 	cd frontend && $(NPM_CI)
 	touch $@
 
-FRONTEND_SOURCES := $(shell find frontend/src frontend/index.html frontend/vite.config.ts frontend/public -type f 2>/dev/null)
+FRONTEND_SOURCES := $(shell find frontend/src frontend/index.html frontend/vite.config.ts -type f 2>/dev/null)
 frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 	cd frontend && npm run build
 	touch $@

@@ -7,7 +7,7 @@ const state = ref<Selection>(parseSelection(window.location.search));
 window.addEventListener("popstate", () => (state.value = parseSelection(window.location.search)));
 
 /** A new page or step is a place to come back to; a rank, a span or a metric refines it. */
-watch(state, (now, before) => {
+const remember = (now: Selection, before: Selection): void => {
   const query = formatSelection(now);
   if (query === window.location.search) return;
   const url = window.location.pathname + query;
@@ -19,7 +19,10 @@ watch(state, (now, before) => {
     (now.step !== before.step && now.step !== null);
   if (moved) window.history.pushState(null, "", url);
   else window.history.replaceState(null, "", url);
-});
+};
+
+/** The address takes milliseconds, and what the selection asks of the hub goes out before. */
+watch(state, remember, { flush: "post" });
 
 export interface SelectionApi {
   readonly selection: DeepReadonly<Ref<Selection>>;

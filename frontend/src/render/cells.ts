@@ -53,6 +53,15 @@ export class Cells {
     this.touch(region);
   }
 
+  /** The same value in a block, which must lie within. */
+  fill({ column, row, columns, rows }: Region, value: number): void {
+    for (let at = row * this.columns + column; at < (row + rows) * this.columns; at += this.columns) {
+      this.values.fill(value, at, at + columns);
+      this.mask.fill(Mask.VALUE, at, at + columns);
+    }
+    this.touch({ column, row, columns, rows });
+  }
+
   /** What changed since this was asked last. */
   takeDirty(): Region | null {
     const { dirty } = this;

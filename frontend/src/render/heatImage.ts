@@ -83,12 +83,12 @@ export class CanvasHeat implements HeatImage {
   private colour(cells: Cells, { column, row, columns, rows }: Region): void {
     if (!this.image) return;
     const pixels = new Uint32Array(this.image.data.buffer);
-    const end = Math.min(cells.columns, column + columns);
-    for (let y = row; y < Math.min(cells.rows, row + rows); y += 1) {
-      for (let at = y * cells.columns + column; at < y * cells.columns + end; at += 1) {
-        const seen = cells.mask[at] === Mask.VALUE;
-        pixels[at] = seen ? (this.colours[cells.values[at] ?? 0] ?? 0) : 0;
-      }
+    const { colours } = this;
+    const { mask, values, columns: width } = cells;
+    const [end, bottom] = [Math.min(width, column + columns), Math.min(cells.rows, row + rows)];
+    for (let y = row; y < bottom; y += 1) {
+      for (let at = y * width + column, to = y * width + end; at < to; at += 1)
+        pixels[at] = mask[at] === Mask.VALUE ? (colours[values[at] as number] as number) : 0;
     }
     this.context?.putImageData(this.image, 0, 0, column, row, columns, rows);
   }

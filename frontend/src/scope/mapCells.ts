@@ -42,7 +42,7 @@ function clearAbove(cells: Cells, { level, queryFrom, keyFrom }: MapPlace): void
   for (let row = 0; row < cells.rows; row += 1) {
     const column = Math.max(0, Math.floor((queryFrom + (row + 1) * scale - 1 - keyFrom) / scale) + 1);
     const columns = cells.columns - column;
-    if (columns > 0) cells.write({ column, row, columns, rows: 1 }, new Uint8Array(columns));
+    if (columns > 0) cells.fill({ column, row, columns, rows: 1 }, 0);
   }
 }
 

@@ -87,11 +87,13 @@ def tile(place: Place, rows: Mapping[int, NDArray[Any]]) -> NDArray[np.uint8]:
 
 def _laid(place: Place, strip: range, rows: Mapping[int, NDArray[Any]], shape: tuple[int, int]) -> NDArray[np.uint8]:
     """Some rows of the map, as far as the tile shows them; 0 where there is none."""
+    first, end, needed = place.keys.start, place.keys.stop, max(strip.start, place.needed.start)
+    seen = [rows[query][first : query + 1 if query < end else end] for query in range(needed, strip.stop)]
+    if len(seen) == shape[0] and seen[0].size == shape[1]:
+        return np.concatenate(seen).reshape(shape)
     out = np.zeros(shape, np.uint8)
-    first, end = place.keys.start, place.keys.stop
-    for query in range(max(strip.start, place.needed.start), strip.stop):
-        seen = rows[query][first : min(end, query + 1)]
-        out[query - strip.start, : seen.size] = seen
+    for line, row in enumerate(seen, needed - strip.start):
+        out[line, : row.size] = row
     return out
 
 
