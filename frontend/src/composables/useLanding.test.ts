@@ -5,7 +5,8 @@ import { ApiClient } from "../api/client";
 import type { JobView } from "../api/types";
 
 const SERVES = { source: "live", model: { layers: 2 } };
-const jobOf = (ranks: number): JobView => ({ ranks: Array.from({ length: ranks }, () => ({})) }) as JobView;
+const jobOf = (ranks: number, phase = "Pending"): JobView =>
+  ({ phase, ranks: Array.from({ length: ranks }, () => ({})) }) as JobView;
 
 let page: VueWrapper | undefined;
 afterEach(() => {
@@ -67,18 +68,26 @@ describe("a job's address", () => {
   it("shows a model that comes up later, and asks no more", async () => {
     vi.useFakeTimers();
     let said: object = { source: "live", model: null };
-    const { page: shown, asked } = await landAt("/", () => said, 0);
+    const { page: shown, job, asked } = await landAt("/", () => said, 0);
     expect(shown.text()).toBe("job");
+    await vi.advanceTimersByTimeAsync(60_000);
+    job.value = jobOf(0, "Running");
+    await vi.advanceTimersByTimeAsync(2000);
     said = SERVES;
     await vi.advanceTimersByTimeAsync(2000);
     expect(shown.text()).toBe("scope");
     await vi.advanceTimersByTimeAsync(60_000);
-    expect(asked).toHaveBeenCalledTimes(2);
+    expect(asked, "once at first, and twice of what runs").toHaveBeenCalledTimes(3);
   });
 
-  it("of a training is not asked for a model again and again", async () => {
+  it.each([
+    ["that trains", 4, "Running"],
+    ["of which nothing runs yet, or without tracing", 0, "Pending"],
+    ["that has ended", 0, "Ended"],
+  ])("%s is not asked for a model again and again", async (_, ranks, phase) => {
     vi.useFakeTimers();
-    const { asked } = await landAt("/", () => ({ source: "live", model: null }), 4);
+    const { job, asked } = await landAt("/", () => ({ source: "live", model: null }), ranks);
+    job.value = jobOf(ranks, phase);
     await vi.advanceTimersByTimeAsync(60_000);
     expect(asked).toHaveBeenCalledTimes(1);
   });

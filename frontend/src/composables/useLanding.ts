@@ -5,8 +5,10 @@ import type { JobView } from "../api/types";
 import { useScopeLink, type ScopeSource } from "./useScopeLink";
 import { useSelection } from "./useSelection";
 
-/** While nothing trains and no model has come up, it is looked for so often. */
+/** While a model is there that this page has not seen yet, it is asked for so often. */
 const AGAIN_MS = 2000;
+/** Phases of a job without ranks that mean that there is a model, ready or not. */
+const SERVED: ReadonlySet<string> = new Set(["Running", "Restarting"]);
 
 export interface Landing {
   /** null: there is none, or not known yet. */
@@ -17,6 +19,7 @@ export interface Landing {
 }
 
 const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
+const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) && SERVED.has(job.phase);
 
 /** A model that serves, or was recorded, is what people came for; where ranks train, their page is. */
 export function useLanding(api: ApiClient, job: Readonly<Ref<JobView | null>>): Landing {
@@ -27,7 +30,7 @@ export function useLanding(api: ApiClient, job: Readonly<Ref<JobView | null>>): 
   };
   ask();
   const timer = setInterval(() => {
-    if (scope.value === null && job.value !== null && !trains(job.value) && !document.hidden) ask();
+    if (scope.value === null && hasModel(job.value) && !document.hidden) ask();
   }, AGAIN_MS);
   onBeforeUnmount(() => clearInterval(timer));
 
