@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope import states as merging
 from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.merge import merge, pieces_of, rows_of
+from megatronapp_analyzer.hub.scope.merge import merge, merge_all, pieces_of, rows_of
 from megatronapp_analyzer.hub.scope.numbering import Part
 from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_analyzer.hub.scope.steps import TOKENS_WAIT_S, WAIT_S, StepBook
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode
+from megatronapp_common.scope.plan import Plan
 from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (1, 2, False), (4, 1, True), (2, 2, True), (4, 4, False)]
@@ -356,9 +357,44 @@ def test_who_says_that_there_are_many_shards_gets_no_memory_for_them() -> None:
     many = {"reducer": "histogram(256, 0, 1)", "width": 1 << 20, "shards": 1024}
     values = np.zeros((512, 1, 256), "<f4")
     (one,) = pieces_of(states(values, (0, 0, 512), **many), 0)
-    with pytest.raises(ProtocolError, match="states of 'q' are more than"):
+    with pytest.raises(ProtocolError, match="the states of a step are more than"):
         merge([one])
     assert np.isnan(merge([dataclasses.replace(one, rows=((0, 0),) * 512)]).data).all()
+
+
+def test_states_of_all_tensors_of_a_step_count_together() -> None:
+    rows = merging.MAX_NUMBERS // 1024 // 2
+    few = pieces_of(states(np.zeros((rows, 1, 1)), (0, 0, rows), reducer="mean", width=1024, shards=1024), 0)
+    named = {
+        name: [dataclasses.replace(few[0], tensor=dataclasses.replace(few[0].tensor, name=name))] for name in "qkv"
+    }
+    assert set(merge_all({name: named[name] for name in "qk"})) == {"q", "k"}
+    for refused in (dict(named), {"q": named["q"]}):
+        with pytest.raises(ProtocolError, match="the states of a step are more than"):
+            merge_all(refused, layers=None if len(refused) == 3 else 3)
+
+
+@settings(max_examples=50)
+@given(sent=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1))
+def test_only_rows_with_a_whole_pixel_are_merged(sent: set[tuple[int, int]]) -> None:
+    told = {"reducer": "mean", "pixels": 2, "shards": 4}
+    frames_sent = [states([[[1.0 + shard + 4 * row]]], (0, row, 1), shard=shard, **told) for shard, row in sent]
+    merged: list[int] = []
+    combine = Plan.combine
+
+    def counted(plan: Plan, parts: Any) -> Any:
+        merged.append(len(parts[0]))
+        return combine(plan, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "combine", counted)
+        table = merge([one for frame in frames_sent for one in pieces_of(frame, 0)])
+    whole = {(row, pixel) for row in range(6) for pixel in (0, 1) if {(2 * pixel, row), (2 * pixel + 1, row)} <= sent}
+    assert sum(merged) == len({row for row, _ in whole})
+    for place, (_, row) in enumerate(table.rows):
+        for pixel, number in enumerate(table.data[place, 0]):
+            mean = (2 * (1.0 + 4 * row) + 4 * pixel + 1) / 4  # of two shards of two numbers each, which they sum
+            assert number == np.float32(mean) if (row, pixel) in whole else np.isnan(number)
 
 
 def test_rows_that_are_merged_one_after_another_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

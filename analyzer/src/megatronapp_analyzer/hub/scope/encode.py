@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.headers import StepHeader, read
-from megatronapp_analyzer.hub.scope.merge import APART, PCA, Piece, Row, Table, merge
+from megatronapp_analyzer.hub.scope.merge import APART, PCA, Piece, Row, Table, merge_all
 from megatronapp_analyzer.hub.scope.steps import ClosedStep
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -32,7 +32,7 @@ def tables_of(pieces: Sequence[Piece], layers: int | None, *, apart: frozenset[s
     for piece in pieces:
         if piece.tensor.name not in apart:
             named[piece.tensor.name].append(piece)
-    return {name: merge(found, layers=layers) for name, found in sorted(named.items())}
+    return merge_all(dict(sorted(named.items())), layers=layers)
 
 
 def coded(name: str, data: NDArray[Any]) -> Tensor:

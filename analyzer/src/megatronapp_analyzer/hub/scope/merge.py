@@ -6,7 +6,6 @@ what several ranks hold (replicated tensors, key heads of grouped queries) is th
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,8 +141,19 @@ def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
 
     What nobody sent is NaN, or 0 in codes of whole numbers. Raises ProtocolError if pieces do not fit each other.
     """
-    if any(piece.shard is not None for piece in pieces):
-        pieces = _finished(pieces)
+    return merge_all({"": pieces}, layers=layers)[""]
+
+
+def merge_all(named: Mapping[str, Sequence[Piece]], *, layers: int | None = None) -> dict[str, Table]:
+    """The table of each name, as `merge` makes it. Raises ProtocolError, also for too many states of all together."""
+    wholes = {name: _wholes(pieces) for name, pieces in named.items() if any(one.shard is not None for one in pieces)}
+    if sum(whole.numbers(layers) for found in wholes.values() for whole in found) > MAX_NUMBERS:
+        raise ProtocolError("bad-part", f"PART frame: the states of a step are more than {MAX_NUMBERS} numbers")
+    done = {name: [whole.merged() for whole in found] for name, found in wholes.items()}
+    return {name: _table(done.get(name, pieces), layers) for name, pieces in named.items()}
+
+
+def _table(pieces: Sequence[Piece], layers: int | None) -> Table:
     first = pieces[0]
     rows = tuple(sorted({row for piece in pieces for row in piece.rows}))
     known = None if first.layers is None else _layers(pieces, layers)
@@ -157,24 +167,21 @@ def merge(pieces: Sequence[Piece], *, layers: int | None = None) -> Table:
     return table
 
 
-def _finished(pieces: Sequence[Piece]) -> list[Piece]:
-    """Numbers of whole vectors, of the states that shards sent. What two ranks hold counts once.
+def _wholes(pieces: Sequence[Piece]) -> "list[_Whole]":
+    """Whole vectors, of the states that shards sent: a capture that changes while prompts are read has several plans.
 
-    A capture that changes while prompts are read gives several plans.
+    Raises ProtocolError if pieces do not fit each other.
     """
     name, groups = pieces[0].tensor.name, collections.defaultdict[Plan, list[Piece]](list)
     for piece in pieces:
         if piece.shard is None or (piece.layers is None) != (pieces[0].layers is None):
             raise ProtocolError("bad-part", f"PART frame: parts of {name[:64]!r} do not fit each other")
         groups[piece.shard.plan].append(piece)
-    wholes = [_Whole(plan=plan, pieces=found) for plan, found in groups.items()]
-    if sum(whole.numbers for whole in wholes) > MAX_NUMBERS:
-        raise ProtocolError("bad-part", f"PART frame: states of {name[:64]!r} are more than {MAX_NUMBERS} numbers")
-    return [whole.merged() for whole in wholes]
+    return [_Whole(plan=plan, pieces=found) for plan, found in groups.items()]
 
 
 class _Whole:
-    """What all shards sent of one plan."""
+    """What all shards sent of one plan. What two ranks hold counts once."""
 
     def __init__(self, *, plan: Plan, pieces: Sequence[Piece]) -> None:
         self._plan = plan
@@ -183,10 +190,11 @@ class _Whole:
         self._layers = None if pieces[0].layers is None else _layers(pieces, None)
         self._shape = len(self._rows), 1 if self._layers is None else len(self._layers)
 
-    @property
-    def numbers(self) -> int:
-        """States, were they all there."""
-        return math.prod(self._shape) * self._plan.shards * self._plan.columns
+    def numbers(self, layers: int | None) -> int:
+        """States, were they all there, of so many layers if the table has all of these."""
+        rows, found = self._shape
+        count = found if layers is None or self._layers is None else max(found, layers)
+        return rows * count * self._plan.shards * self._plan.columns
 
     def merged(self) -> Piece:
         """The numbers that one rank would have sent."""

@@ -1,15 +1,15 @@
 """States of shards become numbers of whole pixels: those that one rank would send that holds the whole vector. Pure."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.plan import Plan
 
-MAX_NUMBERS = 1 << 26
-"""States of one tensor of a step, of all shards; more are refused, whatever a rank says that there are."""
+MAX_NUMBERS = 1 << 21
+"""States of all tensors of a step, of all shards; more are refused, whatever a rank says that there are."""
 AT_ONCE = 1 << 20
 """Of them so many lie side by side while they are merged."""
 
@@ -30,27 +30,36 @@ def combined(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArr
     Where several parts have the same, the last one counts.
     """
     rows, layers = shape
-    out = np.empty((rows, layers, plan.pixels * plan.values), np.float32)
-    for block in _blocks(rows, max(1, AT_ONCE // max(1, layers * plan.shards * plan.columns))):
-        out[block] = _block(plan, parts, block, layers)
+    whole = _whole(plan, parts, shape)
+    out = np.full((rows, layers, plan.pixels * plan.values), np.nan, np.float32)
+    merged = np.flatnonzero(whole.any(axis=(1, 2)))
+    at_once = max(1, AT_ONCE // max(1, layers * plan.shards * plan.columns))
+    for first in range(0, merged.size, at_once):
+        chosen = merged[first : first + at_once]
+        numbers = np.where(whole[chosen][..., None], _numbers(plan, parts, chosen, shape), np.float32(np.nan))
+        out[chosen] = numbers.reshape(chosen.size, layers, -1)
     return out
 
 
-def _blocks(rows: int, at_once: int) -> Iterator[slice]:
-    for first in range(0, rows, at_once):
-        yield slice(first, min(rows, first + at_once))
-
-
-def _block(plan: Plan, parts: Sequence[Held], block: slice, layers: int) -> NDArray[np.float32]:
-    rows = block.stop - block.start
-    states = np.zeros((rows, layers, plan.shards, plan.columns), np.float32)
-    there = np.zeros(states.shape[:-1], np.bool_)
+def _whole(plan: Plan, parts: Sequence[Held], shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Of which rows and layers all shards of each pixel are there."""
+    there = np.zeros((*shape, plan.shards), np.bool_)
     for part in parts:
-        inside = (part.rows >= block.start) & (part.rows < block.stop)
-        at = np.ix_(part.rows[inside] - block.start, part.layers)
-        states[:, :, part.shard][at] = part.values[inside]
-        there[:, :, part.shard][at] = True
-    found = plan.combine(np.split(states, plan.shards, axis=-2))
-    whole = np.logical_and.reduceat(there, plan.shard_bounds[:-1], axis=-1)
-    numbers = np.where(whole[..., None], found, np.float32(np.nan)).astype(np.float32)
-    return numbers.reshape(rows, layers, plan.pixels * plan.values)
+        there[:, :, part.shard][np.ix_(part.rows, part.layers)] = True
+    found: NDArray[np.bool_] = np.logical_and.reduceat(there, plan.shard_bounds[:-1], axis=-1)
+    return found
+
+
+def _numbers(
+    plan: Plan, parts: Sequence[Held], chosen: NDArray[np.intp], shape: tuple[int, int]
+) -> NDArray[np.float32]:
+    """Of the rows that are chosen; of a pixel that is not whole they mean nothing."""
+    rows, layers = shape
+    states = np.zeros((chosen.size, layers, plan.shards, plan.columns), np.float32)
+    places = np.full(rows, -1, np.intp)
+    places[chosen] = np.arange(chosen.size)
+    for part in parts:
+        at = places[part.rows]
+        inside = at >= 0
+        states[:, :, part.shard][np.ix_(at[inside], part.layers)] = part.values[inside]
+    return plan.combine(np.split(states, plan.shards, axis=-2)).astype(np.float32, copy=False)
