@@ -1,5 +1,6 @@
 """Attention of texts whose rows the hub cannot keep: tiles come all the same, or are refused with what fits."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -135,6 +136,74 @@ def test_a_tile_made_of_pieces_is_the_tile_of_the_whole_map(
 
 
 MAP = codes(900)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("level", "faster"), [(0, 1), (2, 1), (2, 40)])
+async def test_tiles_of_a_text_that_grows_with_every_question_come(
+    level: int, faster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, length, waited = LongRank(), LENGTH // 2, 0
+    rank.run.header["state"] = "decoding"
+    monkeypatch.setattr(Run, "length", lambda *_: length)
+    rank.run.pooled = PooledTiles(rank.desk.ring, grows=lambda _: length < LENGTH)
+    whole = dict(enumerate(rank.codes))
+    span = TILE << level
+    for _ in range(6):
+        began = length
+        while True:
+            last = (length - 1) // span
+            places = [Place(level=level, q=last, k=k, length=length) for k in range(last + 1)]
+            found = await rank.asker.tiles(rank.run, HEAD, places, "me")
+            waited, length = waited + 1, min(LENGTH, length + faster)
+            if not isinstance(found, str):
+                break
+            assert waited < MOST_TRIES, "the tiles are asked for without end"
+        for place, one in zip(places, found, strict=True):
+            lengths = range(began, length + 1)
+            assert any(np.array_equal(one, tile(dataclasses.replace(place, length=n), whole)) for n in lengths)
+    rows = [row for asked in rank.asked for row in asked]
+    assert len(rows) == len(set(rows)), "no row comes twice"
+
+
+@pytest.mark.asyncio
+async def test_who_asks_for_the_same_while_a_text_grows_waits_for_one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, length = LongRank(), 1100
+    rank.run.header["state"] = "decoding"
+    monkeypatch.setattr(Run, "length", lambda *_: length)
+    monkeypatch.setattr(rank.desk, "take", lambda *_: None)  # its rows are still on their way
+    for length in range(1100, 1200):
+        for level, q in ((0, 4), (2, 1)):
+            place = Place(level=level, q=q, k=0, length=length)
+            assert isinstance(await rank.asker.tile(rank.run, HEAD, place, f"page {length}"), str)
+    assert len(rank.asked) == 1, "both tiles show the same queries"
+
+
+def test_a_tile_that_was_shown_waits_for_those_that_were_asked_for_with_it() -> None:
+    tiles = PooledTiles(Ring(1 << 20), grows=lambda _: True)
+
+    def ask(q: int, length: int) -> Any:
+        return tiles.making(HEAD, Place(level=0, q=q, k=0, length=length))
+
+    assert not ask(0, 300).whole and not ask(1, 300).whole
+    tiles.add(HEAD, [(query, MAP[query, : query + 1]) for query in range(256, 300)])
+    for length in range(301, 310):
+        assert not ask(0, length).whole and ask(1, length).tile.shape == (44, 256)
+    tiles.add(HEAD, [(query, MAP[query, : query + 1]) for query in range(256)])
+    assert ask(0, 310).whole and tiles.piece(ask(1, 310)) == range(300, 310), "what is new comes, and only that"
+    assert ask(0, 311).whole and not ask(1, 311).whole
+    ended = PooledTiles(Ring(1 << 20))
+    assert ended.making(HEAD, Place(level=0, q=1, k=0, length=300)).place.length == 300
+    assert ended.making(HEAD, Place(level=0, q=1, k=0, length=320)).place.length == 320, "it will not be longer"
+
+
+def test_a_sample_grows_until_its_last_token_or_the_end_of_the_run() -> None:
+    run = Run("r", Ring(RING_BYTES))
+    last = {"id": 1, "text": "", "offset": None}
+    run.tokens = [{}, {4: last | {"finished": None}}, {4: last | {"finished": None}, 5: last | {"finished": "length"}}]
+    assert [run.grows(), *map(run.grows, range(3))] == [True, True, True, False]
+    run.header["state"] = "cancelled"
+    assert not any([run.grows(), *map(run.grows, range(3))])
 
 
 def test_the_ring_s_room_comes_back() -> None:

@@ -32,7 +32,7 @@ class Run:
         self.header: dict[str, Any] = {"run": run, "state": "queued", "prompts": []}
         self.journal = Journal(run, ring)
         self.attention: RowTable[HeadKey] = RowTable(ring, Held.ROWS)
-        self.pooled = PooledTiles(ring)
+        self.pooled = PooledTiles(ring, grows=self.grows)
         self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
@@ -52,6 +52,11 @@ class Run:
     def final(self) -> bool:
         """Whether it has ended for good: of one that only the hub gave up, rank 0 may come back and tell more."""
         return self.ended and (self.header.get("error") or {}).get("code") != ENGINE_LOST
+
+    def grows(self, sample: int | None = None) -> bool:
+        """Whether more tokens may come of a sample, or of any."""
+        said = self.tokens[sample] if sample is not None and self.has_sample(sample) else {}
+        return not self.ended and (not said or said[max(said)]["finished"] is None)
 
     @property
     def captured(self) -> bool:
