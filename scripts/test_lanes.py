@@ -13,11 +13,13 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import IO
 
 import pytest
@@ -97,14 +99,15 @@ class Lane:
 
     def take(self, group: str) -> bool:
         try:
-            os.close(os.open(self.folder / group.replace("/", "+"), os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self.folder / f"of-{group.replace('/', '+')}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         return True
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         counts = {"collected": session.testscollected, "ran": self.ran}
-        (self.folder / f"counts-{os.getpid()}").write_text(json.dumps(counts), encoding="utf-8")
+        with contextlib.suppress(OSError):  # fixtures end after this, whatever has become of the folder
+            (self.folder / f"counts-{os.getpid()}").write_text(json.dumps(counts), encoding="utf-8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,15 +116,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if folder := config.getoption("--lane"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have what is in the background ignore it
         config.pluginmanager.register(Lane(folder))
 
 
-def run_lanes(count: int, paths: Sequence[str]) -> list[str]:
+class Runs:
+    """Pytests, and what ends them: each is interrupted when we are to end, so that its fixtures clean up.
+
+    They have process groups of their own: Ctrl-C reaches them by us alone, and not a second time amid their cleaning.
+    """
+
+    def __init__(self) -> None:
+        self.ended_by: signal.Signals | None = None
+        self._running: list[subprocess.Popen[bytes]] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._end)
+
+    def start(self, command: Sequence[str], *, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        """Begin one; from the project's folder."""
+        run = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, process_group=0)
+        self._running.append(run)
+        if self.ended_by is not None:
+            run.send_signal(signal.SIGINT)
+        return run
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.ended_by = signal.Signals(number)
+        for run in self._running:
+            run.send_signal(signal.SIGINT)
+
+
+def run_lanes(runs: Runs, count: int, paths: Sequence[str]) -> list[str]:
     """Run these tests, or everything that need not be alone; what went wrong."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         command = [*PYTEST, "-p", "scripts.test_lanes", f"--lane={name}", f"--ignore={ALONE}", *SETTINGS, *paths]
-        lanes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(count)]
+        lanes = [runs.start(command, stdout=subprocess.PIPE) for _ in range(count)]
         printers = [
             threading.Thread(target=pass_on, args=(lane.stdout, number), daemon=True)
             for number, lane in enumerate(lanes)
@@ -152,9 +184,12 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=2, help="how many tests run at the same time (default: 2)")
     parser.add_argument("paths", nargs="*", help="tests to run (default: all)")
     options = parser.parse_args()
-    wrong = run_lanes(options.lanes, options.paths)
-    if not options.paths and (code := subprocess.run([*PYTEST, ALONE], cwd=ROOT, check=False).returncode):
+    runs = Runs()
+    wrong = run_lanes(runs, options.lanes, options.paths)
+    if not options.paths and runs.ended_by is None and (code := runs.start([*PYTEST, ALONE]).wait()):
         wrong.append(f"{ALONE} ended with code {code}")
+    if runs.ended_by is not None:
+        wrong.append(f"ended by {runs.ended_by.name}")
     print("\n".join(f"error: {one}" for one in wrong) or "All tests of Python passed.")
     return 1 if wrong else 0
 
