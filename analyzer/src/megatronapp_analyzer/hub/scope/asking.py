@@ -52,10 +52,10 @@ class Asker:
         """Queue a run; it is known here then, if the ranks' agent is there. `who` asks."""
         self._check_heads(request.capture.pinned)
         answer = await self.serving.start(request)
+        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {len(request.prompts)} prompts")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
                 await self.desk.known(str(answer.get("run")))
-        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {len(request.prompts)} prompts")
         return answer
 
     async def cancel(self, run: str, who: str) -> None:
@@ -90,11 +90,11 @@ class Asker:
             return tile(place, rows)
         if run.pooled.fit(place):
             return await self.probe(run, sample, site, absent, caller)
+        run.pooled.check(place)
         made = run.pooled.making(head, place)
         made.add(rows)
         if made.whole:
             return made.tile
-        run.pooled.check(place)
         return await self.probe(run, sample, site, run.pooled.piece(made), caller, keep=pool)
 
     async def tiles(
