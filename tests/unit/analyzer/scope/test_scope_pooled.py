@@ -94,6 +94,7 @@ async def test_a_tile_that_would_be_read_for_too_long_is_refused_with_what_fits(
     with pytest.raises(ApiError, match="queries, whose rows have") as told:
         await rank.tile(3, 0, 0)
     assert (told.value.status, told.value.code, rank.asked) == (413, "too-large", [])
+    assert not rank.run.pooled._makings, "it takes no room"
     fits = re.search(r"level (\d+) fits here", told.value.hint)
     assert fits is not None
     level = int(fits.group(1))
