@@ -69,8 +69,11 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
     def start(uid: str, worker: int = 0) -> subprocess.Popen[bytes]:
         own: dict[str, str] = {Env.JOB_UID: uid, Env.ATTEMPT: "0", Env.WORKER_INDEX: str(worker)}
-        started.append(subprocess.Popen(SLEEP, env=os.environ | own, start_new_session=True))
-        return started[-1]
+        process = subprocess.Popen(SLEEP, env=os.environ | own, start_new_session=True)
+        started.append(process)
+        while not pathlib.Path(f"/proc/{process.pid}/environ").read_bytes():
+            time.sleep(0.001)  # the kernel shows it a moment after Popen returns
+        return process
 
     yield start
     for process in started:
