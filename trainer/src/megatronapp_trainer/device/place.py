@@ -55,6 +55,10 @@ class HostCopy:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
+    def ready(self) -> bool:
+        """It can be read without waiting."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> torch.Tensor:
         """The tensor on the host."""
         if self._event is not None:

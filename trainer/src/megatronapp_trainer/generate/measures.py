@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatronapp_common.scope.protocol import TEMPERATURES
-from megatronapp_trainer.device.place import sent_to
+from megatronapp_trainer.device.place import HostCopy, sent_to
 from megatronapp_trainer.generate.graph import Graphs
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -68,7 +68,6 @@ class Measurer:
         self._logits: torch.Tensor | None = None
         """What the graphs read."""
         self._stream: torch.cuda.Stream | None = None
-        self._last: torch.cuda.Event | None = None
 
     def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[Measured | None]:
         """For each row of logits as many likeliest tokens as are wanted, or nothing where 0 are. Waits for nothing."""
@@ -81,7 +80,7 @@ class Measurer:
         if logits_RV.is_cuda:
             table = self._beside(logits_RV, most)
         else:
-            table = _Table(_columns(logits_RV.float(), most), None, most)
+            table = _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
         places = {row: place for place, row in enumerate(rows)}
         return [_Row(table, places[row], count) if count else None for row, count in enumerate(wanted)]
 
@@ -89,19 +88,13 @@ class Measurer:
         """From a copy: the next step writes over the logits."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
-        if self._last is not None:  # it reads the copy of the last step
-            torch.cuda.current_stream().wait_event(self._last)
+        torch.cuda.current_stream().wait_stream(self._stream)  # which reads the copy of the last step
         count = logits_RV.size(0)
         copy_RV = self._copy(logits_RV)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             columns = self._graphs.run(None, (copy_RV.size(0), most), lambda: _columns(copy_RV, most))[:count]
-            host = torch.empty(columns.shape, dtype=columns.dtype, pin_memory=True)
-            host.copy_(columns, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._last = event
-        return _Table(host, event, most)
+            return _Table(HostCopy(columns, is_cuda=True), most)
 
     def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """In fp32, as the first rows of a power of two of them: so there are few graphs."""
@@ -117,24 +110,15 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Table:
-    """The measures of all rows of a step, on the host when `ready`."""
+    """The measures of all rows of a step."""
 
-    def __init__(self, columns: torch.Tensor, event: "torch.cuda.Event | None", most: int) -> None:
-        self._columns = columns
-        self._event = event
-        self._most = most
-
-    def ready(self) -> bool:
-        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
-            return False
-        self._event = None
-        return True
+    columns: HostCopy
+    most: int
 
     def measures(self, row: int, count: int) -> Measures:
-        if (event := self._event) is not None:
-            event.synchronize()
-        numbers, most = self._columns.numpy()[row], self._most
+        numbers, most = self.columns.read().numpy()[row], self.most
         return Measures(
             tokens=numbers[:count],
             logprobs=numbers[most : most + count],
@@ -152,7 +136,7 @@ class _Row:
     count: int
 
     def ready(self) -> bool:
-        return self.table.ready()
+        return self.table.columns.ready()
 
     def get(self) -> Measures:
         return self.table.measures(self.row, self.count)
