@@ -134,8 +134,10 @@ def reader(path: pathlib.Path) -> Iterator["subprocess.Popen[str]"]:
     with subprocess.Popen([sys.executable, "-c", READER, str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        yield process
-        process.terminate()
+        try:
+            yield process
+        finally:
+            process.terminate()
 
 
 def check_no_waits(ways: Ways, way: str) -> dict[str, int]:

@@ -8,16 +8,14 @@ where they are counted. Without GPUs the same runs over gloo: give --layers 2 --
 
 import argparse
 import json
-import os
 import pathlib
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
 import torch
+from gpu_ranks import give_up_after, run_ranks
 
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
@@ -51,6 +49,7 @@ def requests() -> list[GenerationRequest]:
 
 def work(options: argparse.Namespace) -> None:
     """One rank of one layout."""
+    give_up_after()
     tensor, pipeline = LAYOUTS[options.layout]
     shape = f"--num-layers {options.layers} --hidden-size {options.hidden} {'--bf16' if options.bf16 else ''}"
     groups = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
@@ -87,24 +86,10 @@ def generate(engine: Engine) -> dict[str, Any]:
 def run_layout(options: argparse.Namespace, name: str, *, bf16: bool) -> dict[str, Any]:
     """Start the ranks of a layout and wait for them."""
     world = LAYOUTS[name][0] * LAYOUTS[name][1]
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as directory:
         out = pathlib.Path(directory) / "out.json"
-        probe.bind(("127.0.0.1", 0))
-        shared = os.environ | {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(probe.getsockname()[1]),
-            "OMP_NUM_THREADS": "1",
-        }
-        probe.close()
-        command = [sys.executable, __file__, "--layers", str(options.layers), "--hidden", str(options.hidden)]
-        command += ["--layout", name, "--out", str(out), *(["--bf16"] if bf16 else [])]
-        ranks = [
-            subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(world)
-        ]
-        if any([rank.wait() for rank in ranks]):
-            raise SystemExit(f"layout {name} failed")
+        shape = ["--layers", str(options.layers), "--hidden", str(options.hidden), *(["--bf16"] if bf16 else [])]
+        run_ranks([__file__, *shape, "--layout", name, "--out", str(out)], world)
         answer: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return answer
 

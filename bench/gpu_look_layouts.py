@@ -11,11 +11,8 @@ out. Without GPUs the same over gloo: give --layers 2 --hidden 64 --gpus 2.
 import argparse
 import collections
 import json
-import os
 import pathlib
 import pickle
-import socket
-import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_generate_layouts import LAYOUTS, MODEL, VOCABULARY, requests
+from gpu_ranks import give_up_after, run_ranks
 
 from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
 from megatronapp_common.frames import FrameType, decode, encode
@@ -47,6 +45,7 @@ TOLERANCE = 1e-3
 
 def work(options: argparse.Namespace) -> None:
     """One rank of one layout."""
+    give_up_after()
     tensor, pipeline = LAYOUTS[options.layout]
     shape = f"--num-layers {options.layers} --hidden-size {options.hidden}"
     groups = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
@@ -106,19 +105,9 @@ def basis(layers: int, hidden: int) -> Any:  # noqa: ANN401 - Frame
 def run_layout(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
     """Start the ranks of a layout; what each of them wrote."""
     world = LAYOUTS[name][0] * LAYOUTS[name][1]
-    with tempfile.TemporaryDirectory() as directory, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        probe.close()
-        shared = os.environ | {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, __file__, "--layers", str(options.layers), "--hidden", str(options.hidden)]
-        command += ["--layout", name, "--out", str(pathlib.Path(directory) / "out")]
-        ranks = [
-            subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
-            for rank in range(world)
-        ]
-        if any([rank.wait() for rank in ranks]):
-            raise SystemExit(f"layout {name} failed")
+    with tempfile.TemporaryDirectory() as directory:
+        shape = ["--layers", str(options.layers), "--hidden", str(options.hidden)]
+        run_ranks([__file__, *shape, "--layout", name, "--out", f"{directory}/out"], world)
         return [pickle.loads(pathlib.Path(directory, f"rank{rank}").read_bytes()) for rank in range(world)]
 
 

@@ -67,6 +67,7 @@ class Gang:
     def close(self) -> None:
         """Rank 0: let the others' `follow` return."""
         self._tell(Word.CLOSE)
+        self._let_go()
 
     def follow(self) -> None:
         """Every rank but 0: compute what rank 0 plans until it closes.
@@ -80,10 +81,15 @@ class Gang:
                     self._follow_plan(message)
                 elif isinstance(message, Command):
                     self._handlers[message.topic](message.payload)
+            self._let_go()
         except RuntimeError as error:
             if says_lost_peer(error):
                 raise EngineLostError(f"a rank of the gang was lost: {error}") from error
             raise
+
+    def _let_go(self) -> None:
+        """NCCL ends no communicator as long as there is a graph that holds collectives of it."""
+        self.stage.forget_graphs()
 
     def _heard(self) -> Any:  # noqa: ANN401 - whatever rank 0 told
         with self.lull:
