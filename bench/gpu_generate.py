@@ -331,8 +331,9 @@ def measure(bench: Bench, batch: int) -> dict[str, Any]:
     return row
 
 
-def options_of(description: str | None, turns: str, out: str) -> argparse.Namespace:
-    """The command line of a measurement of this model; `turns` is the word for how often its blocks take turns."""
+def options_of(description: str | None, turns: str, out: str, *switches: str) -> argparse.Namespace:
+    """The command line of a measurement of this model; `turns` is the word for how often its blocks take turns, and
+    `switches` are its own."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
@@ -345,6 +346,8 @@ def options_of(description: str | None, turns: str, out: str) -> argparse.Namesp
     parser.add_argument(f"--{turns}", type=int, default=12)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(out))
+    for switch in switches:
+        parser.add_argument(switch, action="store_true")
     options = parser.parse_args()
     if getattr(options, turns) < math.ceil(1 - math.log2(0.05)):
         parser.error(f"--{turns} must be 6 or more, for bounds of 95 %")

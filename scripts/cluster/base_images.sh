@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the images that ours stand on from Debian's packages, for a machine that reaches no image registry:
-#   localhost/megatronapp-base      Debian with python3
-#   localhost/megatronapp-builder   the same with a C++ compiler and Python's headers
+#   localhost/megatronapp-base      Debian with python3, its headers and a C compiler, which the trainer's image needs
+#   localhost/megatronapp-builder   the same with a C++ compiler
 # Kept in buildah's storage; made again only where they are missing. Needs root, debootstrap and buildah.
 set -euo pipefail
 suite=$(. /etc/os-release && echo "$VERSION_CODENAME")
@@ -16,7 +16,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "base_images.sh: $base" >&2
-debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$work/tree" "$mirror" >"$work/log" ||
+debootstrap --variant=minbase --include=python3,python3-dev,python3-venv,ca-certificates,gcc,libc6-dev "$suite" "$work/tree" "$mirror" >"$work/log" ||
   { tail -20 "$work/log" >&2 && exit 1; }
 rm -rf "$work"/tree/{etc/apt/sources.list,etc/hostname,etc/resolv.conf,var/lib/apt/lists,var/cache/apt,var/log,usr/share/doc,usr/share/man}
 mkdir -p "$work"/tree/{var/lib/apt/lists/partial,var/cache/apt/archives/partial,var/log}
@@ -30,6 +30,6 @@ sources="$work/sources.list"
 echo "deb $mirror $suite main" >"$sources"
 made=$(buildah from "$base")
 buildah run --network host --volume "$sources:/etc/apt/sources.list:ro" "$made" -- sh -c \
-  'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ make python3-dev >/dev/null'
+  'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ make >/dev/null'
 buildah run "$made" -- sh -c 'rm -rf /var/lib/apt/lists/* /var/cache/apt/archives/*.deb'
 buildah commit --quiet --rm "$made" "$builder" >/dev/null

@@ -324,6 +324,43 @@ def test_a_run_that_is_cancelled_in_its_prefill_tells_what_came_and_ends(run_ran
     assert order == ["state", "tokens"]
 
 
+def told_of(opened: Opened, run: str, **fields: Any) -> list[tuple[dict[str, Any], bytes]]:
+    """What parts of a run tell, in order. Another one comes between, whose prompt takes a slot that is free again."""
+    capture = Capture.model_validate({"pinned": [{"layer": 0, "head": 1}], "expression": {"qkv": "data.max()"}})
+    opened.begin(capture, run=run, **fields)
+    observed(opened.engine, opened.leader)
+    opened.engine.submit(GenerationRequest(id=f"unseen {run}", prompt=prompts((40,))[0], max_new_tokens=2))
+    observed(opened.engine, opened.leader)
+    dropped = {"run", "timeUs"}
+    return [
+        ({key: value for key, value in part.header.items() if key not in dropped}, bytes(part.body))
+        for part in opened.parts(run)
+    ]
+
+
+def put_off() -> list[bool]:
+    """As on a GPU: what steps leave behind is done in lulls. The same is told."""
+    with groups_of("") as (layout, device):
+        opened = Opened(layout, device)
+        runs = [f"{number:012x}" for number in range(4)]
+        whole, short = told_of(opened, runs[0]), told_of(opened, runs[1], max_new_tokens=1)
+        opened.session._behind.put_off_by(opened.gang.lull.defer)
+        same = [told_of(opened, runs[2]) == whole, told_of(opened, runs[3], max_new_tokens=1) == short]
+        probe, reading = opened.leader.probe(
+            Probe.model_validate({"ids": [requests()[0].prompt], "sites": [{"site": "q", "layers": [1]}]})
+        )
+        opened.engine.submit(reading[0])
+        observed(opened.engine, opened.leader)
+        opened.engine.step()
+        frames = [decode(data) for data in opened.sent.frames()]
+        probed = [frame for frame in frames if frame.header.get("probe") == probe]
+        return [*same, len(whole) > 6, len(short) > 0, len(probed) == 1, opened.hooks() == 0]
+
+
+def test_what_is_put_off_tells_the_same(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, put_off) == [[True] * 6]
+
+
 def test_names_of_sites() -> None:
     for name in ("q", "attention", "two words", ""):
         with pytest.raises(CaptureError, match="write another name"):

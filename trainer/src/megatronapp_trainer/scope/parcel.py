@@ -86,13 +86,18 @@ class Post:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's own gap
-        self._under_way: collections.deque[torch.cuda.Event] = collections.deque()
+        self._steps: collections.deque[torch.cuda.Event] = collections.deque()
+        self._prompts: collections.deque[torch.cuda.Event] = collections.deque()
 
-    def before_step(self, *, but: int = 0) -> None:
-        """Let the next step's kernels wait for those beside earlier ones, which read what it will write; not for those
-        of the `but` newest that were sent."""
-        while len(self._under_way) > but:
-            torch.cuda.current_stream().wait_event(self._under_way.popleft())
+    def before_decode(self) -> None:
+        """Let the next step's kernels wait for those beside the step before the last one, which read what it will
+        write. It writes nothing that those beside the last one or beside prompts read."""
+        _await(self._steps, but=1)
+
+    def before_prompts(self) -> None:
+        """Let the next step's kernels wait for all that was sent: it may write over any sequence's keys."""
+        _await(self._steps)
+        _await(self._prompts)
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
         """What is launched within comes behind all that was sent, and before what will be sent."""
@@ -103,23 +108,48 @@ class Post:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def send(self, make: Callable[[], Parcel], held: object = None) -> "Arrival":
-        """Make a parcel beside the model's own work, and start its copy; returns at once.
-
-        The answer holds `held`, whose memory is read meanwhile, until it is ready.
-        """
+    def now(self) -> "torch.cuda.Event | None":
+        """When all that has been launched up to here is done."""
         if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def send_step(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
+        """Make a parcel of a decode step beside the model's own work, once `after` is done, and start its copy; returns
+        at once. The answer holds `held`, whose memory is read meanwhile, until it is ready."""
+        return self._send(make, held, after, self._steps)
+
+    def send_prompts(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
+        """The same, of prompts."""
+        return self._send(make, held, after, self._prompts)
+
+    def _send(
+        self,
+        make: Callable[[], Parcel],
+        held: object,
+        after: "torch.cuda.Event | None",
+        under_way: "collections.deque[torch.cuda.Event]",
+    ) -> "Arrival":
+        if self._stream is None or after is None:
             parcel = make()
             return Arrival(parcel, parcel.flat.clone(), None, held)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             parcel = make()
             host = torch.empty(parcel.flat.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(parcel.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._under_way.append(event)
+        under_way.append(event)
         return Arrival(parcel, host, event, held)
+
+
+def _await(under_way: "collections.deque[torch.cuda.Event]", *, but: int = 0) -> None:
+    """Let what is launched next wait for these, the `but` newest left out."""
+    while len(under_way) > but:
+        torch.cuda.current_stream().wait_event(under_way.popleft())
 
 
 class Arrival:

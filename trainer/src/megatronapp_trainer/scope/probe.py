@@ -8,7 +8,7 @@ import torch
 
 from megatronapp_common.scope.protocol_requests import ProbeSite
 from megatronapp_trainer.scope import attention
-from megatronapp_trainer.scope.collect import Collector
+from megatronapp_trainer.scope.collect import Collector, Layers
 from megatronapp_trainer.scope.look import QUERIES, Looker, Work, codes
 from megatronapp_trainer.scope.parcel import Found
 from megatronapp_trainer.scope.runs import Read
@@ -26,6 +26,17 @@ def name_of(wanted: ProbeSite) -> str:
 def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
     """What is looked at for a probe. Raises CaptureError."""
     return {site.name: site for site in map(_site, wanted)}
+
+
+def layers_of(works: Sequence[Work]) -> dict[str, Layers]:
+    """Of which layers sites are kept: where probes alone look, theirs alone."""
+    if any(work.tracked.recipe is not None for work in works):
+        return {}
+    wanted: dict[str, set[int]] = {}
+    for work in works:
+        for one, site in zip(work.tracked.sites, map(name_of, work.tracked.sites), strict=True):
+            wanted.setdefault(site, set()).update((*one.layers, -1))
+    return {name: frozenset(layers) for name, layers in wanted.items()}
 
 
 def _site(wanted: ProbeSite) -> Site:

@@ -7,6 +7,7 @@ Rank 0 says what is wanted through the engine's commands (`leader.py`), so that 
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -23,9 +24,10 @@ from megatronapp_trainer.generate.stage import Stage
 from megatronapp_trainer.generate.watch import Sight
 from megatronapp_trainer.scope import probe
 from megatronapp_trainer.scope.attention import bucket
-from megatronapp_trainer.scope.collect import Collector, Layers, Values
+from megatronapp_trainer.scope.behind import Behind
+from megatronapp_trainer.scope.collect import Collector, Values
 from megatronapp_trainer.scope.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, Said, SetBasis
-from megatronapp_trainer.scope.look import QUERIES, Basis, Looker, Work, hooked, picture_name, recipes_of
+from megatronapp_trainer.scope.look import MOST_RECIPES, QUERIES, Basis, Looker, Work, hooked, picture_name, recipes_of
 from megatronapp_trainer.scope.parcel import Found, Parcel, Post, wrap
 from megatronapp_trainer.scope.parts import Parts, Told
 from megatronapp_trainer.scope.publisher import Ready, Sink
@@ -133,18 +135,23 @@ class CaptureSession:
         self._step: _Step | None = None
         self._graphs = Graphs(enabled=self._device.type == "cuda" and stage.options.cuda_graphs)
         self._view: _View | None = None
-        self._checked: Recipe | None = None
-        """The last one that was found to fit the model."""
+        self._behind = Behind()
+        self._is_quiet = False
+        """The last step was not looked at, and what was left before it is behind the next one."""
+        self._check = functools.lru_cache(MOST_RECIPES)(self._tried)
         self._sizes = Sizes(layers=self.share.num_layers, heads=self.share.num_heads)
 
     def attach(self, gang: Gang) -> None:
         """Hear the commands of rank 0, and watch the stage from now on."""
         self._looker.warm_up()
+        if self.waits_for_device:
+            self._behind.put_off_by(gang.lull.defer)
         gang.handle(TOPIC, self.handle)
         self._stage.watcher = self
 
     def detach(self) -> None:
         """Look no more: the model is as it was."""
+        self._behind.catch_up()
         self._stage.watcher = None
         self._tracked.clear()
         self._seen.remove()
@@ -177,13 +184,16 @@ class CaptureSession:
 
     def check(self, capture: Capture) -> None:
         """Raise what a run with this capture would raise: PlanError or ExpressionError. From any thread."""
-        if (recipe := recipe_of(capture)) is not None and recipe != self._checked:
-            Pixels(recipe, self.share, torch.device("cpu"))
-            self._checked = recipe
+        if (recipe := recipe_of(capture)) is not None:
+            self._check(recipe)
+
+    def _tried(self, recipe: Recipe) -> None:
+        Pixels(recipe, self.share, torch.device("cpu"))
 
     def handle(self, said: Said) -> None:
         """A command of rank 0, at a step border."""
         self._ids = ()
+        self._behind.catch_up()
         match said:
             case BeginRun():
                 self.begin_run(said.run, said.capture, said.lengths)
@@ -210,6 +220,7 @@ class CaptureSession:
     def end_run(self, run: str) -> None:
         """Look no more; unknown runs are fine."""
         self._ids = ()
+        self._behind.catch_up()
         self._tracked.pop(run, None)
         self._looker.drop(run)
         if not self._tracked:
@@ -238,14 +249,21 @@ class CaptureSession:
     def begin(self, sight: Sight) -> Hashable:
         """What of this step is looked at; None: nothing."""
         plan = sight.plan
-        # A decode step writes what the one before the last held; of what the last one held it writes nothing.
-        self._post.before_step(but=1 if plan.decode else 0)
+        if not self._tracked and self._is_quiet:
+            return None
+        self._behind.before_step(decode=plan.decode)
+        if plan.decode and self._tracked:
+            self._post.before_decode()
+        else:
+            self._post.before_prompts()
         touched = self._touched_by(plan) if self._tracked else []
         looked = [one for one in touched if one.is_probe or one.recipe is not None]
         if not looked:
             self._read(touched, plan)
             self._seen.begin({}, {})  # hooks that stay would take rows of an earlier step
+            self._is_quiet = not self._tracked
             return None
+        self._is_quiet = False
         if plan.decode:
             return self._begin_decode(sight, touched, looked)
         self._begin_prefill(sight, self._read(touched, plan))
@@ -267,28 +285,45 @@ class CaptureSession:
         self._tell_unseen([(one, reads) for one, reads in pairs if not one.is_probe and one.recipe is None], plan)
         return [(one, reads) for one, reads in pairs if one.is_probe or one.recipe is not None]
 
-    def collect(self) -> Parcel | Held:
-        """Of prompts launch all reductions; of a decode step hold what they will read."""
+    def collect(self) -> "dict[str, Values] | Held":
+        """Hold what reductions will read."""
         step = self._step
         assert step is not None
+        kept = self._seen.take()
         if step.sight.plan.decode:
-            return Held(kept=self._seen.take(), positions_N=step.sight.positions_N.clone())
-        found = self._looker.prefill(step.works, step.sight, step.count) + self._probed(step)
-        self._seen.take()
-        return wrap(found)
+            return Held(kept=kept, positions_N=step.sight.positions_N.clone())
+        return kept
 
-    def finish(self, found: Parcel | Held, _logits: torch.Tensor | None) -> None:
-        """Reduce beside the model's own work, let the numbers travel, and the publisher send them.
-
-        What a decode step needs of it is a second CUDA graph, on a stream of its own: tokens are chosen meanwhile.
-        """
+    def finish(self, found: "dict[str, Values] | Held", _logits: torch.Tensor | None) -> None:
+        """Leave behind what is done beside the model's own work: reduce, let the numbers travel, and the publisher
+        send them. Tokens are chosen first."""
         step, self._step = self._step, None
         assert step is not None
-        if isinstance(found, Parcel):
-            arrival = self._post.send(lambda: found)
+        done = self._post.now()
+        if isinstance(found, Held):
+            self._behind.leave(lambda: self._finish_decode(step, found, done), of_prompts=False)
         else:
-            arrival = self._post.send(lambda: self._reduced(step, found), (found, step.view))
+            told = self._told(step)
+            self._behind.leave(lambda: self._finish_prompts(step, found, told, done), of_prompts=True)
+
+    @torch.no_grad()
+    def _finish_decode(self, step: _Step, held: Held, done: "torch.cuda.Event | None") -> None:
+        """What a decode step needs of reductions is a second CUDA graph."""
+        arrival = self._post.send_step(lambda: self._reduced(step, held), (held, step.view), done)
         self._sink(Parts(arrival, self._told(step)))
+
+    @torch.no_grad()
+    def _finish_prompts(
+        self, step: _Step, kept: dict[str, Values], told: Sequence[Told], done: "torch.cuda.Event | None"
+    ) -> None:
+        arrival = self._post.send_prompts(lambda: self._reduce_prompts(step, kept), (kept, step), done)
+        self._sink(Parts(arrival, told))
+
+    def _reduce_prompts(self, step: _Step, kept: dict[str, Values]) -> Parcel:
+        self._seen.put(kept)
+        parcel = wrap(self._looker.prefill(step.works, step.sight, step.count) + self._probed(step))
+        self._seen.take()
+        return parcel
 
     def _reduced(self, step: _Step, held: Held) -> Parcel:
         assert step.view is not None
@@ -356,7 +391,7 @@ class CaptureSession:
         picks[QUERIES.name] = None
         logit_tokens, logit_rows = _logit_rows(sight, rows)
         picks[probe.LOGITS] = sent_to(self._device, torch.tensor(logit_tokens, dtype=torch.int64))
-        self._seen.begin(picks, _layers(works))
+        self._seen.begin(picks, probe.layers_of(works))
         self._step = _Step(
             sight=sight,
             recipes=recipes_of(works),
@@ -441,17 +476,6 @@ class CaptureSession:
 
     def _header(self, *, more: bool) -> dict[str, Any]:
         return {"rank": self._rank, "timeUs": time.time_ns() // 1000, "more": more}
-
-
-def _layers(works: Sequence[Work]) -> dict[str, Layers]:
-    """Of which layers sites are kept: where probes alone look, theirs alone."""
-    if any(work.tracked.recipe is not None for work in works):
-        return {}
-    wanted: dict[str, set[int]] = {}
-    for work in works:
-        for one, site in zip(work.tracked.sites, map(probe.name_of, work.tracked.sites), strict=True):
-            wanted.setdefault(site, set()).update((*one.layers, -1))
-    return {name: frozenset(layers) for name, layers in wanted.items()}
 
 
 def _logit_rows(sight: Sight, rows: Sequence[Sequence[Row]]) -> tuple[list[int], list[slice]]:

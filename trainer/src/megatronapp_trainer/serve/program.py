@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(command: Command, config: TrainerConfig) -> ExitCode:
     """Load, generate until asked to stop, tear down. Raises TrainerError."""
     from megatronapp_trainer.generate.build import generation_layout
+    from megatronapp_trainer.generate.settle import settle
     from megatronapp_trainer.groups import destroy_groups
     from megatronapp_trainer.lost import LossWatch
     from megatronapp_trainer.pretrain import named_errors
@@ -69,6 +70,7 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
         look = functools.partial(look_out, gang, stack, limits_of(command, config))
         if front is None:
             look()
+            settle()
             gang.follow()
         else:
             front.answer(gang, config, wish, look)
@@ -144,6 +146,7 @@ class Front:
     def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", look: "Callable[[], Scope | None]") -> None:
         """Generate what is asked for until asked to stop. `look` begins to tell a hub. Raises EngineLostError."""
         from megatronapp_trainer.generate.engine import Engine
+        from megatronapp_trainer.generate.settle import settle
         from megatronapp_trainer.serve.desk import MOST_PROBED
         from megatronapp_trainer.serve.errors import StoppingError
         from megatronapp_trainer.serve.model import going_on
@@ -157,6 +160,7 @@ class Front:
         )
         engine.warm_up()
         self._open(engine, model, look)
+        settle()
         print(f"serving {model.name} at {self.url}", flush=True)
         self._work(engine, wish)
         if engine.failure is not None:
