@@ -1,6 +1,7 @@
 """Generated tokens are those of plain torch on the same weights, in every layout, batch and size of chunk."""
 
 import pathlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from generating_ranks import (
 from plain_gpt import PlainGpt
 
 from megatronapp_trainer.generate.build import build_model, checkpoint_config, load_weights
+from megatronapp_trainer.generate.graph import Graphs
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.watch import Sight
 
@@ -87,6 +89,48 @@ def generate_with(model: Any, config: Any, layout: Any, device: Any, **options: 
     engine.close()
     assert all(finish_of(events, one.id).reason == "length" for one in requests())
     return {one.id: generated(events, one.id) for one in requests()}
+
+
+class Replays:
+    """Stands for CUDA graphs: what was captured stays what it was, and says when it is let go."""
+
+    def __init__(self) -> None:
+        self.kept: list[weakref.ref[Any]] = []
+
+    def __call__(self, compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any, Any]:
+        def replay() -> None:
+            """Nothing."""
+
+        self.kept.append(weakref.ref(replay))
+        return replay, compute(), pool
+
+    @property
+    def alive(self) -> int:
+        return sum(one() is not None for one in self.kept)
+
+
+def let_go() -> tuple[int, int]:
+    """On every rank: how many graphs there are while it generates, and when its gang has closed."""
+    with groups_of("--tensor-model-parallel-size 2") as (layout, device):
+        config = config_of(f"--tensor-model-parallel-size 2 {VARIANTS['learned-tied']}")
+        gang, engine = open_engine(model_of(config, layout, device), config, layout, device)
+        replays = Replays()
+        gang.stage._graphs = Graphs(enabled=True, capture=replays)
+        if engine is None:
+            gang.follow()
+        else:
+            engine.submit(*requests())
+            drain(engine)
+            engine.close()
+        return len(replays.kept), replays.alive
+
+
+def test_graphs_are_let_go_before_communicators_end(run_ranks: RunRanks) -> None:
+    """NCCL waits for them."""
+    first, second = run_ranks(2, let_go)
+    assert first == second
+    assert first[0] > 0
+    assert first[1] == 0
 
 
 def expectations(variants: dict[str, str], answers: Answers) -> list[str]:

@@ -1,5 +1,8 @@
 """What steps leave behind is done in its order, at most one step late."""
 
+import functools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ def test_work_is_done_in_order_and_before_what_it_reads_changes(steps: list[tupl
         behind.before_step(decode=decodes)
         late = number - len(done)
         assert late == 0 or (late == 1 and decodes and not steps[number - 1][0])
-        behind.leave(lambda number=number: done.append(number), of_prompts=not decodes)
+        behind.leave(functools.partial(done.append, number), of_prompts=not decodes)
         assert number not in done
         if has_lull:
             with lull:
@@ -29,14 +32,35 @@ def test_work_is_done_in_order_and_before_what_it_reads_changes(steps: list[tupl
     assert done == list(range(len(steps)))
 
 
-def test_prompts_are_done_in_the_second_lull() -> None:
+def test_what_prompts_left_waits_for_a_lull_of_the_next_step() -> None:
     lull, behind, done = Lull(), Behind(), list[str]()
     behind.put_off_by(lull.defer)
+    behind.before_step(decode=False)
     behind.leave(lambda: done.append("prompts"), of_prompts=True)
-    with lull:
-        assert done == []
+    for _ in range(3):  # ranks that answer for the others wait more than once in a step
+        with lull:
+            assert done == []
+    behind.before_step(decode=True)
     with lull:
         assert done == ["prompts"]
+
+
+def test_after_a_failure_nothing_more_is_launched() -> None:
+    lull, behind, done = Lull(), Behind(), list[str]()
+    behind.put_off_by(lull.defer)
+    behind.before_step(decode=True)
+    behind.leave(_fail, of_prompts=False)
+    behind.leave(lambda: done.append("more"), of_prompts=False)
+    with pytest.raises(RuntimeError, match="no memory"), lull:
+        pass
+    behind.catch_up()
+    with lull:
+        pass
+    assert done == []
+
+
+def _fail() -> None:
+    raise RuntimeError("no memory")
 
 
 def test_nothing_is_put_off_where_there_are_no_lulls() -> None:

@@ -8,5 +8,6 @@ def settle() -> None:
 
     One through all of torch and megatron-core takes as long as a hundred tokens of a small model.
     """
+    gc.unfreeze()  # of an earlier engine
     gc.collect()
     gc.freeze()

@@ -16,6 +16,7 @@ class Behind:
     def __init__(self) -> None:
         self._left: collections.deque[tuple[int, bool, Work]] = collections.deque()
         self._count = 0
+        self._steps = 0
         self._defer: Defer | None = None
 
     def put_off_by(self, defer: Defer | None) -> None:
@@ -23,25 +24,36 @@ class Behind:
         self._defer = defer
 
     def leave(self, work: Work, *, of_prompts: bool) -> None:
-        """Do this in this step's lull, and what prompts leave in the next step's: while prompts are read the device
+        """Do this in the next lull, and what prompts leave in one of a later step: while prompts are read the device
         waits for the host, and not the other way round."""
         self._count += 1
         self._left.append((self._count, of_prompts, work))
         if self._defer is None:
             self.catch_up()
-            return
-        due = functools.partial(self._do, self._count)
-        self._defer(functools.partial(self._defer, due) if of_prompts else due)
+        else:
+            self._defer(functools.partial(self._due, self._count, self._steps + of_prompts))
 
     def catch_up(self) -> None:
-        """Do all of it now."""
+        """Do all of it now. What one raises is raised, and the others are given up."""
         self._do(self._count)
 
     def before_step(self, *, decode: bool) -> None:
         """A step begins: only what prompts left may still wait, and only beside a decode step."""
+        self._steps += 1
         if not decode or not all(of_prompts for _, of_prompts, _ in self._left):
             self.catch_up()
 
+    def _due(self, last: int, step: int) -> None:
+        """A lull has come."""
+        if self._steps >= step:
+            self._do(last)
+        elif self._defer is not None and self._left:
+            self._defer(functools.partial(self._due, last, step))
+
     def _do(self, last: int) -> None:
-        while self._left and self._left[0][0] <= last:
-            self._left.popleft()[2]()
+        try:
+            while self._left and self._left[0][0] <= last:
+                self._left.popleft()[2]()
+        except BaseException:
+            self._left.clear()
+            raise

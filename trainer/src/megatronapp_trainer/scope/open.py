@@ -22,8 +22,10 @@ class Scope:
 
     def close(self) -> None:
         """Look no more, send what can be sent within a second, and end the thread."""
-        self.session.detach()
-        self.publisher.close()
+        try:
+            self.session.detach()
+        finally:
+            self.publisher.close()
 
 
 def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int, limits: Mapping[str, int] | None = None) -> Scope:

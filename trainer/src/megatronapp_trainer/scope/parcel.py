@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -86,8 +86,8 @@ class Post:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call] # torch's own gap
-        self._steps: collections.deque[torch.cuda.Event] = collections.deque()
-        self._prompts: collections.deque[torch.cuda.Event] = collections.deque()
+        self._steps: UnderWay = collections.deque()
+        self._prompts: UnderWay = collections.deque()
 
     def before_decode(self) -> None:
         """Let the next step's kernels wait for those beside the step before the last one, which read what it will
@@ -118,7 +118,7 @@ class Post:
 
     def send_step(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
         """Make a parcel of a decode step beside the model's own work, once `after` is done, and start its copy; returns
-        at once. The answer holds `held`, whose memory is read meanwhile, until it is ready."""
+        at once. `held`, whose memory is read meanwhile, is held until it is ready or another step waits for it."""
         return self._send(make, held, after, self._steps)
 
     def send_prompts(self, make: Callable[[], Parcel], held: object, after: "torch.cuda.Event | None") -> "Arrival":
@@ -130,7 +130,7 @@ class Post:
         make: Callable[[], Parcel],
         held: object,
         after: "torch.cuda.Event | None",
-        under_way: "collections.deque[torch.cuda.Event]",
+        under_way: "UnderWay",
     ) -> "Arrival":
         if self._stream is None or after is None:
             parcel = make()
@@ -142,14 +142,17 @@ class Post:
             host.copy_(parcel.flat, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        under_way.append(event)
-        return Arrival(parcel, host, event, held)
+        arrival = Arrival(parcel, host, event, held)
+        under_way.append((event, arrival))
+        return arrival
 
 
-def _await(under_way: "collections.deque[torch.cuda.Event]", *, but: int = 0) -> None:
-    """Let what is launched next wait for these, the `but` newest left out."""
+def _await(under_way: "UnderWay", *, but: int = 0) -> None:
+    """Let what is launched next wait for these, the `but` newest left out. What they held may be written over then."""
     while len(under_way) > but:
-        torch.cuda.current_stream().wait_event(under_way.popleft())
+        event, arrival = under_way.popleft()
+        torch.cuda.current_stream().wait_event(event)
+        arrival.let_go()
 
 
 class Arrival:
@@ -161,6 +164,10 @@ class Arrival:
         self._host = host
         self._event = event
         self._held = held
+
+    def let_go(self) -> None:
+        """Nothing that is launched from now on comes before it: what it reads need not be held."""
+        self._held = None
 
     @property
     def nbytes(self) -> int:
@@ -187,3 +194,6 @@ class Arrival:
             (found, data[place : place + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))
             for found, place, shape, dtype in self.layout.tensors()
         ]
+
+
+UnderWay: TypeAlias = "collections.deque[tuple[torch.cuda.Event, Arrival]]"

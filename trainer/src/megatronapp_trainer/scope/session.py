@@ -316,7 +316,8 @@ class CaptureSession:
     def _finish_prompts(
         self, step: _Step, kept: dict[str, Values], told: Sequence[Told], done: "torch.cuda.Event | None"
     ) -> None:
-        arrival = self._post.send_prompts(lambda: self._reduce_prompts(step, kept), (kept, step), done)
+        held = (kept, step, [self._looker.pixels_of(one) for one in step.recipes])
+        arrival = self._post.send_prompts(lambda: self._reduce_prompts(step, kept), held, done)
         self._sink(Parts(arrival, told))
 
     def _reduce_prompts(self, step: _Step, kept: dict[str, Values]) -> Parcel:
