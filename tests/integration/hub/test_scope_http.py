@@ -337,7 +337,7 @@ async def test_runs_go_on_to_the_model_and_its_refusals_come_back(
         assert (await client.delete(f"{RUNS}/{RUN}", headers=door)).status_code == 204
         actions = (await hub.get("/api/v1/summary"))["actions"]
         assert [(one["who"], one["what"]) for one in actions] == [
-            ("controller token", f"started run {RUN} of 1 prompts"),
+            ("controller token", f"started run {RUN} of 1 prompt"),
             ("controller token", f"changed what is captured of run {RUN}"),
             ("controller token", f"cancelled run {RUN}"),
             ("jane@example.org", f"cancelled run {RUN}"),

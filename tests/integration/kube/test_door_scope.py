@@ -158,7 +158,7 @@ def test_who_may_update_the_job_controls_its_model_by_name(
     assert (long.status_code, longer.status_code) == (201, 413), long.text
     jane = f"system:serviceaccount:{job.namespace}:jane"
     assert [one["who"] for one in actions] == [jane] * 5 + ["somebody with the job's token"]
-    assert actions[0]["what"] == f"started run {RUN} of 1 prompts"
+    assert actions[0]["what"] == f"started run {RUN} of 1 prompt"
 
 
 def test_who_controls_too_often_waits(job: door.Job, by_tokens: door.Door) -> None:

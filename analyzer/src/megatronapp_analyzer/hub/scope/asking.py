@@ -52,7 +52,8 @@ class Asker:
         """Queue a run; it is known here then, if the ranks' agent is there. `who` asks."""
         self._check_heads(request.capture.pinned)
         answer = await self.serving.start(request)
-        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {len(request.prompts)} prompts")
+        count = len(request.prompts)
+        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {count} prompt{'s' * (count != 1)}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_S):
                 await self.desk.known(str(answer.get("run")))

@@ -37,6 +37,7 @@ from megatronapp_common.scope.protocol_requests import (
     MAX_EXPRESSION,
     MAX_PINNED,
     Capture,
+    States,
 )
 from megatronapp_common.scope.reducers import NAMES
 
@@ -48,9 +49,12 @@ MAX_FORGOTTEN = 1024
 READY = "The model answers.", ""
 PRESETS = {
     "default": Capture().model_dump(mode="json", by_alias=True),
-    "lite": Capture(preset="lite").model_dump(mode="json", by_alias=True),
-    "off": Capture(preset="off").model_dump(mode="json", by_alias=True),
+    "lite": Capture(preset="lite", states=States(mlp1=False)).model_dump(mode="json", by_alias=True),
+    "off": Capture(
+        preset="off", states=States(qkv=False, attention=False, mlp1=False, mlp2=False, pca=False)
+    ).model_dump(mode="json", by_alias=True),
 }
+"""With the states that each of them shows at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,23 +58,30 @@ class Snapshot:
     def pieces(self) -> Iterator[bytes]:
         """The session, frame by frame. What the ring has let go of is not in it."""
         yield frames.encode(Frame(FrameType.SCOPE_HELLO, self._hello))
-        yield from self._frames
+        told: set[tuple[int, ...]] = set()
+        for data in self._frames:
+            told.update(_rows_of(data))
+            yield data
         for key in sorted(self._values, key=str):
             for block in _blocks(self._values[key], _goes_on):
                 yield frames.encode(_values_frame(self._run, key, block))
         for head in sorted(self._attention):
-            for block in _blocks(self._attention[head], _follows):
+            rows = {place: row for place, row in self._attention[head].items() if (*head, place) not in told}
+            for block in _blocks(rows, _follows):
                 yield frames.encode(_attention_frame(self._run, head, block))
 
 
 def _needed(run: Run, key: HeadKey) -> dict[int, Any]:
-    """Rows of attention that stand in no other frame: of prompts, and of probes."""
+    """Rows of attention of what has been read that do not follow from exact numbers."""
     sample, layer, head = key
-    capture = run.header.get("capture") or {}
-    pinned = {(one["layer"], one["head"]) for one in capture.get("pinned", ())}
-    end = len(run.prompt_ids(sample)) if (layer, head) in pinned else run.length(sample)
-    exact = run.values.get(("attention", sample, layer, head))
+    end, exact = run.length(sample), run.values.get(("attention", sample, layer, head))
     return {place: row for place, row in run.attention.get(key).items() if place < end and place not in exact}
+
+
+def _rows_of(data: bytes) -> Iterator[tuple[int, ...]]:
+    """Sample, layer, head and position of the rows of attention that a frame tells: heads may be pinned at any step."""
+    if data[5] == FrameType.SCOPE_ROWS:
+        yield from map(tuple, frames.decode(data).header["rows"])
 
 
 def _blocks(rows: Mapping[int, Any], goes_on: Callable[[Block, int, Any], bool]) -> Iterator[Block]:

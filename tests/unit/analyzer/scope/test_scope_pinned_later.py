@@ -1,0 +1,52 @@
+"""A session holds the attention of heads that were pinned while their run went on."""
+
+import itertools
+
+import numpy as np
+import scope_session
+
+from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.hub.scope.desk import ScopeDesk
+from megatronapp_analyzer.hub.scope.player import Player, settings_of
+from megatronapp_common import frames
+from megatronapp_common.frames import FrameType
+
+RUN = scope_session.RUN
+Rows = dict[tuple[int, int, int], dict[int, bytes]]
+
+
+def played(data: bytes) -> ScopeDesk:
+    session = session_file.parse(data)
+    assert session.broken is None
+    desk = ScopeDesk(settings_of(session))
+    for _ in Player(session, desk).steps():
+        pass
+    return desk
+
+
+def rows_of(desk: ScopeDesk) -> Rows:
+    attention = desk.runs[RUN].attention
+    return {key: {place: row.tobytes() for place, row in attention.get(key).items()} for key in attention.held()}
+
+
+def test_rows_from_before_a_head_was_pinned_are_in_the_session() -> None:
+    frames_there = session_file.parse(scope_session.session(scope_session.record(tokens=4))).frames
+    bare = [frames.encode(frame) for frame in frames_there if frame.type != FrameType.SCOPE_VALUES]
+    desk = played(b"".join(bare))
+    run, known = desk.runs[RUN], rows_of(desk)
+    key = next(key for key in itertools.product((0,), range(2), range(4)) if key not in known)
+    first, end = len(run.prompt_ids(0)), run.length(0)
+    assert first + 1 < end
+    for place in range(first, end):  # as a probe brings them for who draws the whole map
+        run.attention.put(key, [place], np.arange(place + 1, dtype=np.uint8)[None])
+    pinned = [{"layer": key[1], "head": key[2]}]
+    run.set_state(run.header | {"capture": run.header["capture"] | {"pinned": pinned}})
+    wanted = {place: bytes(range(place + 1)) for place in range(first, end)}
+    assert rows_of(desk)[key] == wanted
+    assert rows_of(played(session_file.dump(desk, RUN)))[key] == wanted
+
+
+def test_rows_that_stand_in_a_frame_are_not_told_twice() -> None:
+    recorded = scope_session.session(scope_session.record(tokens=4))
+    again = session_file.dump(played(recorded), RUN)
+    assert len(session_file.parse(again).frames) == len(session_file.parse(recorded).frames)
