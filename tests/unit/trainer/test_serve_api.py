@@ -144,6 +144,11 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
     assert (card["id"], card["max_model_len"], card["has_tokenizer"]) == ("tiny", POSITIONS, True)
     assert client.get("/v1/models/tiny").json() == card
     assert client.get("/v1/models/other").json()["code"] == "no-such-model"
+    chat = client.post("/v1/chat/completions", json={"messages": []})
+    assert (chat.status_code, chat.json()["hint"]) == (
+        404,
+        "There is no chat here: ask /v1/completions, with a prompt.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
         ({"echo": True}, 422, "echo", "echo"),
         ({"best_of": 2}, 422, "best_of", "best_of"),
         ({"presence_penalty": 0.5}, 422, "presence_penalty", "presence_penalty"),
-        ({"max_token": 4}, 422, "max_token", "max_token: Extra inputs are not permitted"),
+        ({"max_token": 4}, 422, "max_token", "max_token: there is no such field"),
         ({"model": "gpt-4"}, 404, "model", "there is no model gpt-4, only tiny"),
     ],
 )

@@ -104,7 +104,9 @@ class ServedModel:
     def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each text that is asked for. Raises ApiError, RequestError."""
         if body.model not in {None, self.name}:
-            raise ApiError(404, "no-such-model", f"there is no model {body.model}, only {self.name}", param="model")
+            hint = f"Write {self.name}, or leave model out."
+            text = f"there is no model {body.model}, only {self.name}"
+            raise ApiError(404, "no-such-model", text, hint=hint, param="model")
         prompts = prompts_of(body)
         self._check_sizes(len(prompts) * body.n, body.max_tokens, ("prompt" if body.n == 1 else "n", "max_tokens"))
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -14,6 +14,10 @@ from megatronapp_trainer.generate.errors import EngineLostError, GenerationError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
+_INSTEAD = {"/v1/chat/completions": "There is no chat here: ask /v1/completions, with a prompt."}
+"""Of paths that clients try and that there are not."""
+_WORDS = {"extra_forbidden": "there is no such field", "missing": "must be given"}
+"""Of pydantic's errors that say less."""
 RETRY_S = {429: 1, 503: 5}
 _PARAMS = {
     "prompt": "prompt",
@@ -99,7 +103,7 @@ async def _on_generation_error(request: Request, error: Exception) -> JSONRespon
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
-    parts = (f"{_place(item['loc']) or 'the body'}: {item['msg']}" for item in found)
+    parts = (f"{_place(item['loc']) or 'the body'}: {_WORDS.get(item['type'], item['msg'])}" for item in found)
     param = _place(found[0]["loc"]).partition(".")[0] or None
     return error_response(ApiError(422, "invalid-request", "; ".join(parts), hint=SEE, param=param))
 
@@ -111,6 +115,7 @@ def _place(location: tuple[int | str, ...]) -> str:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
-    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=SEE))
+    hint = _INSTEAD.get(request.url.path, SEE)
+    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=hint))
     answer.headers.update(error.headers or {})
     return answer
