@@ -10,6 +10,8 @@ USAGE_EXIT_CODE = 2
 LISTED_NAMES = 12
 JOB_NAMES = "_megatronapp_job_names"
 """Function of the bash completion that gives the names of jobs; a part names it in the `complete` of an argument."""
+_REQUIRED = ("the following arguments are required", "one of the arguments")
+"""How argparse begins to say what is missing."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -35,7 +37,7 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and where to read on to stderr; exit code 2."""
         misspelt = self._misspelt_option()
-        if misspelt and message.startswith("the following arguments are required"):
+        if misspelt and message.startswith(_REQUIRED):
             message = self._refusal(misspelt)  # it is why the right one is missing
         self.exit(USAGE_EXIT_CODE, f"error: {message}\nSee '{self.prog} --help'.\n")
 

@@ -97,3 +97,9 @@ def test_a_whole_script_runs() -> None:
 
 def test_the_documentation_shows_the_table() -> None:
     assert table() in DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_a_slip_in_one_of_two_needed_options_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("serve", "--laod", "runs/a")
+    assert "unknown option --laod; did you mean --load?" in capsys.readouterr().err
