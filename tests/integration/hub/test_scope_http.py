@@ -42,6 +42,8 @@ async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:
     async with shown(hub, fake_job, until) as client:
         hello = (await client.get("/api/v1/scope")).json()
         assert (hello["role"], hello["limits"]["prompts"], hello["limits"]["tokens"]) == ("controller", 4, 512)
+        looks = {name: [key for key, on in one["states"].items() if on] for name, one in hello["presets"].items()}
+        assert (len(looks["default"]), "mlp1" in looks["lite"], looks["off"]) == (6, False, ["probabilities"])
         (summary,) = (await client.get(RUNS)).json()
         assert (summary["run"], summary["state"]) == (RUN, "done")
         detail = (await client.get(f"{RUNS}/{RUN}")).json()
