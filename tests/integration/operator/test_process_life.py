@@ -1,10 +1,14 @@
 """The process backend with real processes: ends that are in order."""
 
+import fcntl
 import json
 import os
 import pathlib
 import re
+import shlex
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -129,6 +133,33 @@ def test_a_detached_job_has_left_the_session_and_ends_by_delete(desk: Any) -> No
     assert done == 'megatronjob.megatronapp.io "job" deleted'
     desk.until_nothing_is_left(uid)
     assert not desk.job().exists()
+
+
+def test_a_detached_job_keeps_no_descriptor_of_its_caller(desk: Any) -> None:
+    """A script's lock and a pipe that somebody reads to its end are free as soon as the command returns."""
+    lock = desk.folder / "lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        reading, writing = os.pipe()
+        inherited = (held.fileno(), writing)
+        command = [sys.executable, str(desk.folder / "driver.py"), "run", desk.manifest(), "--detach"]
+        done = subprocess.run(command, env=desk.environment, pass_fds=inherited, capture_output=True, check=False)
+        os.close(writing)
+    assert done.returncode == 0, done.stderr
+    os.set_blocking(reading, False)
+    with lock.open() as wanted, open(reading, "rb", buffering=0) as pipe:
+        fcntl.flock(wanted, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert pipe.read() == b"", "the end of the file; None would mean that a writer is left"
+    pid = json.loads((desk.job() / "backend.json").read_text())["pid"]
+    kept = [os.readlink(entry) for entry in pathlib.Path(f"/proc/{pid}/fd").iterdir()]
+    assert str(lock) not in kept
+
+
+def test_a_detached_job_starts_without_standard_streams(desk: Any) -> None:
+    words = [sys.executable, str(desk.folder / "driver.py"), "run", desk.manifest(), "--detach"]
+    closed = subprocess.run(["sh", "-c", f"{shlex.join(words)} <&- >&- 2>&-"], env=desk.environment, check=False)
+    assert closed.returncode == 0
+    desk.until_phase("Running")
 
 
 def test_a_running_job_is_not_replaced_and_a_finished_one_is(desk: Any) -> None:

@@ -75,6 +75,7 @@ def run_detached(job: MegatronJob, *, commands: Commands) -> None:
 
     Raises BackendError with the words of a backend that did not accept it.
     """
+    _open_standard_streams()
     listening, telling = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -96,6 +97,7 @@ def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
         if os.fork() != 0:
             code = 0
             return
+        _close_inherited(keep=telling)
         _leave_terminal(JobPaths.of(job.metadata.name))
         run_job(job, commands=commands, retain_hub=True, listener=_tell_once(telling))
         code = 0
@@ -107,6 +109,21 @@ def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
         os._exit(code)
 
 
+def _open_standard_streams() -> None:
+    """Open 0, 1 and 2 where the caller closed them, so that no pipe of ours takes one of these numbers."""
+    while (fd := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        pass
+    os.close(fd)
+
+
+def _close_inherited(*, keep: int) -> None:
+    """Close what the caller had open: a lock or a pipe of a script must not last as long as the job."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd != keep:
+            with contextlib.suppress(OSError):  # the descriptor that listed them is closed already
+                os.close(fd)
+
+
 def _leave_terminal(paths: JobPaths) -> None:
     """Standard input from nowhere, output to the job's own log."""
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -114,7 +131,8 @@ def _leave_terminal(paths: JobPaths) -> None:
     nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     for source, target in ((nowhere, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    sys.stdout.flush()
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # Python has none where 1 was closed
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _tell_once(telling: int) -> Callable[[Status, tuple[Action, ...]], None]:
