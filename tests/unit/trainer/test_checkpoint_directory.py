@@ -1,7 +1,12 @@
 """Names, claims and damage of checkpoint directories."""
 
+import errno
+import functools
 import json
+import os
 import pathlib
+import zlib
+from dataclasses import asdict
 
 import pytest
 
@@ -11,9 +16,11 @@ from megatronapp_trainer.checkpoint.directory import (
     CheckpointDirectory,
     Claim,
     Manifest,
+    damaged_file,
     read_manifest,
 )
 from megatronapp_trainer.errors import StorageError, SupersededError
+from megatronapp_trainer.files import patiently
 
 
 def manifest(iteration: int, attempt: int = 0) -> Manifest:
@@ -98,7 +105,9 @@ def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirecto
     directory.prune(2, claim, published=150)
     left = ["iter_0000300", "iter_0000200", "iter_0000150", "iter_0000100", "iter_0000010"]
     assert [path.name for path in directory.checkpoints()] == left
-    directory.prune(1, claim, published=150)
+    write(directory, 160, claim)
+    left.insert(2, "iter_0000160")
+    directory.prune(2, claim, published=160)
     left.remove("iter_0000100")
     assert [path.name for path in directory.checkpoints()] == left
 
@@ -106,10 +115,142 @@ def test_what_cannot_be_resumed_from_does_not_count(directory: CheckpointDirecto
 def test_a_later_checkpoint_does_not_push_the_new_one_out(directory: CheckpointDirectory) -> None:
     """Its files have their sizes, but this run could not read them and resumed from an earlier one."""
     claim = claimed(directory)
-    for iteration in (100, 200, 150):
+    for iteration in (50, 100, 200, 150):
         write(directory, iteration, claim)
-    directory.prune(1, claim, published=150)
-    assert [path.name for path in directory.checkpoints()] == ["iter_0000200", "iter_0000150"]
+    directory.prune(2, claim, published=150)
+    assert [path.name for path in directory.checkpoints()] == ["iter_0000200", "iter_0000150", "iter_0000100"]
+
+
+def test_the_previous_whole_one_stays(directory: CheckpointDirectory) -> None:
+    claim = claimed(directory)
+    for iteration in (1, 2, 3, 4):
+        write(directory, iteration, claim)
+    remove_manifest(directory.path / "iter_0000003")
+    directory.prune(1, claim, published=4)
+    assert [path.name for path in directory.checkpoints()] == ["iter_0000004", "iter_0000003", "iter_0000002"]
+
+
+def test_each_deletion_asks_for_the_owner(directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = claimed(directory, attempt=1)
+    for iteration in (1, 2, 3, 4):
+        write(directory, iteration, old)
+    rename = pathlib.Path.rename
+
+    def taken_over(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        owner = Claim(uid="job", attempt=2)
+        (directory.path / "owner.json").write_text(json.dumps(asdict(owner)))
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", taken_over)
+    with pytest.raises(SupersededError):
+        directory.prune(2, old, published=4)
+    assert len(directory.checkpoints()) == 3
+
+
+def test_every_file_reaches_the_disk_before_the_name(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the rename finds nothing that was not brought to the disk before."""
+    claim = claimed(directory)
+    temporary = directory.begin(3, claim)
+    (temporary / "__0_0.distcp").write_bytes(b"synced by its writer")
+    for name in ("common.pt", "metadata.json", ".metadata"):
+        (temporary / name).write_bytes(name.encode())
+    done: list[str] = []
+    fsync, rename = os.fsync, pathlib.Path.rename
+
+    def seen(descriptor: int) -> None:
+        done.append(pathlib.Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(self: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        done.append(f"rename {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    monkeypatch.setattr(pathlib.Path, "rename", renamed)
+    final = directory.publish(temporary, manifest(3), claim, {"__0_0.distcp": "crc32:of its writer"})
+    before = done[: done.index("rename iter_0000003")]
+    assert {"common.pt", "metadata.json", ".metadata", temporary.name} <= set(before)
+    assert any(name.startswith(MANIFEST) for name in before)
+    stored = read_manifest(final)
+    assert stored.checksums.keys() == stored.files.keys()
+    assert stored.checksums["__0_0.distcp"] == "crc32:of its writer"
+    assert stored.checksums["common.pt"] == f"crc32:{zlib.crc32(b'common.pt'):08x}"
+
+
+def test_a_changed_byte_is_found(directory: CheckpointDirectory) -> None:
+    final = write(directory, 3, claimed(directory))
+    checksums = read_manifest(final).checksums
+    assert damaged_file(final, checksums) is None
+    (final / "data.distcp").write_bytes(b"weighty")
+    assert len(b"weighty") == read_manifest(final).files["data.distcp"]
+    assert str(damaged_file(final, checksums)).startswith("its file data.distcp is damaged")
+    assert damaged_file(final, checksums, 1, 2) is None  # the share of another rank
+    (final / "data.distcp").unlink()
+    assert str(damaged_file(final, checksums)).startswith("its file data.distcp cannot be read")
+
+
+def test_a_checkpoint_of_the_first_format_is_read(directory: CheckpointDirectory) -> None:
+    final = write(directory, 3, claimed(directory))
+    content = json.loads((final / MANIFEST).read_text())
+    del content["checksums"]
+    (final / MANIFEST).write_text(json.dumps({**content, "format": 1}))
+    stored = read_manifest(final)
+    assert (stored.iteration, stored.checksums) == (3, {})
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_short_fault_of_the_file_system_is_outlasted(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    claim = claimed(directory)
+    final = write(directory, 3, claim)
+    monkeypatch.setattr("megatronapp_trainer.files.time.sleep", lambda _: None)
+    read_bytes, faults = pathlib.Path.read_bytes, [number, number]
+
+    def faulty(self: pathlib.Path) -> bytes:
+        if faults:
+            raise OSError(faults.pop(), "for a moment", str(self))
+        return read_bytes(self)
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", faulty)
+    directory.check_owner(claim)
+    faults.append(number)
+    assert read_manifest(final).iteration == 3
+
+
+def test_a_lasting_fault_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatronapp_trainer.files.time.sleep", lambda _: None)
+    tries: list[int] = []
+
+    def failing(number: int) -> None:
+        tries.append(number)
+        raise OSError(number, "for ever")
+
+    for number, wanted in ((errno.EIO, 5), (errno.EACCES, 1)):
+        tries.clear()
+        with pytest.raises(OSError, match="for ever"):
+            patiently(functools.partial(failing, number))
+        assert len(tries) == wanted
+
+
+def test_a_directory_that_a_cache_hides_is_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatronapp_trainer.checkpoint import manager
+
+    pauses: list[float] = []
+
+    def appear(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            (tmp_path / "late").mkdir()
+
+    monkeypatch.setattr("megatronapp_trainer.checkpoint.manager.time.sleep", appear)
+    manager._require_shared(tmp_path / "late")
+    assert len(pauses) == 3
+    monkeypatch.setattr(manager, "SHARED_WITHIN_S", 0.0)
+    with pytest.raises(StorageError, match="could not be seen from here"):
+        manager._require_shared(tmp_path / "never")
 
 
 def test_a_crash_while_replacing_loses_nothing(directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

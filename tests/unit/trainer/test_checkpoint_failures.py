@@ -154,7 +154,7 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
     flip_a_byte(save / "iter_0000004")
     first, second = call(2, resume, f"--save {save}")
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 2)
-    assert "iter_0000004 is left out: its files cannot be read" in first[2][1]
+    assert "iter_0000004 is left out: its file __0_0.distcp is damaged" in first[2][1]
     assert second[2] == []
 
 

@@ -89,9 +89,23 @@ def broadcast_from_zero(work: Callable[[], T]) -> T:
     return answer
 
 
+def gather_from_all(value: T) -> list[T]:
+    """The value of every rank, by rank; collective, and each value must be picklable."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone  # type: ignore[return-value]  # filled by the exchange
+
+
 def rank() -> int:
     """This process's rank, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _raisable(error: Exception | None) -> type[TrainerError]:

@@ -1,7 +1,19 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and reads that outlast a short fault of a network file system."""
 
+import errno
 import os
 import pathlib
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_TRANSIENT = frozenset({errno.ESTALE, errno.EIO})
+PAUSES_S = (0.1, 0.4, 1.5, 4.0)
+"""Between the tries of `patiently`."""
+_CHUNK_BYTES = 8 << 20
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
@@ -29,3 +41,34 @@ def sync_directory(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: pathlib.Path) -> None:
+    """Bring the content of a file to the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def checksum(path: pathlib.Path) -> str:
+    """CRC-32 of a file's content, with the name of the method in front."""
+    value = 0
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return f"crc32:{value:08x}"
+
+
+def patiently(work: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S) -> T:
+    """Run `work`, again after a pause where a file system fails for a moment (ESTALE and EIO of NFS).
+
+    Raises:
+        OSError: any other error at once; one of these two after the last try.
+    """
+    for pause_s in pauses_s:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+        time.sleep(pause_s)
+    return work()

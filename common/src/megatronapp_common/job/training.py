@@ -145,7 +145,7 @@ class Checkpoint(ManifestModel):
     save_interval: Count | None = None
     """Steps between checkpoints."""
     keep: Count | None = None
-    """Newest checkpoints to keep; left out: all."""
+    """Newest checkpoints to keep, never fewer than 2; left out: all."""
     finetune: bool = False
     """Weights only: start at step 0 with a fresh optimizer."""
     exit_on_missing: bool = False

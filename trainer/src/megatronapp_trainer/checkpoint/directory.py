@@ -4,32 +4,38 @@
         latest_checkpointed_iteration.txt   the newest one, as Megatron's tools read it
         owner.json                          which life of the job may write here
         iter_0000100/                       whole, because it got this name last
-            megatronapp.json                what is in it, with the size of every file
+            megatronapp.json                what is in it, with size and checksum of every file
         iter_0000150.tmp-a2/                being written by attempt 2
         iter_0000050.old-a2/                being deleted or replaced by attempt 2
 
 A checkpoint is written under a temporary name and renamed. A rank that was cut off with its node and lives on in an
 old attempt must not delete or replace what a new attempt writes: the newest claim in owner.json alone may rename and
-delete.
+delete. Between this check and a rename lies a moment that no file system closes; every deletion is checked anew.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.files import sync_directory, write_atomically
+from megatronapp_trainer.files import checksum, patiently, sync_directory, sync_file, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWNER = "owner.json"
 MANIFEST = "megatronapp.json"
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, FORMAT)
+"""That can be read; the first has no checksums."""
+KEPT_AT_LEAST = 2
+"""Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
 _FINAL = re.compile(r"iter_(\d+)")
 _TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+")
 _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
@@ -57,6 +63,8 @@ class Manifest:
     random_states: bool
     arguments: dict[str, Any]
     files: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Of every file; empty in checkpoints of format 1."""
     format: int = FORMAT
 
 
@@ -123,9 +131,15 @@ class CheckpointDirectory:
         temporary.mkdir()
         return temporary
 
-    def publish(self, temporary: pathlib.Path, manifest: Manifest, claim: Claim) -> pathlib.Path:
-        """Give a fully written checkpoint its name and make it the newest one."""
-        seal(temporary, manifest)
+    def publish(
+        self,
+        temporary: pathlib.Path,
+        manifest: Manifest,
+        claim: Claim,
+        checksums: Mapping[str, str] | None = None,
+    ) -> pathlib.Path:
+        """Give a fully written checkpoint its name and make it the newest one; `checksums` as in `seal`."""
+        seal(temporary, manifest, checksums)
         final = self.path / checkpoint_name(manifest.iteration)
         self.check_owner(claim)
         doomed = self._move_away(final, claim)
@@ -138,11 +152,14 @@ class CheckpointDirectory:
     def prune(self, keep: int, claim: Claim, *, published: int) -> None:
         """Delete older checkpoints than the `keep` newest up to iteration `published`, the one just written.
 
-        Only whole ones count and are deleted: others may be another program's, and cannot be resumed from. Those of
-        later iterations stay, because this run could not go on from them, and does not know why they are there.
+        The one before it always stays. Only whole ones count and are deleted: others may be another program's, and
+        cannot be resumed from. Those of later iterations stay, because this run could not go on from them, and does not
+        know why they are there.
         """
         self.check_owner(claim)
-        for old in [path for path in self.checkpoints() if _whole_up_to(path, published)][keep:]:
+        whole = [path for path in self.checkpoints() if _whole_up_to(path, published)]
+        for old in whole[max(keep, KEPT_AT_LEAST) :]:
+            self.check_owner(claim)
             shutil.rmtree(self._move_away(old, claim), ignore_errors=True)
 
     def discard(self, temporary: pathlib.Path) -> None:
@@ -167,7 +184,7 @@ class CheckpointDirectory:
 
     def _owner(self) -> Claim | None:
         try:
-            return Claim(**json.loads((self.path / OWNER).read_text(encoding="utf-8")))
+            return Claim(**json.loads(patiently((self.path / OWNER).read_bytes)))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
@@ -183,10 +200,21 @@ def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def seal(folder: pathlib.Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder in which everything else lies already: from now on it is whole."""
-    sizes = {entry.name: entry.stat().st_size for entry in sorted(folder.iterdir())}
-    write_atomically(folder / MANIFEST, json.dumps(asdict(manifest) | {"files": sizes}, indent=1).encode())
+def seal(folder: pathlib.Path, manifest: Manifest, checksums: Mapping[str, str] | None = None) -> None:
+    """Write the manifest of a folder in which everything else lies already: from now on it is whole.
+
+    `checksums`: of files that their writers have brought to the disk; all others are brought there now.
+    """
+    sizes: dict[str, int] = {}
+    sums: dict[str, str] = {}
+    for entry in sorted(folder.iterdir()):
+        known = (checksums or {}).get(entry.name)
+        if known is None:
+            sync_file(entry)
+        sizes[entry.name] = entry.stat().st_size
+        sums[entry.name] = known or checksum(entry)
+    content = asdict(manifest) | {"files": sizes, "checksums": sums}
+    write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync_directory(folder)
 
 
@@ -210,7 +238,7 @@ def read_manifest(checkpoint: pathlib.Path) -> Manifest:
         BrokenCheckpointError: it is not whole; the text says why.
     """
     try:
-        stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        stored = json.loads(patiently((checkpoint / MANIFEST).read_bytes))
     except FileNotFoundError:
         raise BrokenCheckpointError(
             f"it has no {MANIFEST}: it was not written to its end, or not by this product"
@@ -219,8 +247,10 @@ def read_manifest(checkpoint: pathlib.Path) -> Manifest:
         raise BrokenCheckpointError(f"its {MANIFEST} cannot be read ({error})") from error
     if not isinstance(stored, dict):
         raise BrokenCheckpointError(f"its {MANIFEST} is no JSON object")
-    if stored.get("format") != FORMAT:
-        raise BrokenCheckpointError(f"its format {stored.get('format')} is not {FORMAT}: another version wrote it")
+    if stored.get("format") not in _FORMATS:
+        raise BrokenCheckpointError(
+            f"its format {stored.get('format')} is not one of {', '.join(map(str, _FORMATS))}: another version wrote it"
+        )
     with contextlib.suppress(TypeError):
         manifest = Manifest(**stored)
         _check_sizes(checkpoint, manifest)
@@ -231,8 +261,20 @@ def read_manifest(checkpoint: pathlib.Path) -> Manifest:
 def _check_sizes(checkpoint: pathlib.Path, manifest: Manifest) -> None:
     for name, size_bytes in manifest.files.items():
         try:
-            found = os.stat(checkpoint / name).st_size
+            found = patiently(functools.partial(os.stat, checkpoint / name)).st_size
         except OSError as error:
             raise BrokenCheckpointError(f"its file {name} is missing ({error.strerror})") from error
         if found != size_bytes:
             raise BrokenCheckpointError(f"its file {name} has {found} bytes instead of {size_bytes}")
+
+
+def damaged_file(checkpoint: pathlib.Path, checksums: Mapping[str, str], part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the first damaged file of every `parts`-th one, or None: each rank reads its share."""
+    for name in sorted(checksums)[part::parts]:
+        try:
+            found = checksum(checkpoint / name)
+        except OSError as error:
+            return f"its file {name} cannot be read ({error.strerror})"
+        if found != checksums[name]:
+            return f"its file {name} is damaged: its checksum is {found}, not {checksums[name]}"
+    return None

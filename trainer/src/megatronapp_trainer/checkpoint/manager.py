@@ -1,9 +1,11 @@
 """Saves and resumes a run. All ranks call it together."""
 
+import contextlib
 import logging
 import os
 import pathlib
 import shutil
+import time
 from dataclasses import dataclass
 
 from megatronapp_common.names import Env
@@ -16,7 +18,7 @@ from megatronapp_trainer.checkpoint.directory import (
     Manifest,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, write
+from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, verify, write
 from megatronapp_trainer.collective import (
     Agreement,
     broadcast_from_zero,
@@ -90,22 +92,27 @@ class CheckpointManager:
         temporary = directory.temporary(state.iteration, claim)
         try:
             on_rank_zero(lambda: directory.begin(state.iteration, claim))
-            self._write(state, temporary)
-            on_rank_zero(lambda: self._publish(directory, state, temporary, claim))
+            checksums = self._write(state, temporary)
+            on_rank_zero(lambda: self._publish(directory, state, temporary, claim, checksums))
         except (OSError, WriteFailedError, TrainerError, RuntimeError) as error:
             self._give_up(error, temporary)
 
-    def _write(self, state: TrainState, temporary: pathlib.Path) -> None:
+    def _write(self, state: TrainState, temporary: pathlib.Path) -> dict[str, str]:
         on_all_ranks(lambda: _require_shared(temporary))
         content = sharded_state(state, self._layout, self._saved_parts(), loading=False)
-        write(content, temporary)
+        return write(content, temporary)
 
     def _publish(
-        self, directory: CheckpointDirectory, state: TrainState, temporary: pathlib.Path, claim: Claim
+        self,
+        directory: CheckpointDirectory,
+        state: TrainState,
+        temporary: pathlib.Path,
+        claim: Claim,
+        checksums: dict[str, str],
     ) -> None:
         if self._text_tokens is not None:
             (temporary / text_tokens.FILE).write_bytes(self._text_tokens)
-        directory.publish(temporary, self._manifest(state, claim), claim)
+        directory.publish(temporary, self._manifest(state, claim), claim, checksums)
         if (keep := self._config.checkpoint.keep_last) is not None:
             directory.prune(keep, claim, published=state.iteration)
 
@@ -188,6 +195,7 @@ class CheckpointManager:
         if (reason := arguments.conflict(manifest.arguments, self._config, optimizer=parts.optimizer)) is not None:
             raise CheckpointError(f"{candidate.path}: {reason}")
         on_all_ranks(lambda: _require_shared(candidate.path))
+        verify(candidate.path, manifest.checksums)
         template = on_all_ranks(lambda: sharded_state(state, self._layout, parts, loading=True))
         loaded = read(template, candidate.path)
         agreement = Agreement()
@@ -259,11 +267,23 @@ def _sizes(layout: Layout) -> dict[str, int]:
     }
 
 
+SHARED_WITHIN_S = 60.0
+"""How long a directory that rank 0 has made may be hidden by the cache of a network file system."""
+_LOOK_EVERY_S = 0.5
+
+
 def _require_shared(path: pathlib.Path) -> None:
-    if not path.is_dir():
-        raise StorageError(
-            f"{path} cannot be seen from here; --save and --load must name a directory that all nodes share"
-        )
+    """Wait until `path` can be seen. Raises StorageError if it cannot in time."""
+    deadline = time.monotonic() + SHARED_WITHIN_S
+    while not path.is_dir():
+        if time.monotonic() >= deadline:
+            raise StorageError(
+                f"{path} could not be seen from here for {SHARED_WITHIN_S:.0f} s; --save and --load must name a "
+                "directory that all nodes share"
+            )
+        time.sleep(_LOOK_EVERY_S)
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # NFS asks its server anew
 
 
 def _room(path: pathlib.Path) -> str:

@@ -7,15 +7,17 @@ that a failure reaches all ranks instead of leaving them in a collective.
 
 import pathlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
-from megatronapp_trainer.collective import Agreement, on_rank_zero
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, damaged_file
+from megatronapp_trainer.collective import Agreement, gather_from_all, on_all_ranks, on_rank_zero, rank, world_size
 from megatronapp_trainer.errors import CheckpointError
+from megatronapp_trainer.files import checksum
 from megatronapp_trainer.quiet import saving
 
 _BACKEND = ("torch_dist", 1)
@@ -25,8 +27,8 @@ class WriteFailedError(Exception):
     """Files could not be written. Never leaves this package."""
 
 
-def write(content: dict[str, Any], directory: pathlib.Path) -> None:
-    """Write this rank's part of `content`; collective.
+def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, str]:
+    """Write this rank's part of `content`; the checksums of what all ranks have written; collective.
 
     Raises:
         WriteFailedError: on every rank, with the first cause.
@@ -56,10 +58,24 @@ def write(content: dict[str, Any], directory: pathlib.Path) -> None:
     except CheckpointException as error:
         raise WriteFailedError(_first_failure(error)) from error
     on_rank_zero(lambda: save_config(CheckpointingConfig(*_BACKEND), str(directory)))
+    own = on_all_ranks(lambda: {path.name: checksum(path) for path in directory.glob(f"__{rank()}_*.distcp")})
+    return {name: value for part in gather_from_all(own) for name, value in part.items()}
+
+
+def verify(directory: pathlib.Path, checksums: Mapping[str, str]) -> None:
+    """Read every file once, each rank its share of them, and compare; collective.
+
+    Raises:
+        BrokenCheckpointError: on every rank, with the first damaged file.
+    """
+    flaws = gather_from_all(damaged_file(directory, checksums, rank(), world_size()))
+    for flaw in flaws:
+        if flaw is not None:
+            raise BrokenCheckpointError(flaw)
 
 
 def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
-    """Read this rank's part; `template` says which; collective.
+    """Read this rank's part; `template` says which; collective. `verify` comes first.
 
     Raises:
         BrokenCheckpointError: files are damaged.

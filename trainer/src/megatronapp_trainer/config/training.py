@@ -103,7 +103,7 @@ class CheckpointConfig:
     save: str | None = option(None, "directory to write to")
     load: str | None = option(None, "directory to read from; default: --save if it holds a checkpoint")
     save_interval: int | None = option(None, "steps between checkpoints", aliases=("--persistent-save-interval",))
-    keep_last: int | None = option(None, "checkpoints to keep; default: all")
+    keep_last: int | None = option(None, "newest checkpoints to keep, never fewer than 2; default: all")
     save_optim: bool = turned_off_by("--no-save-optim", "leave the optimizer out")
     save_rng: bool = turned_off_by("--no-save-rng", "leave the random states out")
     load_optim: bool = turned_off_by("--no-load-optim", "do not read the optimizer")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from megatronapp_trainer.errors import StorageError, UsageError
-from megatronapp_trainer.files import sync_directory
+from megatronapp_trainer.files import sync_directory, sync_file
 
 
 @contextlib.contextmanager
@@ -87,6 +87,8 @@ def _clear(folder: pathlib.Path) -> None:
 
 
 def _exchange(beside: pathlib.Path, target: pathlib.Path, doomed: pathlib.Path) -> None:
+    for path in beside.rglob("*"):
+        (sync_directory if path.is_dir() else sync_file)(path)
     sync_directory(beside)
     if target.exists():
         shutil.rmtree(doomed, ignore_errors=True)

@@ -14,6 +14,7 @@ from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
     CheckpointDirectory,
     Manifest,
+    damaged_file,
     read_manifest,
 )
 from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
@@ -70,8 +71,12 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
         except BrokenCheckpointError as error:
             flaws.append(f"{folder.name}: {error}")
             continue
-        if iteration in (None, manifest.iteration):
+        if iteration not in (None, manifest.iteration):
+            continue
+        flaw = damaged_file(folder, manifest.checksums)
+        if flaw is None:
             return folder, manifest
+        flaws.append(f"{folder.name}: {flaw}")
     wanted = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"
     raise CheckpointError(f"{path} holds no {wanted[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
 

@@ -15,7 +15,7 @@ from megatronapp_trainer.checkpoint.directory import (
     Manifest,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import read
+from megatronapp_trainer.checkpoint.storage import read, verify
 from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device
@@ -104,6 +104,7 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
         if (reason := arguments.conflict(one.manifest.arguments, config, optimizer=False)) is not None:
             raise CheckpointError(f"{one.path}: {reason}")
         try:
+            verify(one.path, one.manifest.checksums)
             _load(model, one.path)
         except BrokenCheckpointError as error:
             found[index] = dataclasses.replace(one, manifest=None, flaw=str(error))
