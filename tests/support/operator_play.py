@@ -18,6 +18,7 @@ from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import Progress
 
 KEY = "ab" * 32
@@ -83,6 +84,7 @@ class Play:
     machines: Machines
     namespace: str
     settings: RenderSettings = SETTINGS
+    keys: KeyRing = dataclasses.field(default_factory=lambda: KeyRing([KEY]))
     skipped_s: float = 0.0
     store: Store = dataclasses.field(init=False)
     reconciler: Reconciler = dataclasses.field(init=False)
@@ -98,8 +100,8 @@ class Play:
         self.lives += 1
         self.api.dead = False
         self.store, self.due = Store(), {}
-        executor = Executor(self.api, self.store, key=KEY, identity=f"life-{self.lives}")
-        self.reconciler = Reconciler(self.api, self.store, executor, self.settings, clock=self.now)
+        executor = Executor(self.api, self.store, keys=self.keys, identity=f"life-{self.lives}")
+        self.reconciler = Reconciler(self.api, self.store, executor, self.settings, keys=self.keys, clock=self.now)
         await self.look()
 
     async def look(self) -> None:

@@ -1,13 +1,16 @@
 """The hub of a job whose operator becomes another release."""
 
+import base64
 import dataclasses
 from typing import Any
 
 import kube
 import pytest
-from operator_play import SETTINGS, Play, manifest, play
+from operator_play import KEY, SETTINGS, Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Object
+from megatronapp_common.tokens import job_secret
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, SECRETS, Object
+from megatronapp_operator.keys import KeyRing
 
 pytestmark = pytest.mark.asyncio
 HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
@@ -38,6 +41,52 @@ def images(pods: dict[str, Object]) -> set[str]:
     """Of hub and agents."""
     found = {one["image"] for pod in pods.values() for one in pod["spec"]["containers"]}
     return {image for image in found if "analyzer" in image}
+
+
+def secrets(pods: dict[str, Object]) -> set[str]:
+    """Names of the Secrets that they mount."""
+    return {one["secret"]["secretName"] for pod in pods.values() for one in pod["spec"]["volumes"] if "secret" in one}
+
+
+async def test_a_key_that_rotates_leaves_a_running_attempt_alone_and_is_taken_by_the_next(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    new = "cd" * 32
+    async with play(plane, namespace) as stage:
+        await stage.machines.api.create(JOBS, manifest(namespace, **HUB))
+        await stage.begin()
+        first = await train(stage)
+        old_name = secrets(first)
+        stage.keys = KeyRing([new, KEY])
+        await stage.begin()
+        kept = await train(stage)
+        assert {one["metadata"]["uid"] for one in kept.values()} == {one["metadata"]["uid"] for one in first.values()}
+        await stage.machines.api.delete(PODS, kept["job-hub"], grace_s=0)
+        within = await train(stage)
+        assert uid(within) != uid(first) and secrets(within) == old_name
+        after = await fail(stage)
+        job = await stage.job()
+        found = {}
+        for name in old_name | secrets(after):
+            found[name] = await stage.machines.api.get(SECRETS, namespace, name)
+    assert len(old_name) == len(secrets(after)) == 1 and old_name != secrets(after)
+    assert secrets(after) == {f"job-tokens-{job['metadata']['uid'][:8]}-{job['status']['pinned']['keyId']}"}
+    values = {name: base64.b64decode(one["data"]["secret"]).decode() for name, one in found.items() if one}
+    of = {KEY: old_name, new: secrets(after)}
+    assert values == {name: job_secret(key, job["metadata"]["uid"]) for key, names in of.items() for name in names}
+
+
+async def test_a_key_that_is_lost_leaves_a_running_attempt_alone(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        await stage.machines.api.create(JOBS, manifest(namespace, **HUB))
+        await stage.begin()
+        first = await train(stage)
+        stage.keys = KeyRing(["cd" * 32])
+        await stage.begin()
+        await stage.machines.api.delete(PODS, first["job-hub"], grace_s=0)
+        kept = await train(stage)
+        after = await fail(stage)
+    assert uid(kept) != uid(first) and secrets(kept) == secrets(first) != secrets(after)
 
 
 async def test_a_hub_of_an_older_release_is_replaced_between_attempts_and_never_within_one(

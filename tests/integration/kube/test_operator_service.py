@@ -19,6 +19,7 @@ from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Listin
 from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
 from megatronapp_operator.controller.service import Health, Service
 from megatronapp_operator.controller.settings import Settings
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.metrics import OperatorMetrics
 
 pytestmark = pytest.mark.asyncio
@@ -44,7 +45,7 @@ async def serving(
 ) -> AsyncIterator[tuple[Api, asyncio.Task[Any], Health, Service]]:
     """An operator without watches, which lists everything again and again."""
     settings = Settings(
-        render=SETTINGS, key=KEY, identity="one", lease_namespace=namespace, lease_name="none",
+        render=SETTINGS, keys=KeyRing([KEY]), identity="one", lease_namespace=namespace, lease_name="none",
         namespaces=(namespace,), resync_s=0.05,
     )  # fmt: skip
     health = Health(leads=True)

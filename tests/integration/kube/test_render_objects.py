@@ -71,7 +71,7 @@ def pods(job: MegatronJob) -> Iterator[Rendered]:
 @pytest.mark.parametrize("kind", rendered.VARIETY)
 def test_every_object_is_accepted(server: httpx.Client, kind: str) -> None:
     job = rendered.make_job(rendered.VARIETY[kind], namespace="privileged")
-    secret = render.secret(job, rendered.owner_of(job), "ab" * 32)
+    secret = render.secret(rendered.owner_of(job), "ab" * 32, rendered.SETTINGS)
     answers = [try_apply(server, one) for one in gang(job)] + [try_out(server, one) for one in (secret, *pods(job))]
     assert [answer.text for answer in answers if not answer.is_success] == []
     assert [answer.headers["warning"] for answer in answers if "warning" in answer.headers] == []

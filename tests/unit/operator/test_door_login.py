@@ -15,6 +15,7 @@ from megatronapp_operator.door.catalog import Catalog
 from megatronapp_operator.door.gate import Gate
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.sessions import Sessions
+from megatronapp_operator.keys import KeyRing
 
 KEY = "ab" * 32
 TOKEN = derive(job_secret(KEY, "u"), Role.VIEWER)
@@ -41,7 +42,7 @@ def browser() -> Request:
 
 async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
     cluster, sessions = Cluster(), Sessions()
-    gate, credentials = Gate(Catalog(cast(Api, cluster), key=KEY), None), Credentials(sessions, cookie="c")
+    gate, credentials = Gate(Catalog(cast(Api, cluster), keys=KeyRing([KEY])), None), Credentials(sessions, cookie="c")
     ticket = sessions.ticket((TOKEN,), whose="job u")
     cluster.away = True
     with pytest.raises(ApiError):
@@ -57,7 +58,10 @@ async def test_a_ticket_outlives_a_cluster_that_does_not_answer() -> None:
 
 async def test_a_ticket_that_two_show_at_once_logs_one_in() -> None:
     sessions = Sessions()
-    gate, credentials = Gate(Catalog(cast(Api, Cluster()), key=KEY), None), Credentials(sessions, cookie="c")
+    gate, credentials = (
+        Gate(Catalog(cast(Api, Cluster()), keys=KeyRing([KEY])), None),
+        Credentials(sessions, cookie="c"),
+    )
     ticket = sessions.ticket((TOKEN,), whose="job u")
     shown = [credentials.log_in(browser(), ticket, Response(), gate=gate) for _ in range(4)]
     answers = await asyncio.gather(*shown, return_exceptions=True)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megatronapp_common.tokens import Role
 from megatronapp_operator.backends.kubernetes.api import Api, Listing
-from megatronapp_operator.door import __main__ as program
 from megatronapp_operator.door.access import cookie_name
 from megatronapp_operator.door.app import build_api
 from megatronapp_operator.door.cache import Cache
@@ -29,7 +28,7 @@ from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, shares_o
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
 from megatronapp_operator.door.shares import Shares
 from megatronapp_operator.door.visits import CALLERS_SOCKETS, JOBS_SOCKETS
-from megatronapp_operator.errors import BackendError
+from megatronapp_operator.keys import KeyRing
 
 
 class Clock:
@@ -104,7 +103,7 @@ async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pyt
     """Else every request of a browser that kept some would wait for one more listing for each of them."""
     monkeypatch.setattr("megatronapp_operator.door.catalog.FRESH_S", 0.05)
     api = NoJobs()
-    catalog = Catalog(cast(Api, api), key="ab" * 32)
+    catalog = Catalog(cast(Api, api), keys=KeyRing(["ab" * 32]))
     tokens = [f"{number:064x}" for number in range(16)]
     assert await asyncio.gather(*map(catalog.job_of, tokens)) == [None] * 16
     assert api.asked == 2
@@ -234,7 +233,7 @@ def test_who_holds_a_viewer_s_token_takes_nothing_of_who_holds_the_controller_s(
     shared = shares_of_request(viewer, job).keys() & shares_of_request(controller, job).keys()
     assert shared == {"hub of team/gpt"}, "of which no caller can fill more than a part"
     assert not turns_of(viewer, job, Role.VIEWER).keys() & turns_of(controller, job, Role.CONTROLLER).keys()
-    catalog = Catalog(cast("Api", None), key="ab" * 32)
+    catalog = Catalog(cast("Api", None), keys=KeyRing(["ab" * 32]))
     assert catalog.alias(job, viewer.identity) != catalog.alias(job, controller.identity), "nor at the hub"
     both = Caller(None, frozenset({"a", "u"}), uids)
     assert both.identity == controller.identity
@@ -259,12 +258,3 @@ def test_whose_pod_it_is() -> None:
     assert found == [True, False, False, False]
     assert not owned({"metadata": {}}, "u")
     assert (join("10.0.0.1", 80), join("fd00::1", 80)) == ("10.0.0.1:80", "[fd00::1]:80")
-
-
-@pytest.mark.parametrize("content", [None, "", "ab", "zz" * 32, "AB" * 32])
-def test_a_key_that_is_none_is_refused_with_what_to_write(tmp_path: pathlib.Path, content: str | None) -> None:
-    path = tmp_path / "key"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
-    with pytest.raises(BackendError, match="--key-file"):
-        program.read_key(path)

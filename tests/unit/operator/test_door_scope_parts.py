@@ -20,6 +20,7 @@ from megatronapp_operator.door.rates import Rates
 from megatronapp_operator.door.relay import MAX_IDENTITY, spelled
 from megatronapp_operator.door.reviews import User
 from megatronapp_operator.door.routes import Word
+from megatronapp_operator.keys import KeyRing
 
 RUN = "scope/runs/0123456789ab"
 WORDS = st.from_regex(re.compile(f"{Word}", re.ASCII), fullmatch=True)
@@ -80,7 +81,7 @@ def test_a_name_in_a_header_is_printable_ascii_and_says_which_name_it_is(name: s
 
 
 def test_who_looks_has_a_word_at_each_job_and_no_name() -> None:
-    catalog = Catalog(None, key="ab" * 32)  # type: ignore[arg-type]
+    catalog = Catalog(None, keys=KeyRing(["ab" * 32]))  # type: ignore[arg-type]
     jane, joe = Caller(User("jane"), frozenset()), Caller(User("joe"), frozenset())
     one, two = Job("team", "gpt", "u1"), Job("team", "gpt", "u2")
     words = {catalog.alias(job, caller.identity) for job in (one, two) for caller in (jane, joe)}

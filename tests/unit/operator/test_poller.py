@@ -17,6 +17,7 @@ from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
 from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, RECENT_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
+from megatronapp_operator.keys import KeyRing, key_id
 from megatronapp_trainer.launch.board import Board
 from megatronapp_trainer.launch.board import Phase as LauncherPhase
 
@@ -76,7 +77,9 @@ async def silent(host: str, port: int) -> AsyncIterator[None]:
 
 async def polled(before: Told | None = None, pods: list[PodRecord] = PODS) -> Told:
     async with httpx.AsyncClient(trust_env=False) as client:
-        return await Poller(client, key=KEY).poll("uid", pods, before or Told(), attempt=1, workers=2)
+        return await Poller(client, keys=KeyRing([KEY])).poll(
+            "uid", pods, before or Told(), attempt=1, workers=2, key_id=""
+        )
 
 
 async def test_the_hub_tells_how_it_goes_and_so_does_the_launcher_with_the_table() -> None:
@@ -90,6 +93,22 @@ async def test_the_hub_tells_how_it_goes_and_so_does_the_launcher_with_the_table
         again = await polled(told)
     assert again.rank_table == TABLE and again.progress is not None and again.progress.iteration == 9
     assert asked == ["GET /api/v1/summary HTTP/1.1"] * 2 and launcher == ["GET /api/v1/launcher HTTP/1.1"] * 2
+
+
+async def test_a_token_that_is_refused_is_remembered_until_another_answer_comes() -> None:
+    other = KeyRing(["ef" * 32])
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with answering(HUB, HUB_PORT, b"{}"), answering(LAUNCHER, STATUS_PORT, b"{}"):
+            told = await Poller(client, keys=other).poll("uid", PODS, Told(), attempt=1, workers=2, key_id="")
+        assert told.refused == ("hub", "launcher") and (told.summary, told.heard_at) == (None, 0.0)
+        silence = await Poller(client, keys=other).poll("uid", PODS, told, attempt=1, workers=2, key_id="")
+        assert silence.refused == ("hub", "launcher")
+        observed = observe(PODS, silence, attempt=1, refusal=None)
+        assert (observed.token_refused, observed.heard) == (("hub", "launcher"), 0.0)
+        async with answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()), answering(LAUNCHER, STATUS_PORT, b"{}"):
+            both = Poller(client, keys=KeyRing([*other.values, KEY]))
+            told = await both.poll("uid", PODS, silence, attempt=1, workers=2, key_id=key_id(KEY))
+    assert told.refused == () and told.summary is not None
 
 
 async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
@@ -144,15 +163,15 @@ class Clock:
 async def test_a_hub_that_does_not_answer_in_time_is_asked_less_and_less_often() -> None:
     clock, told, misses = Clock(), Told(), []
     async with silent(HUB, HUB_PORT), httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, key=KEY, clock=clock, timeout_s=0.02)
+        poller = Poller(client, keys=KeyRing([KEY]), clock=clock, timeout_s=0.02)
         for _ in range(40):
-            told = await poller.poll("uid", PODS[:1], told, attempt=1, workers=2)
+            told = await poller.poll("uid", PODS[:1], told, attempt=1, workers=2, key_id="")
             misses.append(told.hub.misses)
             clock.now += POLL_S
         asked = [turn for turn, (now, before) in enumerate(zip(misses, [0, *misses], strict=False)) if now > before]
         assert [POLL_S * (after - before) for before, after in itertools.pairwise(asked)] == [10, 20, 40, 60, 60]
         fresh = dataclasses.replace(PODS[0], uid="another")
-        assert (await poller.poll("uid", [fresh], told, attempt=1, workers=2)).hub.misses == 1
+        assert (await poller.poll("uid", [fresh], told, attempt=1, workers=2, key_id="")).hub.misses == 1
 
 
 async def test_while_a_slow_hub_is_left_alone_its_launcher_is_asked_as_ever() -> None:
@@ -196,20 +215,20 @@ def summary(updated_at: float | None, *, attempt: int = 1, agents: int | None = 
 async def heard(poller: Poller, before: Told, body: bytes, port: int = HUB_PORT) -> Told:
     """What is known after this answer of the hub, or of the launcher."""
     async with answering(HUB if port == HUB_PORT else LAUNCHER, port, body):
-        return await poller.poll("uid", PODS, before, attempt=1, workers=2)
+        return await poller.poll("uid", PODS, before, attempt=1, workers=2, key_id="")
 
 
 async def test_when_somebody_who_knows_of_progress_answered_is_no_news_by_itself() -> None:
     clock = Clock()
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, key=KEY, clock=clock)
+        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
         assert (await heard(poller, Told(), summary(1000.0, attempt=0))).heard_at == 0.0
         first = await heard(poller, Told(), summary(1000.0))
         clock.now += 5
         again = await heard(poller, first, summary(1000.0))
         assert (first.heard_at, again.heard_at, first == again) == (1000.0, 1005.0, True)
         clock.now += 5
-        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2)).heard_at == 1005.0
+        assert (await poller.poll("uid", PODS, again, attempt=1, workers=2, key_id="")).heard_at == 1005.0
         nothing = b'{"rankTable": null, "progress": null}'
         assert (await heard(poller, again, nothing, STATUS_PORT)).heard_at == 1010.0
 
@@ -231,7 +250,7 @@ async def test_a_launcher_says_whom_of_its_gang_it_waits_for(phase: str, attempt
 async def test_a_hub_whose_agent_has_died_says_nothing_by_its_last_page() -> None:
     clock = Clock()
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, key=KEY, clock=clock)
+        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
         first = await heard(poller, Told(), summary(1000.0))
         clock.now += RECENT_S + 1
         stale = await heard(poller, first, summary(1000.0, agents=1))
@@ -249,7 +268,7 @@ async def test_a_hub_that_has_all_agents_knows_that_a_gang_stands_still() -> Non
     clock = Clock()
     clock.now += 3600
     async with httpx.AsyncClient(trust_env=False) as client:
-        poller = Poller(client, key=KEY, clock=clock)
+        poller = Poller(client, keys=KeyRing([KEY]), clock=clock)
         assert (await heard(poller, Told(), summary(1000.0, agents=1))).heard_at == 0.0
         assert (await heard(poller, Told(), summary(1000.0, agents=2))).heard_at == clock.now
         assert (await heard(poller, Told(), summary(1000.0, attempt=0, agents=2))).heard_at == 0.0

@@ -41,7 +41,7 @@ def everything(job: MegatronJob, attempt: Attempt) -> Iterator[rendered.Object]:
     owner = rendered.owner_of(job)
     yield from (obj for _, obj in render.gang_objects(job, owner, attempt, rendered.SETTINGS))
     yield from (obj for _, obj in render.hub_objects(job, owner, rendered.SETTINGS))
-    yield render.secret(job, owner, "00" * 32)[1]
+    yield render.secret(owner, "00" * 32, rendered.SETTINGS)[1]
     yield render.hub_pod(job, owner, rendered.SETTINGS, starts=1)
     init = render.init_pod(job, owner, rendered.SETTINGS)
     yield from () if init is None else (init,)

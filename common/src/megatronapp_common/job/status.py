@@ -120,6 +120,8 @@ class Pinned(StatusModel):
     """Image of agents and hub."""
     template_hash: str = ""
     """Digest of the rendered worker."""
+    key_id: str = ""
+    """Id of the installation's key from which the tokens of the attempt are derived."""
 
 
 class Failure(StatusModel):

@@ -111,6 +111,7 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
                 watches.start(asyncio.get_running_loop())
                 health.turned_at = lambda: watches.turned_at
                 group.create_task(_watched(watches))
+                group.create_task(settings.keys.follow())
                 group.create_task(service.run())
         finally:
             await asyncio.to_thread(watches.stop)

@@ -116,9 +116,11 @@ class Service:
         self._health = health
         self._clock = clock or Clock()
         self._store = Store()
-        executor = Executor(api, self._store, key=settings.key, identity=settings.identity)
-        self._reconciler = Reconciler(api, self._store, executor, settings.render, clock=self._clock)
-        self._poller = Poller(client, key=settings.key, clock=self._clock)
+        executor = Executor(api, self._store, keys=settings.keys, identity=settings.identity)
+        self._reconciler = Reconciler(
+            api, self._store, executor, settings.render, keys=settings.keys, clock=self._clock
+        )
+        self._poller = Poller(client, keys=settings.keys, clock=self._clock)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polls: KeyedQueue[Key] = KeyedQueue(self._clock)
         self._polled: set[Key] = set()
@@ -285,12 +287,13 @@ class Service:
             return
         pods, status = self._store.pods(key[0], memory.uid), memory.status
         gang = {"attempt": status.attempt, "workers": status.replicas.desired}
+        key_id = memory.pinned.key_id if memory.pinned is not None else self._settings.keys.current_id
         try:
-            told = await self._poller.poll(memory.uid, pods, memory.told, **gang)
+            told = await self._poller.poll(memory.uid, pods, memory.told, key_id=key_id, **gang)
         except Exception:
             log.exception("%s/%s: hub and launcher could not be asked", *key)
             told = memory.told
-        changed = told != memory.told
+        changed = told != memory.told or told.refused != memory.told.refused
         memory.told = told  # also the same words as before: that they were said now is kept beside them
         if changed:
             self._queue.add(key)

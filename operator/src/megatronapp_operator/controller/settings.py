@@ -4,15 +4,13 @@ import argparse
 import dataclasses
 import os
 import pathlib
-import re
 import socket
 from collections.abc import Sequence
 
 from megatronapp_common.names import OPERATOR_PORT
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 from megatronapp_operator.errors import SettingsError
-
-KEY_PATTERN = re.compile(r"[0-9a-f]{64}")
+from megatronapp_operator.keys import KeyRing
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +18,7 @@ class Settings:
     """All of it."""
 
     render: RenderSettings
-    key: str
+    keys: KeyRing
     """The installation's, from which the secret of each job follows."""
     identity: str
     """Who leads, in the lease: no two processes share it."""
@@ -50,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trainer-image", required=True, help="image of workers that name none")
     parser.add_argument("--analyzer-image", required=True, help="image of agents and hubs that name none")
     parser.add_argument("--image-pull-policy", default="IfNotPresent", choices=["Always", "IfNotPresent", "Never"])
-    parser.add_argument("--key-file", required=True, type=pathlib.Path, help="64 hex digits; jobs' secrets follow")
+    parser.add_argument("--key-file", required=True, type=pathlib.Path, help="keys of 64 hex digits, the newest first")
     parser.add_argument("--port", type=int, default=OPERATOR_PORT, help="of metrics and probes; 0: a free one")
     parser.add_argument("--concurrency", type=int, default=50, help="requests under way at a time")
     parser.add_argument("--cluster-domain", default="cluster.local")
@@ -80,7 +78,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     )
     return Settings(
         render=render,
-        key=read_key(given.key_file),
+        keys=KeyRing.read(given.key_file),
         identity=f"{socket.gethostname()}_{os.getpid()}_{os.urandom(4).hex()}",
         lease_namespace=given.lease_namespace or given.operator_namespace,
         lease_name=given.lease_name,
@@ -90,17 +88,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         resync_s=given.resync_seconds,
         kubeconfig=given.kubeconfig,
     )
-
-
-def read_key(path: pathlib.Path) -> str:
-    """The installation's key. Raises SettingsError."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--key-file {path}: {error}; give a file of 64 hex digits") from error
-    if not KEY_PATTERN.fullmatch(text):
-        raise SettingsError(f"--key-file {path}: not 64 hex digits; make one with: openssl rand -hex 32")
-    return text
 
 
 def _labels(flag: str, text: str) -> dict[str, str]:

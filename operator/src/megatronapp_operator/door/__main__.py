@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import logging
 import pathlib
-import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +13,6 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import DOOR_PORT, HUB_PORT, ExitCode
-from megatronapp_common.tokens import read_secret
 from megatronapp_operator.backends.kubernetes.api import connect
 from megatronapp_operator.controller import probes
 from megatronapp_operator.door import protocols
@@ -22,6 +20,7 @@ from megatronapp_operator.door.app import DoorSettings, create_app
 from megatronapp_operator.door.metrics import DoorMetrics
 from megatronapp_operator.door.routes import CONTROLS, MAX_SOCKETS
 from megatronapp_operator.errors import BackendError, OperatorError
+from megatronapp_operator.keys import KeyRing
 
 MAX_MESSAGE_BYTES = 4 << 10
 """Of a page's messages: on the live socket it says nothing, on that of MegaScope credit and what it missed."""
@@ -48,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=CONTROLS,
         help="controlling calls of one caller to one job at once, and as many more in 15 s (default: %(default)s)",
     )
-    parser.add_argument("--key-file", type=pathlib.Path, required=True, help="file with the installation's key")
+    parser.add_argument(
+        "--key-file", type=pathlib.Path, required=True, help="file with the installation's keys, the newest first"
+    )
     parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
     parser.add_argument(
         "--no-reviews", action="store_true", help="ask the cluster nothing about callers: only tokens of jobs work"
@@ -57,17 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hub-port", type=int, default=HUB_PORT, help="port of hubs (default: %(default)s)")
     parser.add_argument("--kubeconfig", help="how to reach the cluster from outside of it")
     return parser
-
-
-def read_key(path: pathlib.Path) -> str:
-    """The installation's key. Raises BackendError if it cannot be read, or is none."""
-    try:
-        key = read_secret(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BackendError(f"--key-file {path}: {error}; mount the key `key` of the chart's Secret there") from error
-    if not re.fullmatch(r"[0-9a-f]{64}", key):
-        raise BackendError(f"--key-file {path}: the key must be 64 hex digits; make one with `openssl rand -hex 32`")
-    return key
 
 
 def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket:
@@ -82,7 +72,7 @@ def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket
 async def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
     settings = DoorSettings(
-        key=read_key(arguments.key_file),
+        keys=KeyRing.read(arguments.key_file),
         namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
         reviews=not arguments.no_reviews,
         frontend=arguments.frontend,

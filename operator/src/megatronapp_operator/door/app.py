@@ -21,6 +21,7 @@ from megatronapp_operator.door.relay import new_session
 from megatronapp_operator.door.reviews import Reviews
 from megatronapp_operator.door.sessions import Sessions
 from megatronapp_operator.door.shares import Shares
+from megatronapp_operator.keys import KeyRing
 
 TITLE = "MegatronApp door"
 API_VERSION = "1"
@@ -32,8 +33,8 @@ API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'n
 class DoorSettings:
     """What a door is started with."""
 
-    key: str
-    """The installation's key, 64 hex digits, from which the tokens of all jobs follow."""
+    keys: KeyRing
+    """The installation's keys, from which the tokens of all jobs follow."""
     namespaces: tuple[str, ...] = ()
     """Namespaces whose jobs it shows; none: all."""
     reviews: bool = True
@@ -72,7 +73,7 @@ def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAP
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        catalog = Catalog(api, key=settings.key, namespaces=settings.namespaces)
+        catalog = Catalog(api, keys=settings.keys, namespaces=settings.namespaces)
         async with new_session() as session:
             app.state.door = routes.Door(
                 catalog=catalog,
@@ -86,7 +87,7 @@ def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAP
             )
             yield
 
-    credentials = Credentials(Sessions(), cookie=cookie_name(settings.key))
+    credentials = Credentials(Sessions(), cookie=cookie_name(settings.keys.current))
     app = build_api(lifespan)
     app.include_router(pages.build_router(settings.frontend, credentials, lambda request: routes.door_of(request).gate))
     app.state.refused = metrics.refused

@@ -8,7 +8,9 @@ from typing import Any
 
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import JOBS, Api, Object
+from megatronapp_operator.backends.kubernetes.facts import read_pinned
 from megatronapp_operator.door.cache import Cache
+from megatronapp_operator.keys import KeyRing
 
 FRESH_S = 2.0
 """So old may a list be. Pages ask for it again and again, each for itself."""
@@ -29,6 +31,8 @@ class Job:
     namespace: str
     name: str
     uid: str
+    key_id: str | None = None
+    """Of the key that its running attempt was started with; None: no attempt has begun."""
     document: dict[str, Any] = dataclasses.field(compare=False, repr=False, default_factory=dict)
     """What the door shows of it. Rank tables and specs of thousands of jobs would fill the door's memory."""
 
@@ -40,7 +44,9 @@ class Job:
             "metadata": {"creationTimestamp": metadata["creationTimestamp"]},
             "status": {name: status[name] for name in SHOWN if name in status},
         }
-        return cls(metadata["namespace"], metadata["name"], metadata["uid"], kept)
+        pinned = read_pinned(status)
+        key_id = None if pinned is None else pinned.key_id
+        return cls(metadata["namespace"], metadata["name"], metadata["uid"], key_id, kept)
 
     @property
     def status(self) -> dict[str, Any]:
@@ -58,9 +64,9 @@ class _Listed:
 class Catalog:
     """Jobs of the watched namespaces (none named: of all). Methods raise ApiError if the cluster does not answer."""
 
-    def __init__(self, api: Api, *, key: str, namespaces: Sequence[str] = ()) -> None:
+    def __init__(self, api: Api, *, keys: KeyRing, namespaces: Sequence[str] = ()) -> None:
         self._api = api
-        self._key = key
+        self._keys = keys
         self._namespaces = tuple(namespaces)
         self._all: Cache[None, _Listed] = Cache(self._list, ttl_s=FRESH_S)
         self._one = Cache(self._get, ttl_s=FRESH_S)
@@ -88,12 +94,13 @@ class Catalog:
 
     def token(self, job: Job, role: Role) -> str:
         """What the job's hub wants to see of somebody with this role."""
-        return derive(job_secret(self._key, job.uid), role)
+        key = self._keys.current if job.key_id is None else self._keys.find(job.key_id)
+        return derive(job_secret(key or self._keys.current, job.uid), role)
 
     def alias(self, job: Job, identity: str) -> str:
         """A word that stands for somebody who looks at a job: the same in each of its requests, and no name."""
         said = f"megatronapp:alias:{job.uid}:{identity}".encode()
-        return "viewer-" + hmac.new(bytes.fromhex(self._key), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
+        return "viewer-" + hmac.new(bytes.fromhex(self._keys.current), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
 
     async def _list(self, _: None) -> _Listed:
         documents: list[Object] = []

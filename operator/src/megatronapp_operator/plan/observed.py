@@ -208,6 +208,8 @@ class Observed:
     """When this process began to look: before, nobody could have heard of progress."""
     heard: float | None = None
     """When somebody who knows of progress last answered; None: progress is always there to be read."""
+    token_refused: tuple[str, ...] = ()
+    """Which of hub and launcher answer that our token is not the job's: they live, and tell us nothing else."""
     missing: tuple[int, ...] = ()
     """Workers of the current attempt that have not come to the one that gathers them, as that one said last."""
     progress: Progress | None = None

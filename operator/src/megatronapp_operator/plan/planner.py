@@ -80,6 +80,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     placement.placed(draft)
     report.progress(draft)
     report.hub(draft)
+    report.tokens(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
     controls.controls(draft)

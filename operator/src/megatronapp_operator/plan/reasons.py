@@ -41,6 +41,9 @@ RANK_HUNG = "RankHung"
 PROGRESSING = "Progressing"
 PROGRESS_UNKNOWN = "ProgressUnknown"
 
+TOKEN_REFUSED = "TokenRefused"
+TOKEN_ACCEPTED = "TokenAccepted"
+
 SCOPE_CONTROL = "ScopeControl"
 
 NODE_EXCLUDED = "NodeExcluded"

@@ -116,6 +116,27 @@ def hub(draft: Draft) -> None:
         draft.set_condition(ConditionType.HUB_READY, False, reason, message)
 
 
+def tokens(draft: Draft) -> None:
+    """Report that hub or launcher refuse our token: they run well and cannot be read until the next attempt."""
+    refused, known = draft.observed.token_refused, draft.status.condition(ConditionType.TOKEN_ACCEPTED)
+    if draft.status.phase in TERMINAL_PHASES:
+        return
+    if not refused:
+        if known is not None and not known.status:
+            message = "hub and launcher accept the operator's token"
+            draft.set_condition(ConditionType.TOKEN_ACCEPTED, True, reasons.TOKEN_ACCEPTED, message)
+        return
+    verb = "refuses" if len(refused) == 1 else "refuse"
+    message = (
+        f"the {' and the '.join(refused)} {verb} the operator's token, so progress and verdicts cannot be read: the "
+        "job was started with another installation key; write that key behind the new one into the chart's key Secret, "
+        "or let the job take the new key with its next attempt"
+    )
+    if known is None or known.status:
+        draft.event(EventType.WARNING, reasons.TOKEN_REFUSED, message)
+    draft.set_condition(ConditionType.TOKEN_ACCEPTED, False, reasons.TOKEN_REFUSED, message)
+
+
 def slow_ranks(draft: Draft) -> None:
     """Take over the hub's verdicts, under the same rules."""
     found = draft.observed.slow_ranks

@@ -37,6 +37,8 @@ class ConditionType(enum.StrEnum):
     PODS_SCHEDULED = "PodsScheduled"
     HUB_READY = "HubReady"
     """False: the hub does not start; the gang does without it."""
+    TOKEN_ACCEPTED = "TokenAccepted"
+    """False: hub or launcher refuse the token that the operator derives; they have the secret of another key."""
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDED = "Suspended"

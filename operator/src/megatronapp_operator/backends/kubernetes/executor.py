@@ -15,7 +15,7 @@ from megatronapp_common import tokens
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, SECRETS, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, Api, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import (
     AlreadyExistsError,
     ApiError,
@@ -28,6 +28,7 @@ from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Store
 from megatronapp_operator.errors import OperatorError
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
     Action,
     CreateInit,
@@ -71,10 +72,10 @@ class Work:
 class Executor:
     """One for all jobs."""
 
-    def __init__(self, api: Api, store: Store, *, key: str, identity: str) -> None:
+    def __init__(self, api: Api, store: Store, *, keys: KeyRing, identity: str) -> None:
         self._api = api
         self._store = store
-        self._key = key
+        self._keys = keys
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
@@ -168,14 +169,20 @@ class Executor:
         if mark in self._applied:
             return
         await self._put(work, render.gang_objects(work.job, work.owner, work.attempt, work.settings))
-        secret = tokens.job_secret(self._key, work.owner.uid)
-        resource, obj = render.secret(work.job, work.owner, secret)
-        assert resource == SECRETS
-        with contextlib.suppress(AlreadyExistsError):
-            await self._api.create(SECRETS, obj)
+        await self._ensure_secret(work)
         self._applied[mark] = None
         if len(self._applied) > REMEMBERED:
             self._applied.popitem(last=False)
+
+    async def _ensure_secret(self, work: Work) -> None:
+        """Create the job's Secret. The name follows from uid and key, so one that is there already is right."""
+        key = self._keys.find(work.settings.key_id)
+        if key is None:  # the attempt has begun under it, so its Secret was created then
+            log.warning("%s/%s: key %s is not in the key file", *_place(work.owner), work.settings.key_id)
+            return
+        resource, obj = render.secret(work.owner, tokens.job_secret(key, work.owner.uid), work.settings)
+        with contextlib.suppress(AlreadyExistsError):
+            await self._api.create(resource, obj)
 
     async def _put(self, work: Work, rendered: Sequence[tuple[Resource, Object]]) -> None:
         """Make the objects so, in their order, once it is sure that none of them is somebody else's."""
@@ -266,6 +273,10 @@ class Executor:
             return
         except ApiError as error:
             log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
+
+
+def _place(owner: Owner) -> tuple[str, str]:
+    return owner.namespace, owner.name
 
 
 def _taken(resource: Resource, namespace: str, name: str) -> NameTakenError:

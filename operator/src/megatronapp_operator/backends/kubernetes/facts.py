@@ -20,6 +20,8 @@ class Pinned:
     trainer_image: str
     analyzer_image: str
     template_hash: str = ""
+    key_id: str = ""
+    """Of the installation's key; empty: pinned by a release that had one key only."""
 
 
 def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
@@ -31,6 +33,7 @@ def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
             trainer_image=str(found["trainerImage"]),
             analyzer_image=str(found["analyzerImage"]),
             template_hash=str(found.get("templateHash", "")),
+            key_id=str(found.get("keyId", "")),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -47,6 +50,7 @@ def facts(
             "trainerImage": pinned.trainer_image,
             "analyzerImage": pinned.analyzer_image,
             "templateHash": pinned.template_hash,
+            "keyId": pinned.key_id,
         }
     if table is not None and table.get("attempt") == status.attempt:
         document["rankTable"] = shortened(table, f"{job.metadata.name}-ranks")

@@ -23,6 +23,8 @@ class Contact:
     """How often it did not answer in a row."""
     due: float = 0.0
     """It is not asked again before."""
+    refused: bool = False
+    """Whether it answered last that our token is not the job's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,11 @@ class Told:
     hub: Contact = dataclasses.field(default=Contact(), compare=False)
     launcher: Contact = dataclasses.field(default=Contact(), compare=False)
 
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Which of them refuse our token."""
+        return tuple(name for name, one in (("hub", self.hub), ("launcher", self.launcher)) if one.refused)
+
 
 def observe(
     pods: Iterable[PodRecord], told: Told, *, attempt: int, refusal: Refusal | None, volumes: str | None = None
@@ -70,6 +77,7 @@ def observe(
         volumes=volumes,
         refusal=refusal,
         heard=told.heard_at,
+        token_refused=told.refused,
         missing=gathering.missing if gathering is not None else (),
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,

@@ -6,9 +6,11 @@ not answer in time is asked less and less often, so that slow hubs do not keep o
 """
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -18,6 +20,7 @@ from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told
 from megatronapp_operator.backends.kubernetes.records import PodRecord
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import Progress
 from megatronapp_operator.summary import UNREADABLE, Summary, read_progress, read_summary
 
@@ -35,32 +38,39 @@ MAX_BYTES = 4 << 20
 """Longest answer that is read."""
 
 
+class _TokenRefusedError(Exception):
+    """An answer that says that the token is not the job's."""
+
+
 class _TooLongError(Exception):
     """An answer that took too long, or was."""
 
 
 class Poller:
-    """One for all jobs. `key` is the installation's, from which each job's secret follows."""
+    """One for all jobs. `keys` are the installation's, from which each job's secret follows."""
 
     def __init__(
         self,
         client: httpx.AsyncClient,
         *,
-        key: str,
+        keys: KeyRing,
         clock: Callable[[], float] = time.time,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._client = client
-        self._key = key
+        self._keys = keys
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def poll(self, uid: str, pods: Iterable[PodRecord], before: Told, *, attempt: int, workers: int) -> Told:
+    async def poll(
+        self, uid: str, pods: Iterable[PodRecord], before: Told, *, key_id: str, attempt: int, workers: int
+    ) -> Told:
         """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
 
-        The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang.
+        The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang,
+        `key_id` names the key that it was started with; where that is lost, they refuse any token.
         """
-        token = derive(job_secret(self._key, uid), Role.VIEWER)
+        token = derive(job_secret(self._keys.find(key_id) or self._keys.current, uid), Role.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
         (said, at_hub), (answer, at_launcher) = await asyncio.gather(
             self._turn(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),
@@ -94,19 +104,25 @@ class Poller:
         if self._clock() < contact.due:
             return None, contact
         try:
-            return await self._ask(f"http://{_host(pod)}{path}", token), Contact(uid=pod.uid)
+            answer = await self._ask(f"http://{_host(pod)}{path}", token)
+        except _TokenRefusedError:
+            return None, Contact(uid=pod.uid, refused=True)
         except _TooLongError:
             pause = min(LONGEST_PAUSE_S, POLL_S * 2.0 ** min(contact.misses + 1, 16))
-            return None, Contact(uid=pod.uid, misses=contact.misses + 1, due=self._clock() + pause)
+            misses = contact.misses + 1
+            return None, dataclasses.replace(contact, misses=misses, due=self._clock() + pause)
+        return answer, Contact(uid=pod.uid, refused=contact.refused and answer is None)
 
     async def _ask(self, url: str, token: str) -> Any:  # noqa: ANN401 - JSON of another process
-        """The document at an address; None if nobody answers with one. Raises _TooLongError."""
+        """The document at an address; None if nobody answers with one. Raises _TokenRefusedError, _TooLongError."""
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json", "Accept-Encoding": "identity"}
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
                 self._client.stream("GET", url, headers=headers, timeout=self._timeout_s) as answer,
             ):
+                if answer.status_code == HTTPStatus.UNAUTHORIZED:
+                    raise _TokenRefusedError
                 if not answer.is_success or "content-encoding" in answer.headers:
                     return None
                 body = bytearray()

@@ -25,6 +25,7 @@ from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.backends.kubernetes.volumes import claim_names, trouble
 from megatronapp_operator.document import status_document
 from megatronapp_operator.job_spec import build_spec
+from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     ConditionType,
@@ -95,12 +96,14 @@ class Reconciler:
         executor: Executor,
         settings: RenderSettings,
         *,
+        keys: KeyRing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._store = store
         self._executor = executor
         self._settings = settings
+        self._keys = keys
         self._clock = clock
         self._memories: dict[Key, Memory] = {}
         self._troubles: dict[Key, str] = {}
@@ -217,7 +220,8 @@ class Reconciler:
                 attempt=status.attempt,
                 trainer_image=memory.job.spec.image or self._settings.trainer_image,
                 analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
-                template_hash=render.template_hash(memory.job, self._settings),
+                template_hash=render.template_hash(memory.job, self._current_settings()),
+                key_id=self._keys.current_id,
             )
 
     def _facts(self, memory: Memory, status: Status) -> Object:
@@ -309,12 +313,19 @@ class Reconciler:
             return
         raise AgainError(f"{key[0]}/{key[1]}: the job has changed meanwhile")
 
+    def _current_settings(self) -> RenderSettings:
+        """What an attempt that begins now is made of."""
+        return dataclasses.replace(self._settings, key_id=self._keys.current_id)
+
     def _work(self, memory: Memory, document: Object) -> Work:
         status, metadata, pinned = memory.status, document["metadata"], memory.pinned
-        settings = self._settings
+        settings = self._current_settings()
         if pinned is not None and pinned.attempt == status.attempt:
             settings = dataclasses.replace(
-                settings, trainer_image=pinned.trainer_image, analyzer_image=pinned.analyzer_image
+                settings,
+                trainer_image=pinned.trainer_image,
+                analyzer_image=pinned.analyzer_image,
+                key_id=pinned.key_id,
             )
         avoided = tuple(one.node for one in status.excluded_nodes if one.until > self._clock())
         return Work(

@@ -18,6 +18,8 @@ from megatronapp_common.texts import plain
 from megatronapp_common.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes.api import SECRETS, Resource
 from megatronapp_operator.backends.kubernetes.errors import ApiError
+from megatronapp_operator.backends.kubernetes.facts import read_pinned
+from megatronapp_operator.backends.kubernetes.render import Names
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.doors import Door
@@ -76,7 +78,9 @@ def _tokens(cluster: Cluster, door: Door, job: ClusterJob | None) -> Iterator[Sh
 
 
 def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
-    secret = cluster.run(cluster.api.get(SECRETS, job.namespace, f"{job.name}-tokens-{job.uid[:8]}"))
+    pinned = read_pinned(job.status)
+    name = Names(job.name).secret(job.uid, "" if pinned is None else pinned.key_id)
+    secret = cluster.run(cluster.api.get(SECRETS, job.namespace, name))
     if secret is not None:
         text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
         place = f"job {job.namespace}/{job.name}"

@@ -42,9 +42,9 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
     return tuple(one for one in made if one is not None)
 
 
-def secret(job: MegatronJob, owner: Owner, secret_hex: str) -> Rendered:
-    """The job's secret, which never changes."""
-    meta = metadata(owner, Names(owner.name).secret(owner.uid), labels(owner, "tokens"))
+def secret(owner: Owner, secret_hex: str, settings: RenderSettings) -> Rendered:
+    """The job's secret under the installation's key of these settings, which never changes."""
+    meta = metadata(owner, Names(owner.name).secret(owner.uid, settings.key_id), labels(owner, "tokens"))
     data = {storage.SECRET_KEY: base64.b64encode(secret_hex.encode()).decode()}
     return SECRETS, make(SECRETS.api_version, "Secret", meta, type="Opaque", immutable=True, data=data)
 

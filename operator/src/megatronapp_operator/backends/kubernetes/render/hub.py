@@ -75,7 +75,7 @@ def _spec(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object:
         "securityContext": pod_security(),
         "containers": [_container(job, owner, settings)],
         "volumes": [
-            storage.secret_volume(Names(owner.name).secret(owner.uid)),
+            storage.secret_volume(Names(owner.name).secret(owner.uid, settings.key_id)),
             {"name": "job", "configMap": {"name": Names(owner.name).document}},
             state,
             {"name": "tmp", "emptyDir": {}},

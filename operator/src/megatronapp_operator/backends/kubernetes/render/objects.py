@@ -44,9 +44,12 @@ class Names:
         """Service of the API of a served model."""
         return f"{self.job}-serve"
 
-    def secret(self, uid: str) -> str:
-        """Secret with the job's secret. An earlier job of the same name may not be gone yet: its Secret has another."""
-        return f"{self.job}-tokens-{uid[:8]}"
+    def secret(self, uid: str, key_id: str) -> str:
+        """Secret with the job's secret, which follows from the job's uid and the installation's key: the name, too.
+
+        An empty id is of a release that had one key only.
+        """
+        return "-".join(part for part in (self.job, "tokens", uid[:8], key_id) if part)
 
     @property
     def document(self) -> str:

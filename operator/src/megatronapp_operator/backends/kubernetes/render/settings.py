@@ -30,6 +30,8 @@ class RenderSettings:
     """Empty: every pod of that namespace."""
     node_access: bool = False
     """Whether the operator may read nodes, and so tells workers their topology (`ANNOTATION_TOPOLOGY`)."""
+    key_id: str = ""
+    """Of the key from which the secret of the job is derived; empty: of a release that had one key only."""
     container_restarts: bool = False
     """Whether a container may have a restart policy of its own (Kubernetes 1.35 and newer)."""
 

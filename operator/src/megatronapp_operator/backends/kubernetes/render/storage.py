@@ -41,7 +41,7 @@ def own_volumes(draft: Draft) -> list[Object]:
     return [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},
         {"name": "run", "emptyDir": {}},
-        secret_volume(draft.names.secret(draft.owner.uid)),
+        secret_volume(draft.names.secret(draft.owner.uid, draft.settings.key_id)),
     ]
 
 

@@ -1,5 +1,6 @@
 """The pod of a worker: what the operator would choose, then the user's template, then what nobody may change."""
 
+import dataclasses
 import functools
 
 from megatronapp_common.job import MegatronJob
@@ -48,7 +49,7 @@ def template_hash(job: MegatronJob, settings: RenderSettings) -> str:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _template_hash(given: tuple[Same[MegatronJob], Same[RenderSettings]]) -> str:
-    job, settings = given[0].value, given[1].value
+    job, settings = given[0].value, dataclasses.replace(given[1].value, key_id="")  # another key is the same template
     owner = Owner(namespace=job.metadata.namespace, name=job.metadata.name, uid="")
     pods = [
         render_worker(Draft(job=job, owner=owner, attempt=Attempt(number=0), index=group.first, settings=settings))
