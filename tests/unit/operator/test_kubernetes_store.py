@@ -159,6 +159,9 @@ def test_an_evicted_pod_was_disrupted_and_failed_without_a_container() -> None:
     assert seen.outcome is not None and "low on resource" in seen.outcome.message
     target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     assert worker(phase="Running", conditions=[target]).disrupted == "PreemptionByScheduler"
+    by_kueue = {"type": "TerminationTarget", "status": "True", "reason": "WorkloadEvictedDueToPreempted"}
+    assert worker(phase="Running", conditions=[by_kueue]).disrupted == "WorkloadEvictedDueToPreempted"
+    assert worker(phase="Running", conditions=[by_kueue | {"status": "False"}]).disrupted is None
 
 
 def test_why_a_container_does_not_start_is_told_once_it_is_more_than_preparation() -> None:

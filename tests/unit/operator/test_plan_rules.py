@@ -54,6 +54,7 @@ def test_a_rule_fits_where_all_that_it_asks_holds(match: Match, yes: bool) -> No
 def test_a_worker_that_the_cluster_took_away_fits_its_condition_and_reason() -> None:
     evicted = dataclasses.replace(FOUND, disrupted="Evicted")
     assert fits(Match(condition_types=("DisruptionTarget",), reasons=("Evicted",)), evicted)
+    assert fits(Match(condition_types=("TerminationTarget",)), evicted)
     assert not fits(Match(condition_types=("Ready",)), evicted)
 
 
@@ -111,6 +112,24 @@ def test_what_the_cluster_takes_away_is_a_preemption_whatever_its_exit_code(
     made.see(worker(0), ended(worker(1, "Failed", code), disrupted="Evicted"))
     assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
     assert made.job.status.failures[-1].reason == "Evicted"
+
+
+@pytest.mark.parametrize(("code", "signal"), [(1, None), (143, 15), (137, 9), (ExitCode.PREEMPTED, None)])
+def test_a_worker_that_another_deletes_is_preempted_whatever_it_ends_with(
+    running: Maker, worker: Maker, code: int, signal: int | None
+) -> None:
+    made = running(max_restarts=0)
+    going = Deletion(since=made.now, grace_s=600.0)
+    end = Outcome(code=code, signal=signal)
+    made.see(*(ended(worker(index, "Failed", code), outcome=end, deletion=going) for index in (0, 1)))
+    assert judged(made) == (FailureAction.RESTART_IGNORE_MAX, 0)
+
+
+def test_a_worker_that_had_failed_before_it_was_deleted_is_judged_by_its_end(running: Maker, worker: Maker) -> None:
+    made = running()
+    going = Deletion(since=made.now + 5, grace_s=0)
+    made.see(worker(0), ended(worker(1, "Failed", 1, made.now), deletion=going))
+    assert judged(made) == (FailureAction.RESTART, 1)
 
 
 @pytest.mark.parametrize("how", ["disrupted", "deletion"])

@@ -1,7 +1,6 @@
 """Failure rules: the user's in their order, then our own."""
 
 import dataclasses
-import signal
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.patterns import matches
@@ -11,8 +10,8 @@ from megatronapp_operator.plan.observed import Worker, WorkerPhase
 from megatronapp_operator.plan.spec import Match, Rule
 from megatronapp_operator.plan.status import Failure, FailureAction
 
-DISRUPTION = "DisruptionTarget"
-"""The only condition of a failed pod that rules are asked about: it says that the cluster took the pod away."""
+DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
+"""The only conditions of a failed pod that rules are asked about, Kubernetes' and Kueue's: the cluster took it away."""
 
 DEVICE_CODES = frozenset({201, 202})
 """Exit codes of a GPU or driver that is broken, as DLRover has them."""
@@ -69,7 +68,7 @@ def fits(match: Match, found: Evidence) -> bool:
         and (not match.signals or found.signal in match.signals)
         and (not match.reasons or bool({found.reason, found.disrupted} & set(match.reasons)))
         and (match.message_regex is None or matches(match.message_regex, found.message))
-        and (not match.condition_types or (found.disrupted is not None and DISRUPTION in match.condition_types))
+        and (not match.condition_types or (found.disrupted is not None and bool(DISRUPTIONS & {*match.condition_types})))
         and (not match.workers or found.worker in match.workers)
     )
 
@@ -119,16 +118,25 @@ def _possible(draft: Draft, failure: Failure) -> Failure:
 
 def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
     code = outcome.outcome_of(worker).code
-    if worker.disrupted is not None or (outcome.suspicion(worker) and any(one.taken for one in draft.gang)):
+    if worker.disrupted is not None or _deleted_first(worker):
+        return FailureAction.RESTART_IGNORE_MAX
+    if outcome.suspicion(worker) and any(one.taken for one in draft.gang):
         return FailureAction.RESTART_IGNORE_MAX
     if code in DEVICE_CODES or _refused(worker):
         return FailureAction.EXCLUDE_AND_RESTART
     known = next((action for own, action in ACTIONS.items() if own == code), None)
     if known is not None:
         return known
-    if _died_of_it(draft, worker):
+    if _peer_taken(draft):
         return FailureAction.RESTART_IGNORE_MAX
     return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
+
+
+def _deleted_first(worker: Worker) -> bool:
+    """Whether it was deleted before it ended. The plan deletes no worker of an attempt that it still judges, so a
+    queue, an autoscaler or a hand did; its exit code only says what it had to save."""
+    deletion = worker.deletion
+    return deletion is not None and (worker.finished_at is None or deletion.since <= worker.finished_at)
 
 
 def _refused(worker: Worker) -> bool:
@@ -137,12 +145,10 @@ def _refused(worker: Worker) -> bool:
     return never_ran and outcome.outcome_of(worker).reason.startswith(REFUSED_BY_NODE)
 
 
-def _died_of_it(draft: Draft, worker: Worker) -> bool:
-    """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away (NCCL aborts
-    it), or of a worker that was killed because it was to go."""
-    if any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang):
-        return True
-    return worker.deletion is not None and outcome.outcome_of(worker).signal == signal.SIGKILL
+def _peer_taken(draft: Draft) -> bool:
+    """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away: NCCL aborts
+    it."""
+    return any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang)
 
 
 def silent(draft: Draft) -> tuple[Worker, ...]:

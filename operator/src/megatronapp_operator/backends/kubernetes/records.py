@@ -26,7 +26,8 @@ from megatronapp_operator.plan import Outcome
 
 SIGNAL_BASE = 128
 """A shell and a container runtime say that a signal ended a process by 128 + its number."""
-DISRUPTION = "DisruptionTarget"
+DISRUPTIONS = ("DisruptionTarget", "TerminationTarget")
+"""Conditions of a pod that is taken away: those of Kubernetes, and of Kueue when it evicts a workload."""
 DISRUPTING_REASONS = frozenset(
     {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
 )
@@ -171,9 +172,10 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
 
 
 def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str | None:
-    target = conditions.get(DISRUPTION)
-    if target is not None and _is_true(target):
-        return str(target.get("reason") or DISRUPTION)
+    for kind in DISRUPTIONS:
+        target = conditions.get(kind)
+        if target is not None and _is_true(target):
+            return str(target.get("reason") or kind)
     reason = str(status.get("reason") or "")
     return reason if reason in DISRUPTING_REASONS else None
 
