@@ -359,8 +359,10 @@ class History(RuleBasedStateMachine):
         if timed:
             assert made.wake_at is not None
         deciding = timed and not status.is_true(ConditionType.FAILURE_TARGET)
-        if policy.active_deadline_s is not None and status.start_time is not None and deciding:
-            limit = status.start_time + policy.active_deadline_s
+        held_since = None if status.holding_time is None else status.holding_time - status.active_s
+        start = held_since if spec.gang else status.start_time
+        if policy.active_deadline_s is not None and start is not None and deciding:
+            limit = start + policy.active_deadline_s
             assert made.wake_at is not None and (made.wake_at <= limit + SOON or limit <= self.now + SOON)
         if any(isinstance(action, DeleteWorker) and action.grace_s for action in made.actions):
             assert made.wake_at is not None

@@ -60,7 +60,7 @@ class FailureMatch(ManifestModel):
     message_regex: Annotated[str, Field(min_length=1, max_length=512)] | None = None
     """By its message, which holds the last lines of the log: a regular expression (RE2) that fits a part of it."""
     condition_types: Annotated[tuple[_Reason, ...], Field(min_length=1, max_length=16)] | None = None
-    """By a condition of the pod that is true, such as DisruptionTarget."""
+    """By a condition of the pod that is true: DisruptionTarget, or TerminationTarget, which Kueue sets."""
     workers: Annotated[tuple[Index, ...], Field(min_length=1, max_length=256)] | None = None
     """By the index of the worker."""
 
@@ -86,8 +86,9 @@ class RunPolicy(ManifestModel):
     reset_after_seconds: Seconds = 3600
     """A run that stayed healthy for so long gives the whole budget of restarts back."""
     active_deadline_seconds: Seconds | None = None
-    """Longest life of the job over all attempts; left out: no limit. At its end workers have their time to write a
-    checkpoint, then the job fails."""
+    """Longest life of the job over all attempts; left out: no limit. Of a gang that a queue or gang scheduler places,
+    only time in which it held a machine counts. At its end workers have their time to write a checkpoint, then the job
+    fails."""
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
     The same again until all run; then the job fails, because an image or a volume is wrong, or, if it has run before,

@@ -254,6 +254,8 @@ class Status(StatusModel):
     """When a gang that did not start whole was released last, RFC 3339."""
     init_failed_time: str | None = None
     """When the initializers failed last, RFC 3339."""
+    active_seconds: float | None = None
+    """Time in which earlier gangs held machines, since the job was last resumed."""
     running_time: str | None = None
     """When all workers of the current attempt ran first, RFC 3339."""
     last_restart_time: str | None = None

@@ -24,7 +24,7 @@ SILENCE = "neither hub nor launcher answers the operator"
 
 def active(draft: Draft) -> bool:
     """The job has lasted too long: it fails."""
-    limit, start = draft.job.spec.policy.active_deadline_s, draft.status.start_time
+    limit, start = draft.job.spec.policy.active_deadline_s, _active_since(draft)
     if limit is None or start is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
         return False
     if draft.now < start + limit:
@@ -32,6 +32,15 @@ def active(draft: Draft) -> bool:
         return False
     fail_job(draft, reasons.DEADLINE_EXCEEDED, f"the job was active for more than {limit:g} s")
     return False
+
+
+def _active_since(draft: Draft) -> float | None:
+    """When a job that was always active would have begun. One that a queue places is active while it holds machines:
+    what it waits for them, at first or after a preemption, is not its time. None: it holds none now."""
+    if not draft.job.spec.gang:
+        return draft.status.start_time
+    holding = draft.status.holding_time
+    return None if holding is None else holding - draft.status.active_s
 
 
 def gathering(draft: Draft) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 from megatronapp_operator.plan import exclusion, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.plan.memory import micros
 from megatronapp_operator.plan.spec import Backoff
 from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase, Status
 
@@ -87,7 +88,10 @@ def fail_job(draft: Draft, reason: str, message: str) -> None:
 
 def next_attempt(draft: Draft) -> None:
     """Count the attempt up; workers of the old one are stale from now on."""
+    held_since = draft.status.holding_time
+    held_s = 0.0 if held_since is None else max(0.0, draft.now - held_since)
     draft.update(
+        active_s=micros(draft.status.active_s + held_s),
         attempt=draft.status.attempt + 1,
         attempt_time=None,
         holding_time=None,

@@ -68,9 +68,13 @@ def fits(match: Match, found: Evidence) -> bool:
         and (not match.signals or found.signal in match.signals)
         and (not match.reasons or bool({found.reason, found.disrupted} & set(match.reasons)))
         and (match.message_regex is None or matches(match.message_regex, found.message))
-        and (not match.condition_types or (found.disrupted is not None and bool(DISRUPTIONS & {*match.condition_types})))
+        and (not match.condition_types or (_names_disruption(match) and found.disrupted is not None))
         and (not match.workers or found.worker in match.workers)
     )
+
+
+def _names_disruption(match: Match) -> bool:
+    return not DISRUPTIONS.isdisjoint(match.condition_types)
 
 
 def asked_for(rules: tuple[Rule, ...], found: Evidence) -> FailureAction | None:

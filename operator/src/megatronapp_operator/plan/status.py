@@ -131,6 +131,8 @@ class Status:
     """When all workers of this attempt had a machine."""
     running_time: float | None = None
     """When all workers of this attempt ran."""
+    active_s: float = 0.0
+    """Seconds in which earlier gangs held machines, since the job was last resumed."""
     last_restart_time: float | None = None
     completion_time: float | None = None
     released: int = 0
