@@ -41,6 +41,7 @@ def status_document(status: Status) -> dict[str, Any]:
             "initClearing": status.init_clearing or None,
             "released": status.released,
             "excludedNodes": [_excluded(one) for one in status.excluded_nodes],
+            "toleratedNodes": [_excluded(one) for one in status.tolerated_nodes],
             "succeededWorkers": ranges(status.succeeded),
             "endedWorkers": [_ended(one) for one in status.ended],
         }
@@ -77,6 +78,7 @@ def _times(status: Status) -> dict[str, Any]:
         "progressTime": rfc3339_micro(status.progress_time),
         "lastRestartTime": rfc3339_micro(status.last_restart_time),
         "releasedTime": rfc3339_micro(status.released_time),
+        "deniedTime": rfc3339_micro(status.denied_time),
         "initFailedTime": rfc3339_micro(status.init_failed_time),
         "completionTime": rfc3339_micro(status.completion_time),
     }

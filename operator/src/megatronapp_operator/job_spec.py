@@ -71,7 +71,10 @@ def _cluster_policy(given: RunPolicy) -> plan.RunPolicy:
         clean=plan.CleanPodPolicy(given.clean_pod_policy),
         ttl_s=given.ttl_seconds_after_finished,
         exclusion=plan.NodeExclusion(
-            enabled=exclusion.enabled, max_nodes=exclusion.max_nodes, ttl_s=exclusion.ttl_seconds
+            enabled=exclusion.enabled,
+            max_nodes=exclusion.max_nodes,
+            ttl_s=exclusion.ttl_seconds,
+            allowed=frozenset(exclusion.allowed_nodes),
         ),
     )
 

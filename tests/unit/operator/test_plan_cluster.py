@@ -17,16 +17,11 @@ from megatronapp_operator.plan import (
     DeleteInit,
     DeleteJob,
     DeleteWorker,
-    ExcludedNode,
     FailureAction,
     Init,
-    NodeExclusion,
     Phase,
     RecordEvent,
     Refusal,
-    SlowNodeAction,
-    SlowNodePolicy,
-    SlowRank,
     SuccessPolicy,
     WorkerPhase,
 )
@@ -125,6 +120,62 @@ def test_what_can_never_be_accepted_fails_the_job_with_the_reason(scene: Maker, 
     assert (failed.phase, failed.condition(ConditionType.FAILED).reason) == (Phase.FAILED, "PodForbidden")
     assert failed.condition(ConditionType.FAILED).message == message
     assert failed.attempt == 0
+
+
+def denied(attempt: int) -> Refusal:
+    message = 'error looking up service account ns/train: serviceaccount "train" not found'
+    return Refusal(attempt=attempt, final=False, denied=True, reason="PodDenied", message=message)
+
+
+def deny(made: Any, *, for_s: float) -> None:
+    """Refuse every gang as soon as it is asked for, for some time."""
+    end = made.now + for_s
+    while made.now < end and not made.job.status.is_true(ConditionType.FAILURE_TARGET):
+        made.plan()
+        made.see(refusal=denied(made.job.status.attempt))
+        made.now = made.plan().wake_at or end
+
+
+def test_pods_that_are_denied_are_tried_until_the_start_deadline(scene: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    deny(made, for_s=600)
+    assert (made.job.status.phase, made.job.status.restarts) == (Phase.PENDING, 0)
+    assert made.job.status.condition(ConditionType.PODS_SCHEDULED).reason == "PodDenied"
+    deny(made, for_s=3600)
+    made.plan()
+    failed = made.job.status.condition(ConditionType.FAILED)
+    assert (failed.reason, "not found" in failed.message) == ("PodDenied", True)
+
+
+def test_a_denial_that_passed_does_not_count_later(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    deny(made, for_s=600)
+    made.see()
+    made.plan()
+    attempt = made.job.status.attempt
+    made.see(*(unplaced(worker(one, "Pending", attempt=attempt)) for one in (0, 1)), refusal=None)
+    made.plan()
+    made.now += 900
+    made.plan()
+    made.see()
+    deny(made, for_s=600)
+    assert made.job.status.phase is Phase.PENDING
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_a_job_that_has_trained_waits_for_whatever_is_refused(running: Maker, worker: Maker, final: bool) -> None:
+    made = running(max_restarts=100, start_deadline_s=900)
+    made.see(worker(0), worker(1, "Failed", 1))
+    made.plan()
+    made.see()
+    for _ in range(20):
+        refusal = dataclasses.replace(denied(made.job.status.attempt), final=final, denied=not final)
+        made.see(refusal=refusal)
+        made.plan()
+        made.now += 3600
+        assert made.plan().status.phase in {Phase.PENDING, Phase.STARTING}
+    assert reason_of(made.plan(), ConditionType.PODS_SCHEDULED) == (False, "PodDenied")
+    assert made.job.status.restarts == 1
 
 
 def test_a_container_that_never_starts_fails_the_job_with_what_it_waits_for(scene: Maker, worker: Maker) -> None:
@@ -227,86 +278,6 @@ def test_initializers_stop_with_their_job(scene: Maker, kind: str) -> None:
     else:
         made.job = dataclasses.replace(made.job, deletion_requested=True)
     assert deeds(made.plan()) == [DeleteInit()]
-
-
-def slow(**changes: Any) -> SlowRank:
-    verdict = SlowRank(
-        id="v", subject="rank", ranks=(2,), cause="compute", state="confirmed", sentence="Rank 2 is slow.",
-        slowdown=1.5, worker=1, node="gpu-7", since_attempt=0, since_time=1000.0,
-    )  # fmt: skip
-    return dataclasses.replace(verdict, **changes)
-
-
-def with_slow_node(made: Any, action: SlowNodeAction, *verdicts: SlowRank) -> Any:
-    made.spec(slow_node=SlowNodePolicy(action=action, min_slowdown=1.2, min_s=120))
-    made.observed = dataclasses.replace(made.observed, slow_ranks=verdicts)
-    return made
-
-
-def test_a_slow_machine_is_excluded_and_the_gang_saves_and_starts_again_without_it(running: Maker) -> None:
-    made = with_slow_node(running(grace_s=600, max_restarts=0), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
-    early = made.plan()
-    assert (early.status.slow_node, early.status.excluded_nodes, early.wake_at) == ("gpu-7", (), 1120.0)
-    made.now = 1120.0
-    restarted = made.plan()
-    assert [one.grace_s for one in deeds(restarted)] == [600, 600]
-    status = restarted.status
-    assert status.excluded_nodes == (ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=1120.0 + 86400),)
-    assert (status.phase, status.restarts, status.restarts_towards_max) == (Phase.RESTARTING, 1, 0)
-    assert (status.failures[-1].reason, status.failures[-1].node) == ("SlowNodeExcluded", "gpu-7")
-
-
-def test_a_slow_machine_is_excluded_from_the_next_attempt_only(running: Maker) -> None:
-    made = with_slow_node(running(), SlowNodeAction.EXCLUDE, slow())
-    made.now = 1120.0
-    status = made.plan().status
-    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-7"], 0)
-    assert made.plan().actions == ()
-
-
-@pytest.mark.parametrize(
-    "verdict",
-    [
-        slow(slowdown=1.1),
-        slow(state="recovering"),
-        slow(cause="undetermined"),
-        slow(subject="link", cause="link"),
-        slow(since_attempt=5),
-        slow(since_time=1100.0),
-        slow(node=None),
-    ],
-    ids=["mild", "recovering", "unknown cause", "link", "other attempt", "short", "nowhere"],
-)
-def test_only_what_is_slow_enough_for_long_enough_and_has_a_machine_is_excluded(
-    running: Maker, verdict: SlowRank
-) -> None:
-    made = with_slow_node(running(), SlowNodeAction.EXCLUDE_AND_RESTART, verdict)
-    made.now = 1120.0
-    assert (made.plan().status.excluded_nodes, made.job.status.attempt) == ((), 0)
-
-
-def test_a_full_list_takes_no_more_slow_machines_and_says_so(running: Maker) -> None:
-    made = running(exclusion=NodeExclusion(max_nodes=1))
-    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=9000.0),))
-    with_slow_node(made, SlowNodeAction.EXCLUDE_AND_RESTART, slow())
-    made.now = 1120.0
-    status = made.plan().status
-    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
-    message = status.condition(ConditionType.SLOW_NODE_DETECTED).message
-    assert message.endswith("runPolicy.nodeExclusion.maxNodes (1) is reached: gpu-7.")
-    made.now = 9000.0
-    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-7"]
-
-
-def test_a_broken_device_excludes_its_machine_in_place_of_the_oldest(running: Maker, worker: Maker) -> None:
-    made = running(exclusion=NodeExclusion(max_nodes=1, ttl_s=100))
-    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="Old", until=9000.0),))
-    made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))
-    status = made.plan().status
-    assert status.excluded_nodes == (ExcludedNode(node="gpu-2", reason="Because", until=made.now + 100),)
-    assert (status.restarts_towards_max, status.failures[-1].action) == (1, FailureAction.EXCLUDE_AND_RESTART)
-    made.now += 100
-    assert made.plan().status.excluded_nodes == ()
 
 
 def test_a_worker_on_a_machine_that_does_not_answer_is_given_up(running: Maker, worker: Maker) -> None:

@@ -175,6 +175,41 @@ def test_one_worker_that_ends_at_once_is_restarted_when_the_others_had_time_to_f
     assert judged(made) == (FailureAction.RESTART, 1)
 
 
+@pytest.mark.parametrize(
+    ("second_code", "action"),
+    [(1, FailureAction.FAIL_JOB), (2, FailureAction.RESTART), (ExitCode.PEER_LOST, FailureAction.RESTART)],
+    ids=["the same", "another code", "a lost peer"],
+)
+def test_the_only_worker_of_a_job_ends_at_once_twice_before_the_job_fails(
+    scene: Maker, worker: Maker, second_code: int, action: FailureAction
+) -> None:
+    made = scene()
+    made.spec(workers=1)
+    made.plan()
+    made.see(short_lived(worker(0, "Failed", 1), 30))
+    assert judged(made) == (FailureAction.RESTART, 1), "a stale file handle may be gone the next time"
+    made.see()
+    made.now += 10
+    made.plan()
+    made.see(short_lived(worker(0, "Failed", second_code, at=made.now, attempt=1), 30))
+    assert judged(made)[0] is action
+
+
+def test_the_only_worker_of_a_job_that_has_trained_may_end_at_once_again(scene: Maker, worker: Maker) -> None:
+    made = scene()
+    made.spec(workers=1)
+    made.plan()
+    made.see(worker(0), progress=Progress(attempt=0, iteration=3))
+    made.plan()
+    made.see(worker(0, "Failed", 1))
+    made.plan()
+    made.see()
+    made.now += 10
+    made.plan()
+    made.see(short_lived(worker(0, "Failed", 1, at=made.now, attempt=1), 5))
+    assert judged(made) == (FailureAction.RESTART, 2)
+
+
 @pytest.mark.parametrize("case", ["late", "signal", "trained", "second attempt", "one of them late", "not started"])
 def test_other_early_ends_are_restarted(scene: Maker, worker: Maker, case: str) -> None:
     made = scene()

@@ -34,9 +34,12 @@ class NodeExclusion(ManifestModel):
     """Keep such a list; false: no node is ever excluded."""
     max_nodes: Annotated[int, Field(ge=1, le=256)] = 5
     """So many at most; a node that fails takes the place of the oldest, a slow one waits until there is room. Of a gang
-    that finds no room the oldest may be used again."""
+    that finds no room within startDeadlineSeconds a slow node may be used again, and is then tolerated (see
+    status.toleratedNodes); the next time the oldest of all."""
     ttl_seconds: Seconds = 86400
     """Seconds after which a node is tried again."""
+    allowed_nodes: Annotated[tuple[ObjectName, ...], Field(max_length=256)] = ()
+    """Names of nodes that are never excluded. Adding a node here takes back its exclusion at once."""
 
 
 class ExitCodes(ManifestModel):

@@ -222,6 +222,8 @@ class Status(StatusModel):
     """What is slow now, in a word: a machine, or "rank 3"."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     """Machines that the next workers avoid, oldest first."""
+    tolerated_nodes: tuple[ExcludedNode, ...] = ()
+    """Slow machines that workers may get all the same, because the gang found no room without them."""
     hung_ranks: tuple[int, ...] = ()
     """Ranks without progress."""
     last_control: int | None = None
@@ -252,6 +254,8 @@ class Status(StatusModel):
     """When the training was last seen to go on, RFC 3339."""
     released_time: str | None = None
     """When a gang that did not start whole was released last, RFC 3339."""
+    denied_time: str | None = None
+    """Since when something denies the pods of a job that has never run, RFC 3339."""
     init_failed_time: str | None = None
     """When the initializers failed last, RFC 3339."""
     active_seconds: float | None = None

@@ -4,31 +4,45 @@ from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.memory import micros
-from megatronapp_operator.plan.spec import SlowNodeAction
 from megatronapp_operator.plan.status import ExcludedNode
+
+MAX_TOLERATED = 256
 
 
 def expire(draft: Draft) -> None:
-    """Forget machines whose time is over."""
-    kept = tuple(one for one in draft.status.excluded_nodes if draft.now < one.until)
-    draft.update(excluded_nodes=kept)
-    if kept:
-        draft.wake(min(one.until for one in kept))
+    """Forget machines whose time is over, and those that the user allows."""
+    allowed, before = draft.job.spec.policy.exclusion.allowed, draft.status.excluded_nodes
+    kept = tuple(one for one in before if draft.now < one.until and one.node not in allowed)
+    tolerated = tuple(one for one in draft.status.tolerated_nodes if draft.now < one.until and one.node not in allowed)
+    draft.update(excluded_nodes=kept, tolerated_nodes=tolerated)
+    draft.readmitted = len(kept) < len(before)
+    for one in before:
+        if one.node in allowed:
+            message = f"{one.node} may get workers of this job again: runPolicy.nodeExclusion.allowedNodes names it"
+            draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
+    if kept or tolerated:
+        draft.wake(min(one.until for one in (*kept, *tolerated)))
 
 
-def readmit(draft: Draft) -> None:
-    """Take back the oldest exclusion of a job that finds no room without that machine: a bad one is better than none.
+def is_slow(one: ExcludedNode) -> bool:
+    """Whether the machine works and is only slow."""
+    return one.reason == reasons.SLOW_NODE_DETECTED
 
-    Not that of a slow machine where the gang would be restarted for it at once, again and again.
+
+def readmit(draft: Draft, *, only_slow: bool) -> None:
+    """Take back one exclusion of a job that finds no room without that machine: a bad one is better than none.
+
+    A slow machine comes first, and is tolerated from then on: the gang would be restarted for it again and again.
     """
-    keeps_slow = draft.job.spec.slow_node.action is SlowNodeAction.EXCLUDE_AND_RESTART
-    for one in draft.status.excluded_nodes:
-        if one.reason == reasons.SLOW_NODE_DETECTED and keeps_slow:
-            continue
-        draft.update(excluded_nodes=tuple(other for other in draft.status.excluded_nodes if other is not one))
-        message = f"{one.node} may get workers of this job again: without it there is no room for the gang"
-        draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
+    candidates = [one for one in draft.status.excluded_nodes if is_slow(one) or not only_slow]
+    if not candidates:
         return
+    chosen = next(filter(is_slow, candidates), candidates[0])
+    draft.update(excluded_nodes=tuple(one for one in draft.status.excluded_nodes if one is not chosen))
+    if is_slow(chosen):
+        draft.update(tolerated_nodes=(*draft.status.tolerated_nodes, chosen)[-MAX_TOLERATED:])
+    message = f"{chosen.node} may get workers of this job again: without it there is no room for the gang"
+    draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
 
 
 def exclude(draft: Draft, node: str, reason: str) -> None:
@@ -36,6 +50,7 @@ def exclude(draft: Draft, node: str, reason: str) -> None:
     limits = draft.job.spec.policy.exclusion
     entry = ExcludedNode(node=node, reason=reason, until=micros(draft.now + limits.ttl_s))
     others = tuple(one for one in draft.status.excluded_nodes if one.node != node)
-    draft.update(excluded_nodes=(*others, entry)[-limits.max_nodes :])
+    tolerated = tuple(one for one in draft.status.tolerated_nodes if one.node != node)
+    draft.update(excluded_nodes=(*others, entry)[-limits.max_nodes :], tolerated_nodes=tolerated)
     message = f"{node} gets no worker of this job for {limits.ttl_s:g} s: {reason}"
     draft.event(EventType.WARNING, reasons.NODE_EXCLUDED, message)

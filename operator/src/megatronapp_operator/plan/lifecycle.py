@@ -189,7 +189,7 @@ def _forget_gang(draft: Draft) -> None:
     """What ran is stale from now on, and its time does not count."""
     if draft.status.attempt_time is not None:
         next_attempt(draft)
-    draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0)
+    draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None)
 
 
 def _forced(draft: Draft) -> bool:

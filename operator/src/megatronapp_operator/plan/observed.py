@@ -55,6 +55,8 @@ class Worker:
     """Whether something of it still holds a machine after its trainer has ended."""
     scheduled: bool = True
     """Whether it has a machine."""
+    unplaced: bool = False
+    """Whether a scheduler has looked for one and found none."""
     waiting: str | None = None
     """Why its container does not start, such as ImagePullBackOff with the message."""
     preparing: bool = False
@@ -112,7 +114,10 @@ class Refusal:
 
     attempt: int
     final: bool
-    """It can never be accepted (not valid, pod security); else there is no room for it now (quota)."""
+    """It can never be accepted: it is not valid, or pod security forbids it."""
+    denied: bool = False
+    """Something that may change denies it, such as an account that is missing or a policy of the cluster.
+    Neither `final` nor `denied`: there is no room for it now (quota)."""
     reason: str
     """One CamelCase word for programs."""
     message: str

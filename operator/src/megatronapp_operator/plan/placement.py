@@ -10,11 +10,13 @@ from megatronapp_common.names import ExitCode
 from megatronapp_operator.plan import exclusion, outcome, reasons
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.plan.observed import Worker
+from megatronapp_operator.plan.observed import Refusal, Worker
 from megatronapp_operator.plan.restart import attempt_failed, next_attempt, release_at
 from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
 
-LASTING = frozenset({reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED})
+LASTING = frozenset(
+    {reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED, reasons.POD_FORBIDDEN, reasons.POD_DENIED, reasons.POD_INVALID}
+)
 """Reasons that are told until the gang is whole, also while it is tried again."""
 
 
@@ -24,6 +26,8 @@ def placed(draft: Draft) -> None:
     if status.attempt_time is None or status.scheduled_time is not None:
         return
     wanted = draft.job.spec.workers
+    if len(gang) >= wanted and status.denied_time is not None:
+        draft.update(denied_time=None)
     found = sum(_has_machine(one) for one in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
@@ -36,15 +40,28 @@ def placed(draft: Draft) -> None:
 
 
 def judge_refusal(draft: Draft) -> bool:
-    """Act on a pod that the API server did not take: never, or not now."""
+    """Act on a pod that the API server did not take. What a job has run with before is never refused for good."""
     refusal = draft.observed.refusal
     if refusal is None or refusal.attempt != draft.status.attempt or draft.status.running_time is not None:
         return False
-    if refusal.final:
+    has_run = draft.status.condition(ConditionType.RUNNING) is not None
+    if not has_run and (refusal.final or _denied_for_long(draft, refusal)):
         attempt_failed(draft, _failure(draft, refusal.reason, refusal.message))
     else:
         release(draft, refusal.reason, refusal.message)
     return True
+
+
+def _denied_for_long(draft: Draft, refusal: Refusal) -> bool:
+    """Whether a new job has been denied its pods for the start deadline. A quota denies nothing: its time is free."""
+    if not refusal.denied:
+        draft.update(denied_time=None)
+        return False
+    since, limit = draft.status.denied_time, draft.job.spec.policy.start_deadline_s
+    if since is None:
+        draft.update(denied_time=draft.now)
+        return False
+    return limit is not None and draft.now >= since + limit
 
 
 def judge_start(draft: Draft) -> bool:
@@ -52,17 +69,19 @@ def judge_start(draft: Draft) -> bool:
     limit, status = draft.job.spec.policy.start_deadline_s, draft.status
     if limit is None or status.attempt_time is None or status.running_time is not None:
         return False
+    if draft.readmitted and status.scheduled_time is None:  # its pods still avoid that machine
+        release(draft, reasons.NODE_READMITTED, "the gang waits for machines, and may use one more now")
+        return True
     since = _begins_at(draft) or (status.holding_time if draft.job.spec.gang else status.attempt_time)
     if since is None:
-        return False  # it holds nothing: a queue may let it wait for ever
+        return _judge_queue(draft, status.attempt_time + limit)
     if status.scheduled_time is not None and any(one.preparing for one in draft.gang):
         return False  # it is whole, and brings its data
     if draft.now < since + limit:
         draft.wake(since + limit)
         return False
     if status.scheduled_time is None or _lost_since(draft):
-        if status.released:  # the pause before has brought no room
-            exclusion.readmit(draft)
+        exclusion.readmit(draft, only_slow=not status.released)  # others when the pause before has brought no room
         release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s{_avoided(draft)}")
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
@@ -70,6 +89,22 @@ def judge_start(draft: Draft) -> bool:
         if status.condition(ConditionType.RUNNING) is not None:  # image and volumes are right: it has run with them
             failure = dataclasses.replace(failure, action=FailureAction.RESTART)
         attempt_failed(draft, failure)
+    return True
+
+
+def _judge_queue(draft: Draft, due: float) -> bool:
+    """Of a gang that holds nothing: a queue may let it wait for ever, but not for a machine that it need not avoid.
+
+    Its pods must be made anew to get one back, which costs the place in the queue. So a slow machine is given back
+    only where a scheduler has looked for room and found none, and a failed one when its time is over.
+    """
+    if not any(one.unplaced for one in draft.gang) or not any(map(exclusion.is_slow, draft.status.excluded_nodes)):
+        return False
+    if draft.now < due:
+        draft.wake(due)
+        return False
+    exclusion.readmit(draft, only_slow=True)
+    release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine{_avoided(draft)}")
     return True
 
 

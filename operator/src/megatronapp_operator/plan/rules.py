@@ -8,7 +8,7 @@ from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Worker, WorkerPhase
 from megatronapp_operator.plan.spec import Match, Rule
-from megatronapp_operator.plan.status import Failure, FailureAction
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
 
 DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
 """The only conditions of a failed pod that rules are asked about, Kubernetes' and Kueue's: the cluster took it away."""
@@ -112,10 +112,11 @@ def judged_lost(draft: Draft, failure: Failure, disrupted: str | None = None) ->
 
 
 def _possible(draft: Draft, failure: Failure) -> Failure:
-    """Without a machine to exclude, or the list of them, an exclusion is a restart."""
+    """Without a machine that may be excluded, or the list of them, an exclusion is a restart."""
     if failure.action is not FailureAction.EXCLUDE_AND_RESTART:
         return failure
-    if failure.node is not None and draft.job.spec.policy.exclusion.enabled:
+    limits = draft.job.spec.policy.exclusion
+    if failure.node is not None and limits.enabled and failure.node not in limits.allowed:
         return failure
     return dataclasses.replace(failure, action=FailureAction.RESTART)
 
@@ -196,9 +197,23 @@ def _begins(draft: Draft) -> bool:
 
 
 def _hopeless(draft: Draft) -> bool:
-    """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do."""
-    whole = len(draft.gang) >= draft.job.spec.workers
-    return whole and _begins(draft) and all(_ended_at_once(one) for one in draft.gang)
+    """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do.
+
+    A single worker that ends so proves less than several on different machines: it gets one more attempt.
+    """
+    if draft.job.spec.workers == 1:
+        first = _ended_the_same_before(draft)
+    else:
+        first = _begins(draft) and len(draft.gang) >= draft.job.spec.workers
+    return first and all(_ended_at_once(one) for one in draft.gang)
+
+
+def _ended_the_same_before(draft: Draft) -> bool:
+    """Whether this is the second gang of a job that has never trained, and the first ended with the same exit code."""
+    status, codes = draft.status, {outcome.outcome_of(one).code for one in draft.gang}
+    if status.restarts != 1 or status.condition(ConditionType.RUNNING) is not None or not status.failures:
+        return False
+    return status.failures[-1].exit_code in codes
 
 
 def _ended_at_once(worker: Worker) -> bool:

@@ -23,6 +23,7 @@ def slow_nodes(draft: Draft) -> bool:
     if policy.action is SlowNodeAction.REPORT or not limits.enabled or draft.status.phase is not Phase.RUNNING:
         return False
     found = _nodes(draft)
+    _tell_of_tolerated(draft)
     room = limits.max_nodes - len(draft.status.excluded_nodes)
     if len(found) > room:
         _tell_of_full_list(draft, list(found)[room:])
@@ -36,8 +37,9 @@ def slow_nodes(draft: Draft) -> bool:
 
 
 def _nodes(draft: Draft) -> dict[str, SlowRank]:
-    """Machines that are slow enough, for long enough, and not excluded yet, with the first verdict about each."""
-    excluded = {one.node for one in draft.status.excluded_nodes}
+    """Machines that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
+    excluded = {one.node for one in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
+    excluded |= draft.job.spec.policy.exclusion.allowed
     found: dict[str, SlowRank] = {}
     for one in draft.status.slow_ranks:
         node = _node_of(draft, one)
@@ -68,11 +70,21 @@ def _bad_enough(draft: Draft, verdict: SlowRank) -> bool:
 
 
 def _tell_of_full_list(draft: Draft, nodes: list[str]) -> None:
+    limit = f"runPolicy.nodeExclusion.maxNodes ({draft.job.spec.policy.exclusion.max_nodes}) is reached"
+    _add_to_condition(draft, f"Not excluded, because {limit}: {', '.join(nodes)}.")
+
+
+def _tell_of_tolerated(draft: Draft) -> None:
+    tolerated = {one.node for one in draft.status.tolerated_nodes}
+    named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
+    if named:
+        _add_to_condition(draft, f"Not excluded, because the gang found no room without: {', '.join(named)}.")
+
+
+def _add_to_condition(draft: Draft, words: str) -> None:
     condition = draft.status.condition(ConditionType.SLOW_NODE_DETECTED)
     if condition is not None and condition.status:
-        limit = f"runPolicy.nodeExclusion.maxNodes ({draft.job.spec.policy.exclusion.max_nodes}) is reached"
-        message = f"{condition.message} Not excluded, because {limit}: {', '.join(nodes)}."
-        draft.set_condition(condition.type, True, condition.reason, message)
+        draft.set_condition(condition.type, True, condition.reason, f"{condition.message} {words}")
 
 
 def _failure(draft: Draft, nodes: dict[str, SlowRank]) -> Failure:

@@ -45,6 +45,8 @@ class NodeExclusion:
     max_nodes: int = 5
     """A full list takes no more, so that one job cannot exclude a cluster, and restarts for slow nodes are bounded."""
     ttl_s: float = 86400.0
+    allowed: frozenset[str] = frozenset()
+    """Machines that are never avoided, whatever is known of them."""
 
 
 class SlowNodeAction(enum.StrEnum):

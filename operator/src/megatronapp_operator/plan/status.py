@@ -138,6 +138,8 @@ class Status:
     released: int = 0
     """How often a gang that did not start whole was released since one last ran or failed."""
     released_time: float | None = None
+    denied_time: float | None = None
+    """Since when something denies the pods of a job that has never run."""
     initialized: bool = False
     """The initializers of the job are done."""
     init_restarts: int = 0
@@ -148,6 +150,8 @@ class Status:
     """Since then their pod is not seen to be gone."""
     excluded_nodes: tuple[ExcludedNode, ...] = ()
     """Machines that the next workers avoid, oldest first."""
+    tolerated_nodes: tuple[ExcludedNode, ...] = ()
+    """Slow machines that are used until then all the same: without them the gang had no room."""
     succeeded: tuple[int, ...] = ()
     """Workers of this attempt that were seen to succeed; their pods may be gone."""
     ended: tuple[Worker, ...] = ()

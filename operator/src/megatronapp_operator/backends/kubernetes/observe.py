@@ -100,6 +100,7 @@ def worker(pod: PodRecord) -> Worker:
         uid=pod.uid,
         occupies=pod.phase not in {"Succeeded", "Failed"},
         scheduled=pod.scheduled,
+        unplaced=pod.unplaced is not None,
         waiting=pod.main.waiting,
         preparing=pod.main.preparing,
         prepared_at=pod.main.prepared_at,

@@ -1,0 +1,216 @@
+"""Machines that are slow or have failed: excluded, tolerated, and used again."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_operator.plan import (
+    ConditionType,
+    ExcludedNode,
+    FailureAction,
+    NodeExclusion,
+    Phase,
+    Progress,
+    RecordEvent,
+    SlowNodeAction,
+    SlowNodePolicy,
+    SlowRank,
+)
+
+Maker = Callable[..., Any]
+
+
+def deeds(made: Any) -> list[Any]:
+    """Actions other than events."""
+    return [action for action in made.actions if not isinstance(action, RecordEvent)]
+
+
+def told(made: Any) -> list[str]:
+    return [action.reason for action in made.actions if isinstance(action, RecordEvent)]
+
+
+def unplaced(worker: Any) -> Any:
+    return dataclasses.replace(worker, scheduled=False)
+
+
+def slow(**changes: Any) -> SlowRank:
+    verdict = SlowRank(
+        id="v", subject="rank", ranks=(2,), cause="compute", state="confirmed", sentence="Rank 2 is slow.",
+        slowdown=1.5, worker=1, node="gpu-7", since_attempt=0, since_time=1000.0,
+    )  # fmt: skip
+    return dataclasses.replace(verdict, **changes)
+
+
+def with_slow_node(made: Any, action: SlowNodeAction, *verdicts: SlowRank) -> Any:
+    made.spec(slow_node=SlowNodePolicy(action=action, min_slowdown=1.2, min_s=120))
+    made.observed = dataclasses.replace(made.observed, slow_ranks=verdicts)
+    return made
+
+
+def test_a_slow_machine_is_excluded_and_the_gang_saves_and_starts_again_without_it(running: Maker) -> None:
+    made = with_slow_node(running(grace_s=600, max_restarts=0), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    early = made.plan()
+    assert (early.status.slow_node, early.status.excluded_nodes, early.wake_at) == ("gpu-7", (), 1120.0)
+    made.now = 1120.0
+    restarted = made.plan()
+    assert [one.grace_s for one in deeds(restarted)] == [600, 600]
+    status = restarted.status
+    assert status.excluded_nodes == (ExcludedNode(node="gpu-7", reason="SlowNodeDetected", until=1120.0 + 86400),)
+    assert (status.phase, status.restarts, status.restarts_towards_max) == (Phase.RESTARTING, 1, 0)
+    assert (status.failures[-1].reason, status.failures[-1].node) == ("SlowNodeExcluded", "gpu-7")
+
+
+def without_room(made: Any, worker: Maker, *, placed: int = 1, unplaced_by: str = "scheduler") -> Any:
+    """The next gang is created, and one worker of it finds no machine until the start deadline is over."""
+    made.see(slow_ranks=())
+    while not deeds(waiting := made.plan()):
+        made.now = waiting.wake_at
+    attempt = made.job.status.attempt
+    found = [unplaced(worker(one, "Pending", attempt=attempt)) for one in (0, 1)]
+    if unplaced_by == "scheduler":
+        found = [dataclasses.replace(one, unplaced=True) for one in found]
+    found[:placed] = [worker(one, "Pending", attempt=attempt) for one in range(placed)]
+    made.see(*found)
+    made.plan()
+    made.now += 900
+    return made.plan()
+
+
+def excluded(made: Any) -> list[str]:
+    return [one.node for one in made.job.status.excluded_nodes]
+
+
+@pytest.mark.parametrize("gang", [False, True])
+def test_a_slow_machine_is_used_again_where_no_other_is_free(running: Maker, worker: Maker, gang: bool) -> None:
+    made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.spec(gang=gang)
+    made.now = 1120.0
+    made.plan()
+    released = without_room(made, worker, placed=0 if gang else 1)
+    assert ("NodeReadmitted" in told(released), released.status.released, excluded(made)) == (True, 1, [])
+    assert [one.node for one in released.status.tolerated_nodes] == ["gpu-7"]
+    made.see()
+    made.now = made.plan().wake_at
+    made.plan()
+    attempt = made.job.status.attempt
+    again = slow(since_attempt=attempt, since_time=made.now)
+    page = Progress(attempt=attempt, iteration=5)
+    made.see(worker(0, attempt=attempt), worker(1, attempt=attempt), progress=page, slow_ranks=(again,))
+    made.plan()
+    made.now += 3600
+    made.plan()
+    assert (made.job.status.phase, made.job.status.attempt, excluded(made)) == (Phase.RUNNING, attempt, [])
+    message = made.job.status.condition(ConditionType.SLOW_NODE_DETECTED).message
+    assert message == "Rank 2 is slow. Not excluded, because the gang found no room without: gpu-7."
+    made.now = 1120.0 + 86400
+    made.plan()
+    assert excluded(made) == ["gpu-7"], "the toleration ends when the exclusion would have"
+
+
+def test_a_gang_that_no_scheduler_has_looked_at_keeps_its_exclusions(running: Maker, worker: Maker) -> None:
+    made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.spec(gang=True)
+    made.now = 1120.0
+    made.plan()
+    waiting = without_room(made, worker, placed=0, unplaced_by="queue")
+    assert (waiting.status.released, excluded(made)) == (0, ["gpu-7"])
+
+
+def test_a_gang_in_a_queue_is_made_anew_when_the_time_of_an_exclusion_is_over(running: Maker, worker: Maker) -> None:
+    made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.spec(gang=True)
+    made.now = 1120.0
+    made.plan()
+    waiting = without_room(made, worker, placed=0, unplaced_by="queue")
+    attempt, made.now = made.job.status.attempt, waiting.wake_at
+    assert made.now == 1120.0 + 86400
+    made.plan()
+    assert (made.job.status.attempt, excluded(made)) == (attempt + 1, [])
+
+
+def test_a_failed_machine_comes_after_a_slow_one(running: Maker, worker: Maker) -> None:
+    made = running(start_deadline_s=900)
+    broken = ExcludedNode(node="gpu-1", reason="DeviceFault", until=1e9)
+    tired = ExcludedNode(node="gpu-2", reason="SlowNodeDetected", until=1e9)
+    made.status(excluded_nodes=(broken, tired))
+    made.see(worker(0), worker(1, "Failed", 1))
+    made.plan()
+    without_room(made, worker)
+    assert excluded(made) == ["gpu-1"]
+    without_room(made, worker)
+    assert (excluded(made), made.job.status.released) == ([], 2)
+
+
+def test_a_machine_that_the_user_allows_is_never_avoided(running: Maker, worker: Maker) -> None:
+    made = with_slow_node(running(max_restarts=9), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.now = 1120.0
+    made.plan()
+    assert excluded(made) == ["gpu-7"]
+    policy = dataclasses.replace(made.job.spec.policy, exclusion=NodeExclusion(allowed=frozenset({"gpu-7"})))
+    made.spec(policy=policy)
+    assert (told(made.plan()), excluded(made)) == (["NodeReadmitted"], [])
+    made.see()
+    made.now += 60
+    made.plan()
+    page = Progress(attempt=1, iteration=5)
+    verdict = slow(since_attempt=1)
+    broken = dataclasses.replace(worker(1, "Failed", 201, attempt=1), node="gpu-7")
+    made.see(worker(0, attempt=1), worker(1, attempt=1), progress=page, slow_ranks=(verdict,))
+    assert (made.plan().status.phase, excluded(made)) == (Phase.RUNNING, [])
+    made.see(worker(0, attempt=1), broken)
+    assert (made.plan().status.failures[-1].action, excluded(made)) == (FailureAction.RESTART, [])
+
+
+def test_a_slow_machine_is_excluded_from_the_next_attempt_only(running: Maker) -> None:
+    made = with_slow_node(running(), SlowNodeAction.EXCLUDE, slow())
+    made.now = 1120.0
+    status = made.plan().status
+    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-7"], 0)
+    assert made.plan().actions == ()
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        slow(slowdown=1.1),
+        slow(state="recovering"),
+        slow(cause="undetermined"),
+        slow(subject="link", cause="link"),
+        slow(since_attempt=5),
+        slow(since_time=1100.0),
+        slow(node=None),
+    ],
+    ids=["mild", "recovering", "unknown cause", "link", "other attempt", "short", "nowhere"],
+)
+def test_only_what_is_slow_enough_for_long_enough_and_has_a_machine_is_excluded(
+    running: Maker, verdict: SlowRank
+) -> None:
+    made = with_slow_node(running(), SlowNodeAction.EXCLUDE_AND_RESTART, verdict)
+    made.now = 1120.0
+    assert (made.plan().status.excluded_nodes, made.job.status.attempt) == ((), 0)
+
+
+def test_a_full_list_takes_no_more_slow_machines_and_says_so(running: Maker) -> None:
+    made = running(exclusion=NodeExclusion(max_nodes=1))
+    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=9000.0),))
+    with_slow_node(made, SlowNodeAction.EXCLUDE_AND_RESTART, slow())
+    made.now = 1120.0
+    status = made.plan().status
+    assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
+    message = status.condition(ConditionType.SLOW_NODE_DETECTED).message
+    assert message.endswith("runPolicy.nodeExclusion.maxNodes (1) is reached: gpu-7.")
+    made.now = 9000.0
+    assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-7"]
+
+
+def test_a_broken_device_excludes_its_machine_in_place_of_the_oldest(running: Maker, worker: Maker) -> None:
+    made = running(exclusion=NodeExclusion(max_nodes=1, ttl_s=100))
+    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="Old", until=9000.0),))
+    made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))
+    status = made.plan().status
+    assert status.excluded_nodes == (ExcludedNode(node="gpu-2", reason="Because", until=made.now + 100),)
+    assert (status.restarts_towards_max, status.failures[-1].action) == (1, FailureAction.EXCLUDE_AND_RESTART)
+    made.now += 100
+    assert made.plan().status.excluded_nodes == ()
