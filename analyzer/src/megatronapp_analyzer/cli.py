@@ -6,6 +6,8 @@ Heavy imports wait for the run.
 import argparse
 import pathlib
 
+from megatronapp_common.state import errors_named
+
 
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `trace` and `scope` with their subcommands."""
@@ -68,8 +70,9 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     if arguments.first is not None and arguments.last is not None and arguments.last < arguments.first:
         raise ExportError(f"--to is before --from: {arguments.last} comes before {arguments.first}; swap them")
-    folder = fetch.job_folder(arguments.job)
-    document, source = fetch.trace(folder, arguments.first, arguments.last)
+    with errors_named():
+        folder = fetch.job_folder(arguments.job)
+        document, source = fetch.trace(folder, arguments.first, arguments.last)
     fetch.write_trace(arguments.output, document)
     events = document["traceEvents"]
     spans = sum(event["ph"] == "X" for event in events)

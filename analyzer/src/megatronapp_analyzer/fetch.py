@@ -1,9 +1,7 @@
 """The trace of a job for the command line: from its hub while that answers, else from what the hub has stored."""
 
 import json
-import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -14,6 +12,7 @@ from megatronapp_analyzer.hub.ingest import Ingest
 from megatronapp_analyzer.hub.restore import restore
 from megatronapp_analyzer.hub.spool import SpoolReader
 from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_common.state import jobs_dir
 from megatronapp_common.tokens import Role, derive, read_secret
 
 NEWEST_STEPS = 50
@@ -23,19 +22,21 @@ ANSWER_TIMEOUT_S = 120.0
 Document = dict[str, Any]
 
 
-def jobs_folder(environment: Mapping[str, str]) -> pathlib.Path:
-    """Where the jobs of this user keep their state (docs/contracts.md, section 8)."""
-    home = environment.get("XDG_STATE_HOME") or str(pathlib.Path.home() / ".local" / "state")
-    return pathlib.Path(home) / "megatronapp" / "jobs"
-
-
 def job_folder(name: str) -> pathlib.Path:
     """Folder of a job. Raises ExportError if there is no such job."""
-    root = jobs_folder(os.environ)
-    folder = root / name
-    if pathlib.PurePath(name).name != name or not folder.is_dir():
+    folder = jobs_dir() / name
+    if pathlib.PurePath(name).name != name or not _is_there(folder):
         raise ExportError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
     return folder
+
+
+def _is_there(folder: pathlib.Path) -> bool:
+    """Whether the folder exists. Raises OSError where that cannot be known, unlike `is_dir`."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def trace(folder: pathlib.Path, first: int | None, last: int | None) -> tuple[Document, str]:

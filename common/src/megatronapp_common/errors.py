@@ -6,6 +6,7 @@ CommonError
 ├── FrameError        bytes that are not a frame
 ├── PageError         a shared page that cannot be read or written
 ├── ExpressionError   a vector filter that cannot be understood or computed
+├── StateError       a state folder that cannot be read or written
 ├── PlanError         a state that cannot be cut into the pixels asked for
 └── CodeError         numbers that a frame cannot carry, or bytes that are no such numbers
 """
@@ -33,6 +34,10 @@ class FrameError(CommonError):
 
 class PageError(CommonError):
     """A shared-memory page that cannot be created, read or written."""
+
+
+class StateError(CommonError):
+    """The folder with the state of this user's jobs cannot be read or written."""
 
 
 class ExpressionError(CommonError):

@@ -118,8 +118,9 @@ async def test_killed_hub_loses_nothing(tmp_path: Path, secret: str, worker: Any
     [
         (["--host", "0.0.0.0"], "--allow-remote"),
         (["--job-file", "/does/not/exist"], "/does/not/exist"),
+        (["--state-dir", "/dev/null/hub"], "--state-dir /dev/null/hub: Not a directory"),
     ],
-    ids=["remote-bind", "no-job-file"],
+    ids=["remote-bind", "no-job-file", "state-dir-in-a-file"],
 )
 async def test_wrong_flags_are_refused(tmp_path: Path, secret: str, extra: list[str], said: str) -> None:
     hub = HubProcess(tmp_path, secret)

@@ -54,10 +54,19 @@ def load_secret(environment: Mapping[str, str]) -> str:
         raise SettingsError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
 
 
+def make_state_dir(path: pathlib.Path) -> None:
+    """Make the folder for traces and verdicts. Raises SettingsError if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"--state-dir {path}: {error.strerror}; name a folder that can be written") from error
+
+
 def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ExitCode:
     """Serve until a signal comes, or a task of the hub fails, which the exit code tells."""
     check_bind(arguments.host, allow_remote=arguments.allow_remote)
     secret = load_secret(environment)
+    make_state_dir(arguments.state_dir)
     job = load_job_file(arguments.job_file, name=environment.get(Env.JOB), uid=environment.get(Env.JOB_UID))
     store = StoreLimits(full_steps=arguments.hold_steps)
     model = ServeClient(arguments.serve_url, derive(secret, Role.SERVE)) if arguments.serve_url else None

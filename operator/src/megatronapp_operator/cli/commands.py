@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.command_parser import JOB_NAMES
+from megatronapp_common.state import errors_named
 from megatronapp_operator.cli import cluster
 from megatronapp_operator.cli.durations import parse_duration
 from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
@@ -47,7 +48,8 @@ def _command(module: str) -> Callable[[argparse.Namespace], int]:
     def call(arguments: argparse.Namespace) -> int:
         folder = "cli.cluster" if cluster.meant(arguments) and module not in LOCAL else "cli"
         loaded = importlib.import_module(f"megatronapp_operator.{folder}.{module}")
-        code: int = loaded.main(arguments)
+        with errors_named():
+            code: int = loaded.main(arguments)
         return code
 
     return call

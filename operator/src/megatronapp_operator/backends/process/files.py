@@ -1,10 +1,12 @@
 """The job's files: written whole or not at all."""
 
+import contextlib
 import errno
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -12,9 +14,27 @@ def write_text(path: pathlib.Path, text: str, *, mode: int = 0o600) -> None:
     """Replace a file in one step, so that a reader sees the old or the new text."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    beside.replace(path)
+    with _errors_of(beside):
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+
+
+def remove_tree(path: pathlib.Path) -> None:
+    """Remove a folder with all that is in it. Raises OSError that names a whole path."""
+    with _errors_of(path):
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _errors_of(path: pathlib.Path) -> Iterator[None]:
+    """Name the path in an OSError that has none, or only a name below an open folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or not os.path.isabs(error.filename):
+            error.filename = str(path)
+        raise
 
 
 def write_json(path: pathlib.Path, document: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ POLL_S = 0.01
 def is_held(path: pathlib.Path) -> bool:
     """Whether some process holds the lock. Asking takes a shared lock for a moment, which `hold` waits out."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # also where nothing can be written
     except FileNotFoundError:
         return False
     try:

@@ -3,13 +3,9 @@
 import dataclasses
 import os
 import pathlib
-import shutil
 
-
-def jobs_dir() -> pathlib.Path:
-    """Folder of all jobs of this user."""
-    home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local" / "state"
-    return pathlib.Path(home) / "megatronapp" / "jobs"
+from megatronapp_common.state import jobs_dir
+from megatronapp_operator.backends.process import files
 
 
 def shm_dir() -> pathlib.Path:
@@ -102,7 +98,7 @@ class JobPaths:
 
     def remove(self) -> None:
         """Forget the job, its logs included."""
-        shutil.rmtree(self.root)
+        files.remove_tree(self.root)
 
 
 def shm_prefix(uid: str, attempt: int | None = None, worker: int | None = None) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import shutil
 import time
 import uuid
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob
+from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process import files, kin, lock
-from megatronapp_operator.backends.process.paths import JobPaths, jobs_dir, shm_dir, shm_prefix
+from megatronapp_operator.backends.process.paths import JobPaths, shm_dir, shm_prefix
 from megatronapp_operator.document import rfc3339
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError
 
@@ -66,7 +66,7 @@ def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
     clean_up(paths)
     for entry in paths.root.iterdir():
         if entry not in {paths.lock, paths.backend_log}:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            files.remove_tree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     document = job.to_dict()
     document.pop("status", None)
     document["metadata"] |= {"uid": uid, "generation": 1, "creationTimestamp": rfc3339(time.time())}
@@ -99,8 +99,11 @@ def _forget_addresses(paths: JobPaths) -> None:
 def view(name: str) -> JobView:
     """The job of this name, as it truly is. Raises JobNotFoundError."""
     paths = JobPaths.of(name)
-    if not paths.manifest.exists():
-        raise JobNotFoundError(f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs')
+    try:
+        paths.manifest.stat()
+    except FileNotFoundError as error:
+        message = f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs'
+        raise JobNotFoundError(message) from error
     alive = lock.is_held(paths.lock)
     if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
         with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: somebody starts it right now
@@ -119,8 +122,10 @@ def views() -> list[JobView]:
 
 
 def _roots() -> list[pathlib.Path]:
-    folder = jobs_dir()
-    return [root for root in folder.iterdir() if (root / "job.yaml").exists()] if folder.exists() else []
+    try:
+        return [root for root in jobs_dir().iterdir() if (root / "job.yaml").exists()]
+    except FileNotFoundError:
+        return []
 
 
 def _phase(paths: JobPaths) -> str:

@@ -1,11 +1,15 @@
 """Running a job in this process, or in one that outlives the terminal."""
 
 import contextlib
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+from megatronapp_common import state
+from megatronapp_common.cli import is_ours
+from megatronapp_common.errors import StateError
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.process import build, lock, registry
 from megatronapp_operator.backends.process.backend import Backend, Listener
@@ -29,7 +33,7 @@ def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener:
         settings = build.build_settings(job, uid=uid, paths=paths, commands=commands)
         spec = process_spec(job, uid=uid, retain_hub=retain_hub)
         backend = Backend(settings, spec, facts=build.build_facts(job), listener=listener)
-        with _failure_told(paths):
+        with _failure_told(paths), state.errors_named():
             status = backend.run()
         registry.end(paths)
         return status
@@ -40,7 +44,7 @@ def _failure_told(paths: JobPaths) -> Iterator[None]:
     """A backend that cannot go on (a full disk, a port in use) says so where people look for the job's state."""
     try:
         yield
-    except (OperatorError, OSError) as error:
+    except (OperatorError, StateError, OSError) as error:
         with contextlib.suppress(OSError):  # the disk may still be full; then the status says that we are lost
             registry.fail(paths, str(error))
         raise BackendError(f"{paths.name}: the backend had to give up: {error}") from error
@@ -91,20 +95,24 @@ def run_detached(job: MegatronJob, *, commands: Commands) -> None:
 
 def _become_backend(job: MegatronJob, commands: Commands, telling: int) -> None:
     """The rest of the life of the forked process: leave session and parent, run the job, never return."""
-    code = 1
+    code, pipe = 1, os.fdopen(telling, "wb", buffering=0)
     try:
         os.setsid()
         if os.fork() != 0:
             code = 0
             return
         _close_inherited(keep=telling)
-        _leave_terminal(JobPaths.of(job.metadata.name))
-        run_job(job, commands=commands, retain_hub=True, listener=_tell_once(telling))
+        with state.errors_named():
+            _leave_terminal(JobPaths.of(job.metadata.name))
+            run_job(job, commands=commands, retain_hub=True, listener=_tell_once(pipe))
         code = 0
     except Exception as error:
-        with contextlib.suppress(OSError):  # accepted already, and nobody listens any more
-            os.write(telling, str(error).encode())
-        traceback.print_exc()
+        if not pipe.closed:
+            pipe.write(str(error).encode())
+        else:  # accepted already: standard error is the job's own log
+            print(f"error: {error}", file=sys.stderr)
+        if not is_ours(error):
+            traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -135,14 +143,12 @@ def _leave_terminal(paths: JobPaths) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _tell_once(telling: int) -> Callable[[Status, tuple[Action, ...]], None]:
+def _tell_once(pipe: io.FileIO) -> Callable[[Status, tuple[Action, ...]], None]:
     """A listener that reports the first plan carried out: by then all processes are started."""
-    open_pipes = [telling]
 
     def listen(_status: Status, _actions: tuple[Action, ...]) -> None:
-        while open_pipes:
-            pipe = open_pipes.pop()
-            os.write(pipe, ACCEPTED)
-            os.close(pipe)
+        if not pipe.closed:
+            pipe.write(ACCEPTED)
+            pipe.close()
 
     return listen
