@@ -195,7 +195,7 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         ({"family": "qwen2"}, "is a llama model, not qwen2"),
         ({"source": "megatronapp"}, "holds a Hugging Face model, not checkpoints"),
         ({"to": "hf"}, "is a Hugging Face folder already"),
-        ({"tokenizer": hf}, "no folder that holds one"),
+        ({"tokenizer": hf}, "holds neither tokenizer.json nor vocab.json with merges.txt"),
         ({"tokenizer": hf / "config.json"}, "is no tokenizer.json"),
     ]
     for wish, words in wishes:

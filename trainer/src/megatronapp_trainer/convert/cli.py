@@ -75,7 +75,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--to", choices=("hf", "megatronapp"), help="default: the other one")
     add("--family", choices=("gpt2", "llama", "mistral", "qwen2"), help="default: by config.json or the checkpoint")
     add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: as they are")
-    add("--tokenizer-model", metavar="PATH", help="tokenizer.json, or its folder, to go along instead of the source's")
+    add("--tokenizer-model", metavar="PATH", help="tokenizer to go along instead of the source's")
     add("--iteration", type=_whole, metavar="N", help="which checkpoint; default: the newest whole one")
     add("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a Hugging Face file (5GB)")
     add("--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N", help="padding of ours (128)")
@@ -111,7 +111,7 @@ def run_convert(args: argparse.Namespace) -> int:
         options = options_from(args)
         from megatronapp_trainer.convert.job import convert
 
-        print(report(convert(options), options))
+        print(report(convert(options, _note), options))
     except TrainerError as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return _WRONG_COMMAND_LINE if isinstance(error, UsageError) else int(error.exit_code)
@@ -119,6 +119,10 @@ def run_convert(args: argparse.Namespace) -> int:
         print("stopped; --save-dir is as it was", file=sys.stderr)
         return _INTERRUPTED
     return 0
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def options_from(args: argparse.Namespace) -> "Options":

@@ -64,18 +64,50 @@ def copy_companions(
             shutil.copyfile(file, folder / file.name)
 
 
+def check_tokenizer(given: pathlib.Path | None) -> None:
+    """Raise UsageError if this file or folder, where one is given, is no tokenizer that can be trained and served with.
+
+    Old commands name tokenizer.model, or vocab.json: the files beside it count.
+    """
+    if given is not None:
+        _tokenizer_files(given)
+
+
+def tokenizer_note(source: pathlib.Path) -> str | None:
+    """What a folder of Hugging Face lacks to be trained and served with texts, or None."""
+    if tokenizer_arguments(source):
+        return None
+    return (
+        f"{source} {_lack(source)}: the checkpoint will have no tokenizer, so that it takes and gives ids of tokens; "
+        f"for texts give --tokenizer-model PATH{_REMEDY if (source / _SENTENCEPIECE).is_file() else ''}"
+    )
+
+
+_SENTENCEPIECE = "tokenizer.model"
+_REMEDY = (
+    "; transformers makes tokenizer.json of tokenizer.model: "
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
+
+
+def _lack(folder: pathlib.Path) -> str:
+    alone = [name for name in (_SENTENCEPIECE, "vocab.json", "merges.txt") if (folder / name).is_file()]
+    held = f"holds {' and '.join(alone)} but" if alone else "holds"
+    return f"{held} neither tokenizer.json nor vocab.json with merges.txt"
+
+
 def _tokenizer_files(given: pathlib.Path) -> list[pathlib.Path]:
-    if given.is_file() and given.name in _TOKENIZER:
+    if given.is_file() and given.name == "tokenizer.json":
         return [given]
-    if given.is_file() and given.suffix == ".model":
+    folder = given.parent if given.name in _TOKENIZER or given.suffix == ".model" else given
+    if not given.exists() or not folder.is_dir():
+        raise UsageError(f"--tokenizer-model {given} is no tokenizer.json and no folder that holds one; check the path")
+    if not tokenizer_arguments(folder):
         raise UsageError(
-            f"--tokenizer-model {given}: only tokenizer.json can be trained and served with; give that, or the folder "
-            "that holds it"
+            f"--tokenizer-model {given}: {folder} {_lack(folder)}; give one of these, or the folder that holds it"
+            f"{_REMEDY if (folder / _SENTENCEPIECE).is_file() else ''}"
         )
-    found = [given / name for name in _TOKENIZER if (given / name).is_file()]
-    if not found:
-        raise UsageError(f"--tokenizer-model {given} is no tokenizer.json and no folder that holds one")
-    return found
+    return [folder / name for name in _TOKENIZER if (folder / name).is_file()]
 
 
 def is_written_by_us(folder: pathlib.Path) -> bool:

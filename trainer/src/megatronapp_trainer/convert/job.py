@@ -1,6 +1,7 @@
 """A conversion from beginning to end: look, refuse what cannot be done, write beside, give it its name."""
 
 import pathlib
+from collections.abc import Callable
 
 from megatronapp_trainer.checkpoint.arguments import holds_weights_alone
 from megatronapp_trainer.checkpoint.directory import (
@@ -10,7 +11,7 @@ from megatronapp_trainer.checkpoint.directory import (
     CheckpointDirectory,
     read_manifest,
 )
-from megatronapp_trainer.convert.companions import is_written_by_us
+from megatronapp_trainer.convert.companions import check_tokenizer, is_written_by_us, tokenizer_note
 from megatronapp_trainer.convert.from_hf import open_source, write_ours
 from megatronapp_trainer.convert.hf_folder import is_hf_folder
 from megatronapp_trainer.convert.options import HF, OURS, Options, Summary
@@ -20,8 +21,8 @@ from megatronapp_trainer.convert.to_hf import find_checkpoint, open_stored, writ
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 
-def convert(options: Options) -> Summary:
-    """Convert in the direction that options and folder say.
+def convert(options: Options, say: Callable[[str], None] = lambda _: None) -> Summary:
+    """Convert in the direction that options and folder say; `say` takes what is worth knowing before.
 
     Raises:
         UsageError: the options do not fit each other, the model, or what lies at `save_dir`.
@@ -30,16 +31,19 @@ def convert(options: Options) -> Summary:
     """
     source = _source_kind(options)
     _check_direction(source, options)
+    check_tokenizer(options.tokenizer)
     if source == HF:
-        return _from_hf(options)
+        return _from_hf(options, say)
     return _to_hf(options)
 
 
-def _from_hf(options: Options) -> Summary:
+def _from_hf(options: Options, say: Callable[[str], None]) -> Summary:
     source = open_source(options.load_dir, options.divisible_by)
     if options.family not in (None, source.family.model_type):
         raise UsageError(f"{options.load_dir} is a {source.family.model_type} model, not {options.family}")
     _check_wishes(source.shape, options)
+    if options.tokenizer is None and (note := tokenizer_note(options.load_dir)) is not None:
+        say(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_ours(source, options, folder)
 

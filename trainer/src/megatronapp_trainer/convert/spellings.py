@@ -116,16 +116,8 @@ SPELLINGS: Final = (
         "NAME",
         answer="nothing is downloaded; a tokenizer beside the weights goes along, another by --tokenizer-model PATH",
     ),
-    Spelling(
-        "--vocab-file",
-        "FILE",
-        answer="a tokenizer beside the weights goes along, another one by --tokenizer-model with its folder",
-    ),
-    Spelling(
-        "--merge-file",
-        "FILE",
-        answer="a tokenizer beside the weights goes along, another one by --tokenizer-model with its folder",
-    ),
+    Spelling("--vocab-file", "FILE", means="--tokenizer-model"),
+    Spelling("--merge-file", "FILE", means="--tokenizer-model"),
 )
 
 

@@ -96,11 +96,10 @@ def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str
 
 def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
     """The tokenizer that lies beside a checkpoint, unless the command line names one."""
-    flags = {word.partition("=")[0] for word in rest}
-    name = stored.get(stored_arguments.TOKENIZER_FILE)
-    if name is None or flags & {"--tokenizer-file", "--vocab-file"}:
+    if {word.partition("=")[0] for word in rest} & {"--tokenizer-file", "--vocab-file"}:
         return []
-    return ["--tokenizer-file", str(path / str(name))]
+    names = {flag: stored.get(flag) for flag in (stored_arguments.TOKENIZER_FILE, "--vocab-file", "--merge-file")}
+    return [word for flag, name in names.items() if name is not None for word in (flag, str(path / str(name)))]
 
 
 def _check(options: ServeOptions) -> None:
