@@ -141,6 +141,22 @@ def test_exports_are_the_exact_numbers(scope: pw.Page, replay: Replay) -> None:
     np.testing.assert_allclose(first, points[0], rtol=1e-5, atol=1e-5)
 
 
+def test_explained_variance_is_that_of_the_points_that_are_shown(scope: pw.Page, replay: Replay) -> None:
+    layer = 2
+    scope.goto(replay.view("pca", layer=layer))
+    rows = np.concatenate([sites["residual"][:, layer] for sites in replay.recording.sites]).astype(np.float64)
+    basis = scope_session.fitted(replay.recording)[layer]
+    shares = basis.project(rows).var(axis=0) / rows.var(axis=0).sum()
+    plane = scope.get_by_test_id("explained")
+    pw.expect(plane).to_contain_text(f"{100 * (shares[0] + shares[1]):.1f} % of these {len(rows)} tokens")
+    assert abs(basis.explained[:2].sum() - shares[:2].sum()) > 0.01, "else the share of the fit would do as well"
+    scope.get_by_label("Up", exact=True).select_option(index=4)
+    pw.expect(plane).to_contain_text(f"{100 * (shares[0] + shares[4]):.1f} %")
+    panel = scope.get_by_role("region", name="Principal components")
+    pw.expect(panel).to_contain_text(f"axes from this run, {len(replay.recording.prompts[0])} tokens")
+    pw.expect(panel.get_by_test_id("other-axes")).to_contain_text(f"Refit takes the {len(rows)} tokens")
+
+
 def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> None:
     scope.goto(replay.view("layers"))
     pw.expect(scope.get_by_test_id("tokens")).to_be_visible()

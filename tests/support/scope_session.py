@@ -363,9 +363,10 @@ def rank_frames(
 
 
 def pca_frame(recording: Recording) -> Frame:
-    """SCOPE_PCA of the basis of the first prompt."""
-    bases, count = fitted(recording), len(recording.prompts[0])
-    residual = recording.sites[0]["residual"][:count]
+    """SCOPE_PCA of the basis of the first prompt, with the coordinates of all prompts."""
+    bases = fitted(recording)
+    rows = [(sample, place) for sample, ids in enumerate(recording.prompts) for place in range(len(ids))]
+    residual = np.stack([recording.sites[sample]["residual"][place] for sample, place in rows])
     points = np.stack([one.project(residual[:, layer]) for layer, one in enumerate(bases)], axis=1)
     header = {
         "run": RUN,
@@ -373,7 +374,8 @@ def pca_frame(recording: Recording) -> Frame:
         "layers": list(range(len(bases))),
         "explained": [one.explained.tolist() for one in bases],
         "fitted": "first prompt",
-        "rows": [[0, place] for place in range(count)],
+        "sources": [{"run": RUN, "tokens": len(recording.prompts[0])}] * len(bases),
+        "rows": [list(row) for row in rows],
     }
     return frame_of(FrameType.SCOPE_PCA, header, [Tensor("pca", "f32", points.astype("<f4"))])
 

@@ -1,9 +1,11 @@
 /** The hub's interface for runs: requests, tiles of attention, exact numbers. Failures are ApiErrors. */
 import { ApiError, type ApiClient } from "../api/client";
+import type { components } from "../api/schema";
 import { decodeFrame } from "../wire/frames";
 import type { Capture, EarlyHello, RunHeader, RunRequest } from "./protocol";
 import { readTensors, type Tensor } from "./tensors";
 
+type Schemas = components["schemas"];
 export type Format = "json" | "csv" | "npy";
 
 /** The attention of a head, each cell the largest of 2^level x 2^level. */
@@ -119,6 +121,13 @@ export class ScopeClient {
       `scope/runs/${encodeURIComponent(run)}/values/${encodeURIComponent(site)}?${query.toString()}`,
       signal,
     );
+  }
+
+  /** Total variance of the hidden states after a layer; waits while a probe brings them. */
+  async variance(run: string, layer: number, signal?: AbortSignal): Promise<number> {
+    const path = `scope/runs/${encodeURIComponent(run)}/pca/variance?layer=${layer}`;
+    const response = await this.brought(path, signal);
+    return ((await response.json()) as Schemas["Variance"]).variance;
   }
 
   sessionAddress = (run: string): string => `${this.api.root}scope/runs/${encodeURIComponent(run)}/session`;

@@ -3,6 +3,7 @@ import { FrameError, type Frame } from "../wire/frames";
 import { SampleStore } from "./sampleStore";
 import {
   ScopeFrame,
+  type AxesSource,
   type Gap,
   type OverviewHeader,
   type PcaHeader,
@@ -22,8 +23,8 @@ const KEPT_GAPS = 100;
 export interface Pca {
   readonly version: number;
   readonly layers: readonly number[];
-  readonly explained: readonly (readonly number[])[];
   readonly fitted: string;
+  readonly sources: readonly AxesSource[];
 }
 
 export class RunStore {
@@ -118,10 +119,10 @@ export class RunStore {
   }
 
   setPca(header: PcaHeader, tensors: ReadonlyMap<string, Tensor>): void {
-    const { version, layers, explained, fitted } = header;
+    const { version, layers, fitted, sources = [] } = header;
     const before = this.pca?.version;
     if (version < (before ?? 0)) return;
-    this.pca = { version, layers, explained, fitted };
+    this.pca = { version, layers, fitted, sources };
     // A later frame of the same version has more rows of a long run; another one takes the place of all.
     const mine = pcaTable(version);
     if (version !== before)

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import { decodeFrame } from "../wire/frames";
 import { FrameStore } from "./frameStore";
-import { pcaPoints } from "./pcaPoints";
+import { explainedShares, pcaPoints, type Point } from "./pcaPoints";
 import { ScopeFrame } from "./protocol";
 import { scopeFrame, type Given } from "./testFrames";
 
@@ -108,5 +108,25 @@ describe("coordinates", () => {
       [3, 11],
     ]);
     expect(shown(basis(2, 20, [0]), stepOf(3, 11))).toEqual([[0, 20]]);
+  });
+});
+
+describe("explained variance", () => {
+  const point = (position: number, first: number, second: number): Point => ({
+    sample: 0,
+    position,
+    coordinates: Float32Array.from([first, second, 0, 0, 0, 0, 0, 0]),
+  });
+
+  it("is the variance of the points that are shown, around their own mean", () => {
+    const shares = explainedShares([point(0, 10, 1), point(1, 14, 1), point(2, 10, 4), point(3, 14, 4)], 10);
+    expect(shares?.slice(0, 3)).toEqual([0.4, 0.225, 0]);
+  });
+
+  it("leaves points out that have no coordinates, and is none of one point", () => {
+    const shares = explainedShares([point(0, 1, 0), point(1, 3, 0), point(2, Number.NaN, 0)], 4);
+    expect(shares?.[0]).toBe(0.25);
+    expect(explainedShares([point(0, 1, 0)], 4)).toBeNull();
+    expect(explainedShares([point(0, 1, 0), point(1, 3, 0)], 0)).toBeNull();
   });
 });

@@ -37,3 +37,14 @@ export function extent(points: readonly Point[], component: number): { from: num
   const margin = (high - low || 1) * 0.07;
   return { from: low - margin, to: high + margin };
 }
+
+/** Share of the total variance that the points have along each component; null without a variance or two points. */
+export function explainedShares(points: readonly Point[], total: number): number[] | null {
+  const whole = points.filter(({ coordinates }) => coordinates.every(Number.isFinite));
+  if (whole.length < 2 || !(total > 0)) return null;
+  return Array.from({ length: COMPONENTS }, (_, component) => {
+    const values = whole.map(({ coordinates }) => coordinates[component] ?? 0);
+    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+    return values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / values.length / total;
+  });
+}

@@ -193,13 +193,21 @@ export interface Gap {
   readonly reason: "slow" | "late" | "restart" | "old" | "large";
 }
 
+export interface AxesSource {
+  readonly run: string;
+  /** Of its texts. */
+  readonly tokens: number;
+}
+
 export interface PcaHeader {
   readonly run: string;
   readonly version: number;
   readonly layers: readonly number[];
-  /** Share of the variance, [layer][component]. */
+  /** Share of the variance of the tokens that the axes were fitted on, [layer][component]. */
   readonly explained: readonly (readonly number[])[];
   readonly fitted: string;
+  /** For each layer what the axes were fitted on; absent in old recordings. */
+  readonly sources?: readonly AxesSource[];
   readonly rows: readonly (readonly [number, number])[];
 }
 

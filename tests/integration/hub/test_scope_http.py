@@ -15,7 +15,7 @@ import scope_rank_zero
 import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
-from megatronapp_analyzer.hub.scope import asking, downloads, session_file
+from megatronapp_analyzer.hub.scope import asking, downloads, session_file, variance
 from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
@@ -158,6 +158,23 @@ async def test_tiles_are_refused_as_one_tile_is_and_cost_as_much_as_each(
         monkeypatch.setattr(hub.hub.scope, "requests", Size(burst=4, per_s=0.001))
         two = [(await client.get(f"{base}?tile=0,0&tile=1,0", headers=other)).status_code for _ in range(3)]
         assert two == [404, 404, 429]
+
+
+async def test_variance_of_a_layer_is_that_of_all_its_hidden_states(
+    hub: Any, fake_job: Any, until: Any, rank_zero: scope_rank_zero.RankZero, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shown(hub, fake_job, until, rank_zero) as client:
+        states = [sites["residual"] for sites in recording().sites]
+        for layer in (0, 3):
+            rows = np.concatenate([one[:, layer] for one in states]).astype(np.float64)
+            said = (await brought(client, f"{RUNS}/{RUN}/pca/variance?layer={layer}")).json()
+            assert (said["layer"], said["rows"]) == (layer, len(rows))
+            assert said["variance"] == pytest.approx(rows.var(axis=0).sum(), rel=1e-6)
+        monkeypatch.setattr(variance, "MAX_BYTES", 4 * recording().shape.hidden * len(rows) // 3)
+        rows = np.concatenate([one[::3, 1] for one in states]).astype(np.float64)
+        said = (await brought(client, f"{RUNS}/{RUN}/pca/variance?layer=1")).json()
+        assert (said["rows"], said["variance"]) == (len(rows), pytest.approx(rows.var(axis=0).sum(), rel=1e-6))
+        assert (await client.get(f"{RUNS}/{RUN}/pca/variance?layer=4")).json()["code"] == "outside"
 
 
 async def test_exact_numbers_in_three_forms(

@@ -100,6 +100,7 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
         fitted = states([[0, place] for place in range(prompt)])
         np.testing.assert_allclose(first["mean"], fitted.mean(axis=0), rtol=1e-4, atol=1e-5)
         assert (version, picture.header["version"], picture.header["fitted"]) == (1, 1, "first prompt")
+        assert picture.header["sources"] == [{"run": RUN, "tokens": prompt}] * 4
         async with hub.client() as client:
             client.headers["Authorization"] = f"Bearer {derive(hub.secret, Role.CONTROLLER)}"
             answer = await client.post(PCA_PATH, json={"layers": [0, 1, 2, 3], "refit": True})
@@ -108,6 +109,7 @@ async def test_a_refit_reads_the_whole_text_and_moves_all_points(hub: Any, fake_
         version, second = bases(rank)[1]
         picture = newest(hub)
         assert (version, picture.header["version"], picture.header["fitted"]) == (2, 2, "refit")
+        assert picture.header["sources"] == [{"run": RUN, "tokens": len(every())}] * 4
         assert picture.header["rows"] == every()
         whole = states(every())
         np.testing.assert_allclose(second["mean"], whole.mean(axis=0), rtol=1e-4, atol=1e-5)

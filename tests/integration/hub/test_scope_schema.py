@@ -25,6 +25,7 @@ READING = (
     ("GET", f"{RUN}/attention/{{sample}}/{{layer}}/{{head}}/{{level}}/{{q}}/{{k}}"),
     ("GET", f"{RUN}/attention/{{sample}}/{{layer}}/{{head}}/{{level}}"),
     ("GET", f"{RUN}/values/{{site}}"),
+    ("GET", f"{RUN}/pca/variance"),
     ("GET", f"{RUN}/session"),
 )
 CHANGING = (

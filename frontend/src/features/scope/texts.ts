@@ -1,5 +1,5 @@
 /** Words of the scope screens. */
-import type { Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
+import type { AxesSource, Gap, Hello, RunState, RunSummary } from "../../scope/protocol";
 import { duration, rankList } from "../../store/format";
 import type { SampleStore } from "../../scope/sampleStore";
 import { pieces } from "../../scope/tokenText";
@@ -13,6 +13,10 @@ const shortened = (text: string): string => {
 };
 
 export const promptTitle = (sample: SampleStore): string => shortened(sample.promptText);
+
+/** What the axes of principal components were fitted on. */
+export const axesTitle = ({ run, tokens }: AxesSource, shown: string | null): string =>
+  `from ${run === shown ? "this run" : `run ${run.slice(0, 6)}`}, ${tokens} token${tokens === 1 ? "" : "s"}`;
 
 export const RUN_STATES: Readonly<Record<RunState, string>> = {
   queued: "Queued",

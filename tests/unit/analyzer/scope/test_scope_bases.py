@@ -23,6 +23,7 @@ from megatronapp_common.scope.protocol import unpack
 
 pytestmark = pytest.mark.asyncio
 RUN, LAYERS = scope_session.RUN, range(4)
+FIRST = bases.Fit(layers=LAYERS, refit=False, tokens=8)
 
 
 @functools.cache
@@ -127,7 +128,7 @@ async def test_of_first_fits_that_meet_one_makes_the_basis_and_both_runs_are_sho
     runs = [run_with_states(scope, f"run{sample}", sample) for sample in range(2)]
     rows = [(0, place) for place in range(8)]
     states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
-    await asyncio.gather(*(scope.bases._fit(run, states, rows, layers=LAYERS, refit=False) for run in runs))
+    await asyncio.gather(*(scope.bases._fit(run, states, rows, FIRST) for run in runs))
     assert [[one.header["version"] for one in told(run)] for run in runs] == [[1], [1]]
     assert scope.bases.version == 1
 
@@ -169,7 +170,7 @@ async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
     states = {layer: recording().sites[0]["residual"][:8, layer] for layer in LAYERS}
     async with scope.running():
         model.refused_text, model.refusals = recording().prompts[0], [status] * 3
-        await scope.bases._fit(run, states, shown, layers=LAYERS, refit=False)
+        await scope.bases._fit(run, states, shown, FIRST)
         assert scope.bases._completing
         await turns(lambda: not scope.bases._completing)
         second = [row for row in EVERY if row[0] == 1]

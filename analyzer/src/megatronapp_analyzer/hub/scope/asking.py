@@ -124,7 +124,7 @@ class Asker:
     ) -> str:
         """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
         ids = tuple(run.ids(sample)[: run.length(sample)])
-        wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop))
+        wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
         put = keep or keep_rows
         key = (run.id, sample, site, queries, put)
 

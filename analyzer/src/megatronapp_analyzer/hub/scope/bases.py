@@ -6,6 +6,7 @@ projected here, of a probe that reads the whole text again, so that a picture is
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,15 @@ Completion = tuple[str, int, bool]
 """Run, version, and whether the run has ended."""
 States = Mapping[int, NDArray[np.floating]]
 """Hidden states [rows, hidden] by layer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """What a basis is fitted for. `tokens`: of the texts whose rows it is fitted on."""
+
+    layers: Sequence[int]
+    refit: bool
+    tokens: int
 
 
 class BasisDesk:
@@ -113,7 +123,7 @@ class BasisDesk:
         rows, states = _held(run, layers)
         if len(rows) < 2:
             raise ApiError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
-        await self._fit(run, states, rows, layers=layers, refit=True)
+        await self._fit(run, states, rows, Fit(layers=layers, refit=True, tokens=len(rows)))
         return None
 
     async def ask(
@@ -138,7 +148,8 @@ class BasisDesk:
             if over is not None:
                 over.set()
             if len(rows) > 1:
-                self._start(self._fit(run, states, rows, layers=layers, refit=refit))
+                fit = Fit(layers=layers, refit=refit, tokens=sum(map(len, texts)))
+                self._start(self._fit(run, states, rows, fit))
 
         what = ("refit", samples) if refit else ("first fit",)
         return await self._asker.ask((run.id, *what, tuple(layers)), wanted, done, caller)
@@ -148,24 +159,23 @@ class BasisDesk:
         stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
         return Probe(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
 
-    async def _fit(self, run: Run, states: States, rows: Sequence[Row], *, layers: Sequence[int], refit: bool) -> None:
+    async def _fit(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
         async with self._fitting:
-            fits = refit or not self.bases
+            fits = fit.refit or not self.bases
             if fits:
-                await self._fit_next(run, states, rows, layers=layers, fitted="refit" if refit else "first prompt")
+                await self._fit_next(run, states, rows, fit)
             elif run.pca_version != self.version and self._knows(run):
                 self._introduce(run)
         if run.ended or not fits:
             self._complete(run)
 
-    async def _fit_next(
-        self, run: Run, states: States, rows: Sequence[Row], *, layers: Sequence[int], fitted: str
-    ) -> None:
+    async def _fit_next(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
         """Nobody sees the new basis before its coordinates are there, too."""
-        found = await asyncio.to_thread(_fit_all, {layer: states[layer] for layer in layers}, dict(self.bases))
+        wanted = {layer: states[layer] for layer in fit.layers}
+        found = await asyncio.to_thread(_fit_all, wanted, dict(self.bases), (run.id, fit.tokens))
         bases = self.bases | found
         points = await asyncio.to_thread(coordinates_of, states, rows, bases)
-        self.bases, self.fitted = bases, fitted
+        self.bases, self.fitted = bases, "refit" if fit.refit else "first prompt"
         self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
         if self._knows(run):
             self._tell(run, points)
@@ -183,6 +193,7 @@ class BasisDesk:
             "layers": layers,
             "explained": [self.bases[layer].explained.tolist() for layer in layers],
             "fitted": self.fitted,
+            "sources": [dict(zip(("run", "tokens"), self.bases[layer].source, strict=True)) for layer in layers],
         }
         if run.pca_version != self.version:
             run.pca_version, run.pca_rows = self.version, set()
@@ -333,12 +344,12 @@ def _states(pieces: Sequence[Piece]) -> tuple[list[Row], States]:
     return list(table.rows), {layer: table.data[:, place] for place, layer in enumerate(layers)}
 
 
-def _fit_all(states: States, old: Mapping[int, pca.Basis]) -> dict[int, pca.Basis]:
+def _fit_all(states: States, old: Mapping[int, pca.Basis], source: tuple[str, int]) -> dict[int, pca.Basis]:
     """On every so many rows, so that it takes no longer than on FIT_ROWS."""
     found = {}
     for layer, rows in states.items():
         every = -(-len(rows) // FIT_ROWS)
-        found[layer] = pca.fit(rows[::every], onto=old.get(layer))
+        found[layer] = dataclasses.replace(pca.fit(rows[::every], onto=old.get(layer)), source=source)
     return found
 
 

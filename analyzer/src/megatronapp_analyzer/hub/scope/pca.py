@@ -17,11 +17,13 @@ Matrix = NDArray[np.float64]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Basis:
-    """Axes of one layer: `mean` [hidden], `axes` [8, hidden], `explained` [8], shares of the whole variance."""
+    """Axes of one layer: `mean` [hidden], `axes` [8, hidden], `explained` [8], shares of the variance of the rows that
+    they were fitted on. `source`: the run of these rows, and how many tokens its texts had."""
 
     mean: Matrix
     axes: Matrix
     explained: Matrix
+    source: tuple[str, int] = ("", 0)
 
     def project(self, rows: NDArray[np.floating]) -> Matrix:
         """Coordinates [rows, 8]."""
@@ -43,6 +45,11 @@ def fit(rows: NDArray[np.floating], *, onto: Basis | None = None) -> Basis:
         return Basis(mean, axes, variance / total)
     turn = _turn(axes, onto.axes)
     return Basis(mean, turn @ axes, (turn**2) @ variance / total)
+
+
+def total_variance(rows: NDArray[np.floating]) -> float:
+    """Sum of the variances of all columns of rows [count, hidden]."""
+    return float(np.asarray(rows).var(axis=0, dtype=np.float64).sum())
 
 
 def _signs(axes: Matrix) -> Matrix:

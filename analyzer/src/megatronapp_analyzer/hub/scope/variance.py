@@ -1,0 +1,43 @@
+"""Total variance of the hidden states of a run at one layer: what the shares of principal components refer to."""
+
+import dataclasses
+
+import numpy as np
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope import pca
+from megatronapp_analyzer.hub.scope.asking import Asker
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_common.scope.protocol_requests import ProbeSite
+
+SITE = "residual"
+MAX_BYTES = 16 << 20
+"""Of hidden states that are read for it: every so many rows of a longer text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variance:
+    """Sum of the variances of all features of `rows` tokens."""
+
+    rows: int
+    variance: float
+
+
+async def variance_of(asker: Asker, run: Run, layer: int, caller: str) -> Variance | str:
+    """The variance of all tokens that have been read, or the id of a probe that brings their states.
+
+    Raises ApiError.
+    """
+    model = asker.desk.publishers.model
+    tokens = sum(run.length(sample) for sample in range(len(run.tokens)))
+    if tokens < 2:
+        raise ApiError(404, "outside", f"{tokens} tokens have no variance", "Two tokens have one.")
+    every = max(1, -(-tokens * (model["hidden"] if model else 1) * 4 // MAX_BYTES))
+    states = []
+    for sample in range(len(run.tokens)):
+        wanted = range(0, run.length(sample), every)
+        rows = run.values.get((SITE, sample, layer, None))
+        if any(place not in rows for place in wanted):
+            return await asker.probe(run, sample, ProbeSite(site=SITE, layers=(layer,)), wanted, caller)
+        states += [rows[place] for place in wanted]
+    return Variance(rows=len(states), variance=pca.total_variance(np.stack(states)))
