@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatronapp_trainer.batch_size import BatchSchedule
 from megatronapp_trainer.checkpoint import schedules
 from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
 from megatronapp_trainer.quiet import importing_megatron
@@ -31,12 +32,12 @@ def scheduler_of(config: TrainerConfig, batch: int) -> Any:
     from megatronapp_trainer.optim import build_scheduler
 
     with importing_megatron():
-        return build_scheduler(config, NoOptimizer(), global_batch_size=batch)
+        return build_scheduler(config, NoOptimizer(), BatchSchedule(micro_batch_size=1, data_size=1, final=batch))
 
 
 def refusal(config: TrainerConfig, batch: int = 8) -> str | None:
     there, here = (scheduler_of(*which).state_dict() for which in ((config_with(), 8), (config, batch)))
-    return schedules.conflict(there, here, train_iters_there=3000, config=config)
+    return schedules.conflict(there, here, arguments_there={"--train-iters": 3000}, config=config, optimizer=True)
 
 
 def test_the_same_schedules_are_gone_on_with() -> None:

@@ -56,6 +56,32 @@ def test_ramp_up_is_a_staircase_to_the_final_size(
     assert schedule.num_microbatches(consumed) * per_microbatch == size
 
 
+@given(
+    stairs=st.tuples(st.integers(1, 3), st.integers(0, 4), st.integers(1, 3)),
+    samples=st.integers(1, 60),
+    steps=st.integers(0, 80),
+)
+def test_samples_of_steps_are_those_that_the_steps_take(stairs: tuple[int, int, int], samples: int, steps: int) -> None:
+    first, increments, increment = stairs
+    final = first + increments * increment
+    schedule = BatchSchedule(micro_batch_size=1, data_size=1, final=final, ramp=(first, increment, samples))
+    consumed = [0]
+    for _ in range(steps):
+        consumed.append(consumed[-1] + schedule.global_batch_size(consumed[-1]))
+    assert schedule.samples_of(steps) == consumed[-1]
+    assert schedule.steps_left(consumed[-1], 0) == steps
+    middle = steps // 2
+    assert schedule.steps_left(consumed[-1], consumed[middle]) == steps - middle
+    assert schedule.steps_left(consumed[-1] - 1, 0) == max(0, steps - 1)
+
+
+def test_train_samples_are_as_many_steps_as_fit() -> None:
+    samples = SMALL.replace("--train-iters 10", "--train-samples 100 --global-batch-size 8")
+    assert parse(shlex.split(samples)).training.train_iters == 12
+    ramp = f"{samples} --rampup-batch-size 2 2 20"
+    assert parse(shlex.split(ramp)).training.train_iters == sum((4, 2, 1, 9))  # of 2, 4, 6 and 8 samples
+
+
 def test_without_ramp_up_the_size_is_constant() -> None:
     schedule = BatchSchedule(micro_batch_size=2, data_size=2, final=16)
     assert {schedule.global_batch_size(consumed) for consumed in range(100)} == {16}
@@ -158,7 +184,7 @@ def test_a_resume_is_told_at_once(
     monkeypatch.setenv(Env.SHM_PREFIX, "job.0")
     lines: list[str] = []
     reporter = Reporter(config_of(), progress=open_progress(10), events=None, print_line=lines.append)
-    reporter.resumed(iteration, 16 * iteration)
+    reporter.resumed(iteration, 16 * iteration, total_iterations=10)
     document = PageReader(tmp_path / "job.0.progress").read()
     assert document is not None
     assert (document["iteration"], document["state"]) == (iteration, "starting")

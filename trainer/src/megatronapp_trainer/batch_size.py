@@ -1,8 +1,10 @@
 """How many samples a step takes, constant or growing over the first samples of the training."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from megatronapp_trainer.config import TrainerConfig
+if TYPE_CHECKING:  # the configuration imports this module
+    from megatronapp_trainer.config import TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,12 +28,40 @@ class BatchSchedule:
         samples_per_size = samples / ((self.final - start) // increment)
         return min(self.final, start + int(consumed_samples / samples_per_size) * increment)
 
+    def samples_of(self, steps: int) -> int:
+        """Samples of the first `steps` steps."""
+        return self._walk(steps=steps, samples=None)[1]
+
+    def steps_left(self, samples: int, consumed_samples: int) -> int:
+        """Whole steps that fit between `consumed_samples` and `samples`."""
+        return self._walk(steps=None, samples=samples, consumed=consumed_samples)[0]
+
+    def _walk(self, *, steps: int | None, samples: int | None, consumed: int = 0) -> tuple[int, int]:
+        """Steps done and samples consumed when either limit is reached; by step in the ramp-up, at once after it."""
+        done = 0
+        while self.ramp is not None and consumed <= self.ramp[2]:
+            size = self.global_batch_size(consumed)
+            if done == steps or (samples is not None and consumed + size > samples):
+                return done, consumed
+            done, consumed = done + 1, consumed + size
+        rest = steps - done if steps is not None else max(0, (samples or 0) - consumed) // self.final
+        return done + rest, consumed + rest * self.final
+
     def num_microbatches(self, consumed_samples: int) -> int:
         """Microbatches of each rank in that step."""
         return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_size)
 
 
-def batch_schedule(config: TrainerConfig, data_size: int) -> BatchSchedule:
+def with_steps(config: "TrainerConfig", *, iteration: int = 0, consumed_samples: int = 0) -> "TrainerConfig":
+    """The configuration with ``--train-iters`` as ``--train-samples`` gives it, counted on from the steps done."""
+    total = config.training.train_samples
+    if total is None:
+        return config
+    steps = iteration + batch_schedule(config, data_size=1).steps_left(total, consumed_samples)
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps))
+
+
+def batch_schedule(config: "TrainerConfig", data_size: int) -> BatchSchedule:
     """The schedule of a run with this many replicas."""
     ramp = config.training.rampup_batch_size
     return BatchSchedule(

@@ -1,16 +1,18 @@
 """Adam with megatron-core's mixed precision or distributed optimizer, and the schedules of rate and weight decay."""
 
+import dataclasses
 from typing import Any
 
 import torch
 
+from megatronapp_trainer.batch_size import BatchSchedule
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
 
 
 def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: ANN401 - MegatronOptimizer
     """The optimizer over all chunks. Biases and norms (tensors of one axis) get no weight decay."""
     from megatron.core.optimizer import OptimizerConfig as CoreConfig
-    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.optimizer import get_megatron_optimizer
 
     ours = config.optimizer
     core = CoreConfig(
@@ -30,40 +32,75 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
         overlap_param_gather=config.parallel.overlap_param_gather,
         barrier_with_L1_time=False,
     )
-    return get_megatron_optimizer(core, chunks, config_overrides=get_standard_config_overrides(core))
+    return get_megatron_optimizer(core, chunks, config_overrides=_group_overrides(core))
 
 
-def build_scheduler(config: TrainerConfig, optimizer: Any, *, global_batch_size: int) -> Any:  # noqa: ANN401
+def _group_overrides(core: Any) -> dict[Any, Any]:  # noqa: ANN401 - untyped library
+    """megatron-core's settings of parameter groups. It takes groups for equal, when it loads them, that differ in
+    their rates alone, unless the decoupled ones are marked."""
+    from megatron.core.optimizer import get_standard_config_overrides
+
+    overrides: dict[Any, Any] = get_standard_config_overrides(core)
+    return {
+        key: {**values, **({"is_decoupled_lr": True} if "max_lr" in values else {})}
+        for key, values in overrides.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduleLengths:
+    """How long the schedules are, in samples."""
+
+    training: int
+    decay: int
+    warmup: float
+    last_phase: int | None
+    """Of WSD."""
+
+
+def schedule_lengths(config: TrainerConfig, batches: BatchSchedule) -> ScheduleLengths:
+    """Samples of the schedules, exact under a ramp-up too: the steps are counted with the sizes they have."""
+    ours, training = config.optimizer, config.training
+    if training.train_samples is not None:
+        total = training.train_samples
+        decay = ours.lr_decay_samples or total
+        warmup: float = ours.lr_warmup_samples
+        last_phase = ours.lr_wsd_decay_samples
+    else:
+        total = batches.samples_of(training.train_iters)
+        decay_iters = ours.lr_decay_iters or training.train_iters
+        decay = batches.samples_of(decay_iters)
+        warmup = batches.samples_of(ours.lr_warmup_iters)
+        last_iters = ours.lr_wsd_decay_iters
+        last_phase = None if last_iters is None else decay - batches.samples_of(max(0, decay_iters - last_iters))
+    if ours.lr_warmup_fraction is not None:
+        warmup = ours.lr_warmup_fraction * decay
+    return ScheduleLengths(total, decay, warmup, last_phase)
+
+
+def build_scheduler(config: TrainerConfig, optimizer: Any, batches: BatchSchedule) -> Any:  # noqa: ANN401
     """megatron-core's scheduler; its steps are samples, as a ramp-up changes the samples of an iteration."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    ours = config.optimizer
-    decay_iters = ours.lr_decay_iters or config.training.train_iters
+    ours, lengths = config.optimizer, schedule_lengths(config, batches)
     start, end = weight_decay_ends(ours)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=ours.lr_warmup_init,
         max_lr=ours.lr,
         min_lr=ours.min_lr,
-        lr_warmup_steps=warmup_samples(ours, decay_iters, global_batch_size),
-        lr_decay_steps=decay_iters * global_batch_size,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
         lr_decay_style=ours.lr_decay_style,
         start_wd=start,
         end_wd=end,
-        wd_incr_steps=config.training.train_iters * global_batch_size,
+        wd_incr_steps=lengths.training,
         wd_incr_style=ours.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=ours.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=ours.override_opt_param_scheduler,
-        wsd_decay_steps=None if ours.lr_wsd_decay_iters is None else ours.lr_wsd_decay_iters * global_batch_size,
+        wsd_decay_steps=lengths.last_phase,
         lr_wsd_decay_style=ours.lr_wsd_decay_style,
     )
-
-
-def warmup_samples(config: OptimizerConfig, decay_iters: int, global_batch_size: int) -> float:
-    """Samples of the warm-up."""
-    if config.lr_warmup_fraction is not None:
-        return config.lr_warmup_fraction * decay_iters * global_batch_size
-    return config.lr_warmup_iters * global_batch_size
 
 
 def weight_decay_ends(config: OptimizerConfig) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """``python -m megatronapp_trainer.pretrain``: one rank of a training run. Exit codes: ``names.ExitCode``."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import ExitCode
+from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.errors import PeerLostError, RendezvousError, TrainerError
 
@@ -59,9 +61,12 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         reporter.state("starting")
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     checkpoints = _open_checkpoints(run)
-    if reporter is not None and run.state.iteration:
-        reporter.resumed(run.state.iteration, run.state.consumed_samples)
-    iterators = build_iterators(config, layout, run.state.consumed_samples)
+    done = run.state
+    config = with_steps(config, iteration=done.iteration, consumed_samples=done.consumed_samples)
+    run = dataclasses.replace(run, config=config)
+    if reporter is not None and done.iteration:
+        reporter.resumed(done.iteration, done.consumed_samples, total_iterations=config.training.train_iters)
+    iterators = build_iterators(config, layout, done.consumed_samples)
     with contextlib.ExitStack() as stack:
         if reporter is not None:
             stack.callback(reporter.close)

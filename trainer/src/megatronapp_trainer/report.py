@@ -92,6 +92,7 @@ class Reporter:
         self, config: TrainerConfig, *, progress: Progress | None, events: Events | None, print_line: Print = print
     ) -> None:
         self._config = config
+        self._total_iterations = config.training.train_iters
         self._progress = progress
         self._events = events
         self._print = print_line
@@ -103,18 +104,18 @@ class Reporter:
         if self._progress is not None:
             self._progress.update(state=state)
 
-    def resumed(self, iteration: int, consumed_samples: int) -> None:
+    def resumed(self, iteration: int, consumed_samples: int, *, total_iterations: int) -> None:
         """The checkpoint of `iteration` finished steps was loaded."""
-        total = self._config.training.train_iters
+        total = self._total_iterations = total_iterations
         if iteration < total:
             self._print(f"goes on after step {iteration} of {total}, from its checkpoint")
         else:
             self._print(
                 f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are asked for; ask for "
-                "more (--train-iters), or begin anew with another or an emptied --save"
+                "more (--train-iters or --train-samples), or begin anew with another or an emptied --save"
             )
         if self._progress is not None:
-            self._progress.update(iteration=iteration, consumedSamples=consumed_samples)
+            self._progress.update(iteration=iteration, consumedSamples=consumed_samples, totalIterations=total)
 
     def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
         """A step has ended: page, event file, and the log line where one is due."""
@@ -129,7 +130,7 @@ class Reporter:
 
     def _seconds_left(self, iteration: int) -> float:
         """By the median step since the last log line; a mean would believe the first step."""
-        return statistics.median(self._elapsed_s) * (self._config.training.train_iters - iteration)
+        return statistics.median(self._elapsed_s) * (self._total_iterations - iteration)
 
     def _publish(self, metrics: StepMetrics, seconds_left: float) -> None:
         if self._progress is None:
@@ -159,7 +160,7 @@ class Reporter:
         self.line(
             log_line(
                 means,
-                train_iters=self._config.training.train_iters,
+                train_iters=self._total_iterations,
                 elapsed_s=elapsed_s,
                 batch_size=batch_size,
                 skipped=skipped,

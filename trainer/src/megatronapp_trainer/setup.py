@@ -58,7 +58,7 @@ def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_si
         state=TrainState(
             chunks=chunks,
             optimizer=optimizer,
-            scheduler=build_scheduler(config, optimizer, global_batch_size=batches.final),
+            scheduler=build_scheduler(config, optimizer, batches),
         ),
     )
 

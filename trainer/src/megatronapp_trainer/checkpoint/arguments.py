@@ -52,6 +52,7 @@ _OPTIMIZER: dict[str, Getter] = {
     "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
     "--bf16": lambda c: c.precision.bf16,
     "--optimizer": lambda c: c.optimizer.optimizer,
+    "--decoupled-lr": lambda c: c.optimizer.decoupled_lr is not None,
 }
 """How optimizer state is stored."""
 
@@ -60,6 +61,8 @@ _DATA: dict[str, Getter] = {
     "--seq-length": lambda c: c.model.seq_length,
     "--global-batch-size": lambda c: c.training.global_batch_size,
     "--train-iters": lambda c: c.training.train_iters,
+    "--train-samples": lambda c: c.training.train_samples,
+    "--rampup-batch-size": lambda c: _listed(c.training.rampup_batch_size),
     "--data-path": lambda c: list(c.data.data_path or ()),
     "--train-data-path": lambda c: list(c.data.train_data_path or ()),
     "--split": lambda c: c.data.split,
@@ -141,6 +144,11 @@ def _compared(config: TrainerConfig) -> dict[str, Getter]:
     """What makes another model. Only learned positions have rows; of others the number is a habit of the model."""
     learned = config.model.position_embedding_type == "learned_absolute"
     return {flag: get for flag, get in _MODEL.items() if learned or flag != "--max-position-embeddings"}
+
+
+def _listed(numbers: tuple[int, ...] | None) -> list[int] | None:
+    """As JSON gives them back."""
+    return None if numbers is None else list(numbers)
 
 
 def _plain(number: float) -> float:

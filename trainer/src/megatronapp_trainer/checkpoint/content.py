@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatronapp_trainer.checkpoint import random_states
+from megatronapp_trainer.checkpoint import random_states, schedules
 from megatronapp_trainer.checkpoint.optimizer_state import finish_loading, prepare_to_load, prepare_to_save
 from megatronapp_trainer.layout import Layout
 from megatronapp_trainer.state import TrainState
@@ -42,7 +42,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: Parts, *, loading: b
     if parts.random_states:
         content["rng_state"] = _sharded_random_states(layout, loading=loading)
     if parts.progress and not loading:
-        content["opt_param_scheduler"] = state.scheduler.state_dict()
+        content["opt_param_scheduler"] = schedules.state_of(state)
         content["iteration"] = state.iteration
     return content
 

@@ -200,9 +200,12 @@ class CheckpointManager:
         loaded = read(template, candidate.path)
         agreement = Agreement()
         with agreement.attempt():
+            groups = schedules.remember_groups(state)
             if parts.progress:
                 self._check_schedules(loaded["opt_param_scheduler"], candidate.path, manifest, state)
             restore(state, loaded, parts)
+            if parts.progress:
+                schedules.settle(state, groups, loaded["opt_param_scheduler"], self._config.optimizer)
             self._text_tokens = _bytes_of(candidate.path / text_tokens.FILE)
         agreement.settle()
         if parts.progress:
@@ -216,9 +219,10 @@ class CheckpointManager:
     ) -> None:
         reason = schedules.conflict(
             stored,
-            state.scheduler.state_dict(),
-            train_iters_there=manifest.arguments["--train-iters"],
+            schedules.state_of(state),
+            arguments_there=manifest.arguments,
             config=self._config,
+            optimizer=self._config.checkpoint.load_optim,
         )
         if reason is not None:
             raise CheckpointError(f"{path}: {reason}")

@@ -1,95 +1,226 @@
-"""Whether the schedules of a checkpoint are those of this run, asked before megatron-core's scheduler asserts it.
+"""Whether the schedules and rates of a checkpoint are those of this run, and which of the two a resumed run takes.
 
-The scheduler counts samples; people write iterations, so both sides are told in iterations of their own global batch.
+The scheduler counts samples; people write iterations, so both sides are shown in iterations of their own global batch
+where that is constant.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
+from megatronapp_trainer.state import TrainState
 
-State = Mapping[str, float | str]
-"""What ``OptimizerParamScheduler.state_dict()`` gives."""
+State = Mapping[str, float | str | None]
+"""What `state_of` gives."""
 
 _ADVICE = (
     "give the checkpoint's values; or --override-opt_param-scheduler to go on with this run's (extended or shortened "
-    "training); or --use-checkpoint-opt_param-scheduler to keep the checkpoint's, whatever the flags say "
+    "training, other rates); or --use-checkpoint-opt_param-scheduler to keep the checkpoint's, whatever the flags say "
     "(in a manifest: spec.args: [--override-opt_param-scheduler])"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A value that the scheduler compares, and who sets it. `samples`: counted in samples."""
+    """A value that is compared, and who sets it. `samples`: counted in samples."""
 
     key: str
     flag: str
-    field: str
+    field: str | None
     samples: bool = False
 
 
-def conflict(there: State, here: State, *, train_iters_there: int, config: TrainerConfig) -> str | None:
-    """Why the checkpoint's schedules cannot be gone on with, or None.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Settings of the optimizer's parameter groups as the flags make them, remembered before a checkpoint is loaded."""
 
-    `there` and `here` are the scheduler's state in the checkpoint and in this run; `train_iters_there` is the
-    checkpoint's --train-iters, which tells its global batch.
+    settings: tuple[dict[str, Any], ...]
+
+
+_OF_ADAM = ("betas", "eps")
+_NOT_SETTINGS = ("params", "lr", "weight_decay", "step")
+"""Of a parameter group: what the schedules or the steps set."""
+
+
+def state_of(state: TrainState) -> dict[str, float | str | None]:
+    """All rates and schedules of a run: megatron-core's scheduler, and what its state leaves out."""
+    scheduler, groups = state.scheduler, state.optimizer.param_groups
+    values: dict[str, float | str | None] = {
+        **scheduler.state_dict(),
+        "init_lr": scheduler.init_lr,
+        "wsd_decay_steps": scheduler.wsd_decay_steps,
+        "lr_wsd_decay_style": scheduler.lr_wsd_decay_style,
+    }
+    if groups:
+        (beta1, beta2), eps = groups[0]["betas"], groups[0]["eps"]
+        values |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": eps}
+    decoupled = next((group for group in groups if not group["default_config"]), None)
+    if decoupled is not None and decoupled["max_lr"] != scheduler.max_lr:
+        values["decoupled_lr"] = decoupled["max_lr"]
+    if decoupled is not None and decoupled["min_lr"] != scheduler.min_lr:
+        values["decoupled_min_lr"] = decoupled["min_lr"]
+    return {"decoupled_lr": None, "decoupled_min_lr": None} | values
+
+
+def remember_groups(state: TrainState) -> Groups:
+    """The settings of all parameter groups as they are now."""
+    groups = state.optimizer.param_groups
+    return Groups(
+        settings=tuple({name: group[name] for name in group if name not in _NOT_SETTINGS} for group in groups)
+    )
+
+
+def settle(state: TrainState, groups: Groups, there: State, ours: OptimizerConfig) -> None:
+    """Give scheduler and parameter groups the values of the flags, or with the flag for it those of the checkpoint.
+
+    To be called when megatron-core has loaded both: it leaves the groups with the rates of the checkpoint in any case,
+    and those of `--decoupled-lr` with the rates of any group.
+    """
+    keep, scheduler = ours.use_checkpoint_opt_param_scheduler, state.scheduler
+    if keep:
+        _keep_schedule(scheduler, there)
+    for group, own in zip(state.optimizer.param_groups, groups.settings, strict=True):
+        loaded = {name: group[name] for name in _OF_ADAM if name in group}
+        group.update(own)
+        if keep:
+            group.update(loaded)
+            group["max_lr"], group["min_lr"] = _kept_rates(scheduler, there, own)
+    scheduler.step(0)
+
+
+def _keep_schedule(scheduler: Any, there: State) -> None:  # noqa: ANN401 - OptimizerParamScheduler
+    """What megatron-core's scheduler does not take from a checkpoint. Older checkpoints do not hold it."""
+    scheduler.init_lr = there.get("init_lr", scheduler.init_lr)
+    scheduler.wsd_decay_steps = there.get("wsd_decay_steps", scheduler.wsd_decay_steps)
+    scheduler.lr_wsd_decay_style = there.get("lr_wsd_decay_style", scheduler.lr_wsd_decay_style)
+
+
+def _kept_rates(scheduler: Any, there: State, own: Mapping[str, Any]) -> tuple[Any, Any]:  # noqa: ANN401
+    """Largest and smallest rate of a group under the checkpoint's schedules."""
+    if own["default_config"]:
+        return scheduler.max_lr, scheduler.min_lr
+    decoupled = there.get("decoupled_lr"), there.get("decoupled_min_lr")
+    return (
+        scheduler.max_lr if decoupled[0] is None else decoupled[0],
+        scheduler.min_lr if decoupled[1] is None else decoupled[1],
+    )
+
+
+def conflict(
+    there: State, here: State, *, arguments_there: Mapping[str, Any], config: TrainerConfig, optimizer: bool
+) -> str | None:
+    """Why the checkpoint's schedules and rates cannot be gone on with, or None.
+
+    `there` and `here` are the values of `state_of` in the checkpoint and in this run; `arguments_there` are those of
+    the checkpoint's manifest; `optimizer`: its state is read too.
     """
     ours = config.optimizer
     if ours.override_opt_param_scheduler or ours.use_checkpoint_opt_param_scheduler:
         return None
-    batches = _batch(there, train_iters_there), _batch(here, config.training.train_iters)
-    different = [entry for entry in _entries(ours) if entry.key in there and there[entry.key] != here[entry.key]]
+    entries = _entries(config) + (_ADAM if optimizer else ())
+    different = [entry for entry in entries if entry.key in there and there[entry.key] != here.get(entry.key)]
     if not different:
         return None
+    batches = _batch(there, arguments_there), _batch(here, _lengths(config))
     words = ", ".join(_words(different, there, here, batches))
     return f"this run's schedules differ from the checkpoint's in {words}; {_ADVICE}"
 
 
-def _entries(ours: OptimizerConfig) -> tuple[_Entry, ...]:
-    warmup = (
-        ("--lr-warmup-iters", "lrWarmupIters")
-        if ours.lr_warmup_fraction is None
-        else ("--lr-warmup-fraction", "lrWarmupFraction")
-    )
+_ADAM = (
+    _Entry("adam_beta1", "--adam-beta1", "adamBeta1"),
+    _Entry("adam_beta2", "--adam-beta2", "adamBeta2"),
+    _Entry("adam_eps", "--adam-eps", "adamEps"),
+)
+
+
+def _entries(config: TrainerConfig) -> tuple[_Entry, ...]:
+    ours = config.optimizer
     growing = ours.start_weight_decay is not None
     return (
-        _Entry("wd_incr_steps", "--train-iters", "trainIters", samples=True),
-        _Entry("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, left out: trainIters", samples=True),
-        _Entry("lr_warmup_steps", *warmup, samples=True),
+        *(_SAMPLES if config.training.train_samples is not None else _ITERATIONS),
+        _Entry("lr_warmup_steps", *_warmup(config), samples=True),
         _Entry("max_lr", "--lr", "lr"),
         _Entry("min_lr", "--min-lr", "minLr"),
+        _Entry("init_lr", "--lr-warmup-init", None),
+        _Entry("decoupled_lr", "--decoupled-lr", None),
+        _Entry("decoupled_min_lr", "--decoupled-min-lr", None),
         _Entry("lr_decay_style", "--lr-decay-style", "lrDecayStyle"),
+        *((_Entry("lr_wsd_decay_style", "--lr-wsd-decay-style", "lrWsdDecayStyle"),) * (ours.lr_decay_style == "WSD")),
         _Entry("wd_incr_style", "--weight-decay-incr-style", "weightDecayIncrStyle"),
         _Entry("start_wd", *(("--start-weight-decay", "startWeightDecay") if growing else _WEIGHT_DECAY)),
         _Entry("end_wd", *(("--end-weight-decay", "endWeightDecay") if growing else _WEIGHT_DECAY)),
     )
 
 
+_ITERATIONS = (
+    _Entry("wd_incr_steps", "--train-iters", "trainIters", samples=True),
+    _Entry("lr_decay_steps", "--lr-decay-iters", "lrDecayIters, left out: trainIters", samples=True),
+    _Entry("wsd_decay_steps", "--lr-wsd-decay-iters", "lrWsdDecayIters", samples=True),
+)
+_SAMPLES = (
+    _Entry("wd_incr_steps", "--train-samples", None, samples=True),
+    _Entry("lr_decay_steps", "--lr-decay-samples", None, samples=True),
+    _Entry("wsd_decay_steps", "--lr-wsd-decay-samples", None, samples=True),
+)
 _WEIGHT_DECAY = ("--weight-decay", "weightDecay")
 
 
-def _batch(state: State, train_iters: int) -> float:
-    """Samples of one iteration: the weight decay's schedule is always as long as the training."""
-    return float(state["wd_incr_steps"]) / train_iters
+def _warmup(config: TrainerConfig) -> tuple[str, str | None]:
+    if config.optimizer.lr_warmup_fraction is not None:
+        return "--lr-warmup-fraction", "lrWarmupFraction"
+    if config.training.train_samples is not None:
+        return "--lr-warmup-samples", None
+    return "--lr-warmup-iters", "lrWarmupIters"
 
 
-def _words(different: list[_Entry], there: State, here: State, batches: tuple[float, float]) -> Iterator[str]:
+def _lengths(config: TrainerConfig) -> dict[str, Any]:
+    training = config.training
+    return {
+        "--train-iters": training.train_iters,
+        "--train-samples": training.train_samples,
+        "--rampup-batch-size": training.rampup_batch_size,
+    }
+
+
+def _batch(state: State, arguments: Mapping[str, Any]) -> float | None:
+    """Samples of one iteration, None where they change or lengths are given in samples.
+
+    The weight decay's schedule is always as long as the training.
+    """
+    if arguments.get("--train-samples") is not None or arguments.get("--rampup-batch-size") is not None:
+        return None
+    return float(state["wd_incr_steps"] or 0) / float(arguments["--train-iters"])
+
+
+def _words(
+    different: list[_Entry], there: State, here: State, batches: tuple[float | None, float | None]
+) -> Iterator[str]:
     """One piece per flag; start and end of a constant weight decay are one."""
-    if batches[0] != batches[1] and any(entry.samples for entry in different):
+    comparable = None not in batches
+    if comparable and batches[0] != batches[1] and any(entry.samples for entry in different):
         yield _piece("--global-batch-size", "globalBatchSize", f"{batches[0]:g}", f"{batches[1]:g}")
-    told = set()
+    shown = set()
     for entry in different:
-        values = [_show(entry, state[entry.key], batch) for state, batch in zip((there, here), batches, strict=True)]
-        if values[0] != values[1] and entry.flag not in told:
-            told.add(entry.flag)
+        values = [
+            _show(entry, state[entry.key], batch if comparable else None)
+            for state, batch in zip((there, here), batches, strict=True)
+        ]
+        if values[0] != values[1] and entry.flag not in shown:
+            shown.add(entry.flag)
             yield _piece(entry.flag, entry.field, *values)
 
 
-def _piece(flag: str, field: str, there: str, here: str) -> str:
-    return f"{flag} (spec.training.{field}): {there} there, {here} here"
+def _piece(flag: str, field: str | None, there: str, here: str) -> str:
+    place = "" if field is None else f" (spec.training.{field})"
+    return f"{flag}{place}: {there} there, {here} here"
 
 
-def _show(entry: _Entry, value: float | str, batch: float) -> str:
+def _show(entry: _Entry, value: float | str | None, batch: float | None) -> str:
+    if value is None:
+        return "none"
     if not entry.samples:
         return str(value)
+    if batch is None:
+        return f"{float(value):.12g} samples"
     return f"{round(float(value) / batch, 6):.12g} iterations"

@@ -50,9 +50,10 @@ def _required_flags(config: TrainerConfig) -> None:
         "--num-attention-heads": config.model.num_attention_heads,
         "--seq-length": config.model.seq_length,
         "--micro-batch-size": config.training.micro_batch_size,
-        "--train-iters": config.training.train_iters,
         "--lr": config.optimizer.lr,
     }
+    if config.training.train_samples is None:
+        needed["--train-iters"] = config.training.train_iters
     for flag, value in needed.items():
         _require(value > 0, f"{flag} is missing or not positive; give it a value above 0")
 
@@ -226,6 +227,45 @@ def _batches(config: TrainerConfig) -> None:
     )
 
 
+def _lengths(config: TrainerConfig) -> None:
+    """Lengths are given in steps or in samples, all in the same."""
+    training, optimizer = config.training, config.optimizer
+    steps = {
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+    }
+    samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+    }
+    if training.train_samples is None:
+        for flag, value in samples.items():
+            _require(not value, f"{flag} needs --train-samples; with --train-iters give {_in_steps(flag)}")
+        return
+    _require(training.train_iters == 0, "give --train-iters or --train-samples, not both")
+    for flag, value in steps.items():
+        instead = flag.replace("iters", "samples")
+        _require(not value, f"{flag} cannot be combined with --train-samples; give {instead} instead")
+    batch = training.global_batch_size
+    _require(batch is not None, "--train-samples needs --global-batch-size, which says how many steps they are")
+    first = batch if training.rampup_batch_size is None else training.rampup_batch_size[0]
+    _require(
+        first is not None and training.train_samples >= first,
+        f"--train-samples {training.train_samples} is less than one step of {first}",
+    )
+    decay = optimizer.lr_decay_samples or training.train_samples
+    _require(
+        optimizer.lr_warmup_samples < decay,
+        f"--lr-warmup-samples {optimizer.lr_warmup_samples} must be below the {decay} samples of the decay",
+    )
+
+
+def _in_steps(flag: str) -> str:
+    return flag.replace("samples", "iters")
+
+
 def _schedules(config: TrainerConfig) -> None:
     optimizer, steps = config.optimizer, config.optimizer.lr_decay_iters or config.training.train_iters
     _require(optimizer.min_lr <= optimizer.lr, f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}")
@@ -236,12 +276,16 @@ def _schedules(config: TrainerConfig) -> None:
         fraction is None or optimizer.lr_warmup_iters == 0, "give --lr-warmup-fraction or --lr-warmup-iters, not both"
     )
     _require(
-        optimizer.lr_warmup_iters < steps,
+        fraction is None or optimizer.lr_warmup_samples == 0,
+        "give --lr-warmup-fraction or --lr-warmup-samples, not both",
+    )
+    _require(
+        config.training.train_samples is not None or optimizer.lr_warmup_iters < steps,
         f"--lr-warmup-iters {optimizer.lr_warmup_iters} must be below the {steps} steps of the decay",
     )
     _require(
-        optimizer.lr_decay_style != "WSD" or optimizer.lr_wsd_decay_iters is not None,
-        "--lr-decay-style WSD needs --lr-wsd-decay-iters",
+        optimizer.lr_decay_style != "WSD" or bool(optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples),
+        "--lr-decay-style WSD needs --lr-wsd-decay-iters (with --train-samples: --lr-wsd-decay-samples)",
     )
     growing = optimizer.weight_decay_incr_style != "constant"
     given = (optimizer.start_weight_decay is not None, optimizer.end_weight_decay is not None)
@@ -309,6 +353,7 @@ _RULES: tuple[Callable[[TrainerConfig], None], ...] = (
     _overlap,
     _recompute,
     _batches,
+    _lengths,
     _schedules,
     _data,
     _intervals,

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, cast
 
+from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config.checks import check
 from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
 from megatronapp_trainer.config.megatron_flags import megatron_flags
@@ -74,7 +75,7 @@ def parse(arguments: Sequence[str]) -> TrainerConfig:
         raise UsageError(_refusal(unknown[0], _flags(parser)))
     config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
     check(config)
-    return config
+    return with_steps(config)
 
 
 def _sections() -> dict[str, type[Any]]:

@@ -14,7 +14,11 @@ class TrainingConfig:
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples"
     )
-    train_iters: int = option(0, "steps of the whole training (required)")
+    train_iters: int = option(0, "steps of the whole training (this or --train-samples is required)")
+    train_samples: int | None = option(
+        None,
+        "samples of the whole training, instead of --train-iters; no step begins that would exceed them",
+    )
     seed: int = option(1234, "of weights, dropout and data order")
     calculate_per_token_loss: bool = option(
         False,
@@ -43,13 +47,16 @@ class OptimizerConfig:
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: int | None = option(None, "steps of the decay; default: --train-iters")
+    lr_decay_samples: int | None = option(None, "samples of the decay, with --train-samples; default: --train-samples")
     lr_warmup_iters: int = option(0, "steps of linear warm-up")
+    lr_warmup_samples: int = option(0, "samples of linear warm-up, with --train-samples")
     lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay, instead of --lr-warmup-iters")
     lr_warmup_init: float = option(0.0, "where the warm-up begins")
     lr_wsd_decay_style: str = option(
         "exponential", "last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = option(None, "steps of WSD's last phase")
+    lr_wsd_decay_samples: int | None = option(None, "samples of WSD's last phase, with --train-samples")
     weight_decay: float = option(0.01, "decoupled weight decay; not on biases and norms")
     start_weight_decay: float | None = option(None, "where an increasing weight decay begins")
     end_weight_decay: float | None = option(None, "where it ends")

@@ -1,14 +1,16 @@
 """What the flags ask megatron-core to build. Needs neither torch nor megatron-core."""
 
+from megatronapp_trainer.batch_size import batch_schedule
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.datasets import DEFAULT_SPLIT, DatasetRequest, blends_from_flags
 
 
 def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]:
-    """Samples of training, of one evaluation and of the test. Those of training are an upper bound under a ramp-up."""
-    batch = config.global_batch_size(data_size)
-    evaluation = config.logging.eval_iters * batch
-    return config.training.train_iters * batch, evaluation, evaluation
+    """Samples of training, of one evaluation and of the test."""
+    training, evaluation = config.training, config.logging.eval_iters * config.global_batch_size(data_size)
+    if training.train_samples is not None:
+        return training.train_samples, evaluation, evaluation
+    return batch_schedule(config, data_size).samples_of(training.train_iters), evaluation, evaluation
 
 
 def dataset_request(config: TrainerConfig, data_size: int) -> DatasetRequest:
