@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatronapp_common.trace import RECORD, Flag, Kind
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 WIRE = "tests/fixtures/wire"
+RULES = "charts/megatronapp/rules"
 MADE = "Made from the types by 'make generate'; do not edit."
 LARGEST_SAFE_INTEGER = 2**53 - 1  # JavaScript's numbers
 STEPS_BODY = np.array([[[0.5, np.nan], [0.25, 1.5]], [[0, 0.125], [np.nan, 2]]], dtype="<f4")
@@ -56,9 +58,19 @@ def render() -> dict[str, bytes]:
         "crds/megatronjob.yaml": definition,
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
+        "README.md": counted_readme(),
         **render_vectors(),
         "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),
     }
+
+
+def counted_readme() -> bytes:
+    """The README with the number of alerts that the chart has."""
+    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / RULES).glob("*.yaml")]
+    alerts = sum(len(group["rules"]) for document in documents for group in document["groups"])
+    text, found = re.subn(r"\b\d+ alerts\b", f"{alerts} alerts", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert found == 1, "the README says once how many alerts there are"
+    return text.encode()
 
 
 def render_vectors() -> dict[str, bytes]:

@@ -12,9 +12,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import Progress, SlowRank
 from megatronapp_operator.plan.report import HANG, NAMED_STATES
-from megatronapp_operator.plan.status import ConditionType, Status
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Status
 
 RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 RUNNING_BUCKETS_S = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0)
@@ -30,6 +31,7 @@ _JOB = ("namespace", "name")
 class JobFacts:
     """What of a job's spec and place goes into metrics."""
 
+    mode: str = "train"
     workers: int = 0
     world_size: int = 0
     queue: str = ""
@@ -169,7 +171,7 @@ def _became_running(before: Status, after: Status) -> bool:
 def _restarts(before: _Job | None, status: Status) -> dict[str, int]:
     """Restarts by reason, whose sum is what the status counts; only the newest failures are kept there."""
     if before is None or status.restarts < before.status.restarts:
-        return {EARLIER: status.restarts} if status.restarts else {}
+        return {EARLIER: status.restarts}  # also 0: without a first value the first restart is no increase
     missing = status.restarts - before.status.restarts
     counted = dict(before.restarts)
     newest = [one for one in status.failures if "Restart" in one.action.value and one not in before.status.failures]
@@ -236,6 +238,9 @@ class _JobCollector(Collector):
             for reason, count in sorted(job.restarts.items()):
                 restarts.add_metric([*key, reason], count)
         yield restarts
+        yield _labelled(
+            "progress_unknown", "1 while nobody says how far the job is.", "reason", jobs, lambda j: _unknown(j.status)
+        )
         yield from _slow(jobs)
 
 
@@ -243,10 +248,10 @@ _Jobs = list[tuple[tuple[str, str], _Job]]
 
 
 def _info(jobs: _Jobs) -> Metric:
-    labels = [*_JOB, "workers", "world_size", "queue"]
+    labels = [*_JOB, "mode", "workers", "world_size", "queue"]
     family = GaugeMetricFamily("megatron_job_info", "1; what does not change while a job runs.", labels=labels)
     for key, job in jobs:
-        family.add_metric([*key, str(job.facts.workers), str(job.facts.world_size), job.facts.queue], 1)
+        family.add_metric([*key, job.facts.mode, str(job.facts.workers), str(job.facts.world_size), job.facts.queue], 1)
     return family
 
 
@@ -289,9 +294,29 @@ def _progress(read: Callable[[Progress], float | None]) -> Callable[[Status], fl
     return lambda status: None if status.progress is None else read(status.progress)
 
 
+def _stalled(status: Status) -> bool:
+    """Whether ranks of a job that has not ended are known to make no progress: not whether progress is unknown."""
+    condition = status.condition(ConditionType.STALLED)
+    if condition is None or not condition.status or status.phase in TERMINAL_PHASES:
+        return False
+    return condition.reason != reasons.PROGRESS_UNKNOWN
+
+
+def _unknown(status: Status) -> dict[str, float]:
+    """Why the progress of a gang that runs is not known."""
+    if status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+        return {}
+    stalled, token = status.condition(ConditionType.STALLED), status.condition(ConditionType.TOKEN_ACCEPTED)
+    silent = stalled is not None and stalled.status and stalled.reason == reasons.PROGRESS_UNKNOWN
+    refused = token is not None and not token.status
+    return {
+        reason: 1 for reason, holds in ((reasons.PROGRESS_UNKNOWN, silent), (reasons.TOKEN_REFUSED, refused)) if holds
+    }
+
+
 _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (
     ("attempt", "Life of the gang, counted from 0.", lambda s: s.attempt),
-    ("stalled", "1 while ranks make no progress.", lambda s: float(s.is_true(ConditionType.STALLED))),
+    ("stalled", "1 while ranks are known to make no progress.", lambda s: float(_stalled(s))),
     ("iteration", "Newest step.", _progress(lambda page: page.iteration)),
     ("total_iterations", "Steps that were asked for.", _progress(lambda page: page.total_iterations)),
     ("progress_timestamp_seconds", "When the newest step was heard of.", lambda s: s.progress_time),

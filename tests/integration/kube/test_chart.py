@@ -277,6 +277,18 @@ def test_boards_and_alerts_arrive_unchanged(chart: Chart) -> None:
     assert [rule["expr"] for spec in rules for group in spec["groups"] for rule in group["rules"]] == expressions
 
 
+def test_the_alert_of_no_leader_is_about_the_operator_of_its_own_release(chart: Chart) -> None:
+    for namespace in (HOME, "second"):
+        spec = only(
+            chart.render(CHART / "ci" / "full-values.yaml", "-n", namespace), "PrometheusRule", "megatron-operator"
+        )["spec"]
+        expression = next(
+            one["expr"] for one in spec["groups"][0]["rules"] if one["alert"] == "MegatronOperatorNoLeader"
+        )
+        assert expression.count(f'megatron_operator_is_leader{{namespace="{namespace}"}}') == 2
+        assert "{namespace=" not in expression.replace(f'{{namespace="{namespace}"}}', "")
+
+
 def key_of(plane: kube.ControlPlane) -> str:
     done = plane.kubectl("get", "secret", "megatronapp-key", "-n", HOME, "-o", "jsonpath={.data.key}")
     assert done.returncode == 0, done.stderr

@@ -64,7 +64,7 @@ def test_a_status_becomes_series_without_pod_or_rank(scrape: Scrape) -> None:
     scrape.see(status, facts=JobFacts(workers=2, world_size=16, queue="gpus"))
     assert scrape.value("megatron_job_phase", **JOB, phase="Running") == 1
     assert scrape.value("megatron_job_phase", **JOB, phase="Pending") is None
-    assert scrape.value("megatron_job_info", **JOB, workers="2", world_size="16", queue="gpus") == 1
+    assert scrape.value("megatron_job_info", **JOB, mode="train", workers="2", world_size="16", queue="gpus") == 1
     for name, value in {"attempt": 2, "iteration": 7, "total_iterations": 9, "loss": 1.5, "stalled": 0}.items():
         assert scrape.value(f"megatron_job_{name}", **JOB) == value
     assert scrape.value("megatron_job_completion_timestamp_seconds", **JOB) is None
@@ -72,10 +72,34 @@ def test_a_status_becomes_series_without_pod_or_rank(scrape: Scrape) -> None:
     assert not labels & {"rank", "pod", "step", "uid"}
 
 
+@pytest.mark.parametrize(
+    ("phase", "reason", "stalled", "unknown"),
+    [
+        (Phase.RUNNING, "RankHung", 1, []),
+        (Phase.RUNNING, "ProgressUnknown", 0, ["ProgressUnknown"]),
+        (Phase.FAILED, "ProgressDeadlineExceeded", 0, []),
+        (Phase.SUSPENDED, "ProgressUnknown", 0, []),
+    ],
+)
+def test_a_job_of_which_nothing_is_known_does_not_count_as_one_that_hangs(
+    scrape: Scrape, phase: Phase, reason: str, stalled: int, unknown: list[str]
+) -> None:
+    condition = Condition(
+        type=ConditionType.STALLED, status=True, reason=reason, message="words", since=NOW, generation=1
+    )
+    scrape.see(Status(phase=phase, conditions=(condition,)))
+    assert scrape.value("megatron_job_stalled", **JOB) == stalled
+    name = "megatron_job_progress_unknown"
+    assert [row["reason"] for row in scrape.rows(name).get(name, [])] == unknown
+    refused = dataclasses.replace(condition, type=ConditionType.TOKEN_ACCEPTED, status=False, reason="TokenRefused")
+    scrape.see(Status(phase=Phase.RUNNING, conditions=(refused,)))
+    assert scrape.value("megatron_job_progress_unknown", **JOB, reason="TokenRefused") == 1
+
+
 def test_facts_stay_until_new_ones_are_told(scrape: Scrape) -> None:
     scrape.see(Status(), facts=JobFacts(workers=3))
     scrape.see(Status(phase=Phase.STARTING))
-    assert scrape.value("megatron_job_info", **JOB, workers="3", world_size="0", queue="") == 1
+    assert scrape.value("megatron_job_info", **JOB, mode="train", workers="3", world_size="0", queue="") == 1
 
 
 def test_a_deleted_job_leaves_nothing(scrape: Scrape) -> None:
@@ -109,6 +133,8 @@ def test_time_to_running_is_counted_once_for_each_attempt_that_was_watched(scrap
 
 
 def test_restarts_by_reason_and_those_from_before(scrape: Scrape) -> None:
+    scrape.see(Status(), name="fresh")
+    assert scrape.value("megatron_job_restarts_total", namespace="team", name="fresh", reason=EARLIER) == 0
     scrape.see(Status(restarts=4, failures=(failure(2), failure(3))))
     assert scrape.value("megatron_job_restarts_total", **JOB, reason=EARLIER) == 4
     scrape.see(Status(restarts=5, failures=(failure(2), failure(3), failure(4, "NodeLost"))))

@@ -306,7 +306,9 @@ def _facts(memory: Memory) -> JobFacts:
     world, table = memory.job.world, memory.told.rank_table or {}
     nodes = {rank: str(one.get("node", "")) for one in table.get("workers") or () for rank in one.get("ranks") or ()}
     queue = memory.job.spec.scheduling.queue or ""
-    return JobFacts(workers=world.nodes, world_size=world.world_size, queue=queue, nodes=nodes)
+    return JobFacts(
+        mode=memory.job.spec.mode, workers=world.nodes, world_size=world.world_size, queue=queue, nodes=nodes
+    )
 
 
 def namespaces_words(namespaces: Sequence[str]) -> str:
