@@ -1307,6 +1307,22 @@ export interface components {
             values: (number | null)[];
         };
         /**
+         * SharedMemory
+         * @description Room in the folder of rings and pages of one worker.
+         */
+        SharedMemory: {
+            /** Bytes */
+            bytes: number;
+            /** Freebytes */
+            freeBytes: number;
+            /** Node */
+            node: string;
+            /** Path */
+            path: string;
+            /** Worker */
+            worker: number;
+        };
+        /**
          * Started
          * @description A run that waits for its turn.
          */
@@ -1404,6 +1420,12 @@ export interface components {
             actions: components["schemas"]["Action"][];
             /** Attempt */
             attempt: number;
+            /**
+             * Fullsharedmemory
+             * @description Workers whose shared memory has no room for another ring.
+             * @default []
+             */
+            fullSharedMemory: components["schemas"]["SharedMemory"][];
             /** Hungranks */
             hungRanks: number[];
             progress: components["schemas"]["Progress"] | null;

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatronapp_common.errors import PageError
 from megatronapp_common.pages import PageReader
+from megatronapp_common.room import Room
 from megatronapp_common.texts import one_line
 from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan import Progress
@@ -23,6 +24,7 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
 MAX_TEXT = 1024
+MAX_ROOMS = 16
 MAX_CONTROLS, MAX_WHO, MAX_WHAT = KEPT, 256, 512
 MAX_CONTROL_ID = (1 << 53) - 1
 """Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
@@ -38,6 +40,8 @@ class Summary:
     progress: Progress | None = None
     slow_ranks: tuple[SlowRank, ...] = ()
     hung_ranks: tuple[int, ...] = ()
+    full_shared_memory: tuple[str, ...] | None = None
+    """One sentence for each worker without room; None: hubs of older releases do not report it."""
     controls: tuple[Control, ...] = ()
 
 
@@ -49,7 +53,19 @@ def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of ano
             progress=read_progress(document["progress"]),
             slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS]),
             hung_ranks=tuple(int(rank) for rank in document["hungRanks"][:MAX_HUNG]),
+            full_shared_memory=read_rooms(document.get("fullSharedMemory")),
             controls=read_controls(document.get("actions", ())),
+        )
+    except UNREADABLE:
+        return None
+
+
+def read_rooms(entries: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - JSON of another process
+    """A sentence for each worker whose shared memory is full; None where nothing can be read."""
+    try:
+        return tuple(
+            _text(one_line(f"worker {int(entry['worker'])} on {entry['node']}: {Room.from_json(entry)}"))
+            for entry in entries[:MAX_ROOMS]
         )
     except UNREADABLE:
         return None

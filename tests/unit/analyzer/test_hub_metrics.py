@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import pytest
@@ -5,8 +6,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.detect.engine import Detector
+from megatronapp_analyzer.hub import views
 from megatronapp_analyzer.hub.service import Hub
+from megatronapp_analyzer.hub.session import AgentLink
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.room import LEAST_BYTES, Room
 from megatronapp_common.trace import Kind
 
 COST_NS = 1000.0
@@ -47,3 +52,20 @@ def test_steps_that_lost_records_say_nothing_of_the_tracers_cost(hub: Hub, step_
             first[rank] += len(rows)
         assert [digest.complete for digest in hub.store.recent(1)] == [step == 1]
         assert overhead(hub) == ([] if step == 0 else pytest.approx([5 * COST_NS / 10_000_000]))
+
+
+def test_shared_memory_is_a_metric_and_a_full_one_is_in_the_summary(hub: Hub) -> None:
+    """Of an attempt whose rings found no room, too: nothing but the agent's status says so."""
+    full = Room(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
+    rooms: dict[int, Room | None] = {0: full, 1: dataclasses.replace(full, free=LEAST_BYTES), 2: None}
+    for worker, room in rooms.items():
+        link = AgentLink(attempt=7, worker=worker, node=f"n{worker}")
+        hub.connect(link)
+        status: dict[str, Any] = {"rings": [], "progress": None, "sharedMemory": room and room.to_json()}
+        hub.take(link, Frame(FrameType.STATUS, status), b"")
+    (entry,) = views.summary(hub).full_shared_memory
+    assert (entry.worker, entry.node, entry.free_bytes) == (0, "n0", LEAST_BYTES - 1)
+    text = generate_latest(hub.registry).decode()
+    assert 'megascan_shared_memory_bytes{job_id="demo",pod="demo-worker-0"} 6.7108864e+07' in text
+    assert 'megascan_shared_memory_free_bytes{job_id="demo",pod="demo-worker-1"} 4.194304e+06' in text
+    assert 'pod="demo-worker-2"' not in text

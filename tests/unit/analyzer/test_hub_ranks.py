@@ -90,6 +90,8 @@ def test_the_workers_own_ring_is_no_rank() -> None:
     assert ranks.parse_agent_status({"rings": [entry], "progress": None}, 0).ranks == []
     with pytest.raises(ProtocolError, match="progress"):
         ranks.parse_agent_status({"rings": [], "progress": 3}, 0)
+    with pytest.raises(ProtocolError, match="sharedMemory"):
+        ranks.parse_agent_status({"rings": [], "sharedMemory": {"path": "/dev/shm"}}, 0)
 
 
 @pytest.mark.parametrize("missing", ["heartbeatNs", "nowNs", "closed", "alive", "lost", "openSpan"])

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
+from megatronapp_common.room import LEAST_BYTES, Room
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process import build, files, kin, lock, settings, spawn
 from megatronapp_operator.backends.process.backend import Backend
@@ -235,6 +236,14 @@ def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monke
     with contextlib.suppress(OSError):  # it tries once more
         full.close()
     assert made.paths.status in backend._unwritable
+
+
+def test_shared_memory_is_measured_without_a_hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(make_settings(tmp_path, shm=tmp_path), [])
+    for free, said in ((LEAST_BYTES, ()), (0, (f"{tmp_path} has less than 4 of its 64 MiB free",))):
+        room = Room(path=str(tmp_path), total=64 << 20, free=free)
+        monkeypatch.setattr(Room, "measure", lambda _folder, room=room: room)
+        assert backend._observe().full_shared_memory == said
 
 
 def test_processes_that_cannot_be_killed_are_named(

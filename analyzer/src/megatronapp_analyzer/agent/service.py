@@ -20,6 +20,7 @@ from megatronapp_common.errors import PageError
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import ShmFile
 from megatronapp_common.pages import PageReader, PageWriter
+from megatronapp_common.room import Room
 
 LOG = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Agent:
             "progress": self._read_progress(),
             "buffered": self._buffer.buffered_bytes,
             "dropped": self._buffer.dropped_records,
+            "sharedMemory": room.to_json() if (room := Room.measure(self._settings.shm_dir)) is not None else None,
         }
 
     def _read_progress(self) -> dict[str, Any] | None:

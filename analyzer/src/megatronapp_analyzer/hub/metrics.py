@@ -251,6 +251,18 @@ class HubCollector(Collector):
                 family.add_metric([self._job, self._pod(worker)], seconds)
         return family
 
+    def _shared_memory(self) -> Iterator[Metric]:
+        """Of workers whose agent is connected."""
+        for name, text, field in (
+            ("megascan_shared_memory_bytes", "Size of a worker's shared memory.", "total"),
+            ("megascan_shared_memory_free_bytes", "What is left of it for rings, pages and data loaders.", "free"),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["job_id", "pod"])
+            for link in self._hub.links.values():
+                if link.room is not None:
+                    family.add_metric([self._job, self._pod(link.worker)], getattr(link.room, field))
+            yield family
+
     def _tracer(self) -> Iterator[Metric]:
         analysis = self._hub.analysis
         dropped = CounterMetricFamily(
@@ -273,6 +285,7 @@ class HubCollector(Collector):
             family = CounterMetricFamily(name, text, labels=["job_id"])
             family.add_metric([self._job], count)
             yield family
+        yield from self._shared_memory()
         yield self._gauge("megascan_agents", "Agents connected now.", len(self._hub.links))
         newest = self._hub.ingest.newest
         yield self._gauge(

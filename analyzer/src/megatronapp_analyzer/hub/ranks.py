@@ -12,6 +12,7 @@ from typing import Any
 
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.model import OpenSpan, RankLiveness
+from megatronapp_common.room import Room
 from megatronapp_common.trace import NO_MICROBATCH, Kind
 
 STATUS_TIMEOUT_S = 5.0
@@ -90,6 +91,8 @@ class AgentStatus:
 
     ranks: list[RankStatus]
     progress: Mapping[str, Any] | None
+    room: Room | None
+    """Shared memory of the worker; None: the agent does not report it."""
 
 
 def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int | None = None) -> AgentStatus:
@@ -99,8 +102,13 @@ def parse_agent_status(header: Mapping[str, Any], received_ns: int, attempt: int
         raise ProtocolError("bad-status", "STATUS frame: rings is not a list of maps with a rank")
     if not isinstance(progress, dict | None):
         raise ProtocolError("bad-status", "STATUS frame: progress is not a map")
+    room = header.get("sharedMemory")
+    try:
+        found = None if room is None else Room.from_json(room)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError("bad-status", f"STATUS frame: sharedMemory: {error!r}") from error
     entries = [parse_status(entry, received_ns, attempt) for entry in rings if entry["rank"] is not None]
-    return AgentStatus(ranks=entries, progress=progress)
+    return AgentStatus(ranks=entries, progress=progress, room=found)
 
 
 def kind_name(kind: int) -> str:

@@ -219,6 +219,16 @@ class Action(ApiModel):
     what: str
 
 
+class SharedMemory(ApiModel):
+    """Room in the folder of rings and pages of one worker."""
+
+    worker: int
+    node: str
+    path: str
+    bytes: int
+    free_bytes: int
+
+
 class Summary(ApiModel):
     """What the operator polls."""
 
@@ -231,6 +241,9 @@ class Summary(ApiModel):
     hung_ranks: list[int]
     ranks: int
     tracer: TracerHealth
+    full_shared_memory: Annotated[
+        list[SharedMemory], Field(description="Workers whose shared memory has no room for another ring.")
+    ] = []
     actions: Annotated[list[Action], Field(description="The newest 256, oldest first.")] = []
 
 

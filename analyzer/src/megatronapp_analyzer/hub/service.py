@@ -190,6 +190,7 @@ class Hub:
 
     def _take_status(self, link: AgentLink, header: Mapping[str, Any]) -> None:
         status = ranks.parse_agent_status(header, time.monotonic_ns(), link.attempt)
+        link.room = status.room
         newest = self.ingest.newest
         if newest is not None and link.attempt != newest.attempt:
             return

@@ -12,6 +12,7 @@ from megatronapp_analyzer.errors import LayoutError, ProtocolError
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.room import Room
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub
@@ -33,6 +34,8 @@ class AgentLink:
     node: str
     outbox: "asyncio.Queue[Mapping[str, Any]]" = dataclasses.field(default_factory=lambda: asyncio.Queue(1))
     replaced: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    room: Room | None = None
+    """Shared memory of the worker, as its agent reported it last."""
 
     def command(self, page: Mapping[str, Any]) -> None:
         """Send this control page next, instead of one that still waits."""

@@ -141,6 +141,11 @@ def summary(hub: "Hub") -> schemas.Summary:
         hung_ranks=hub.verdicts.hung_ranks(),
         ranks=newest.world if newest else 0,
         tracer=tracer_health(hub),
+        full_shared_memory=[
+            schemas.SharedMemory(worker=link.worker, node=link.node, **link.room.to_json())
+            for link in hub.links.values()
+            if link.room is not None and link.room.full
+        ],
         actions=[schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.asker.actions.all()],
     )
 

@@ -17,8 +17,8 @@ class Condition(StatusModel):
     """One condition, in the API conventions' shape (metav1.Condition)."""
 
     type: Annotated[str, Field(max_length=316)]
-    """Created, Initialized, VolumesShared, PodsScheduled, HubReady, Running, Restarting, Suspended, Stalled,
-    SlowNodeDetected, FailureTarget, Complete or Failed."""
+    """Created, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting, Suspended,
+    SharedMemoryFull, Stalled, SlowNodeDetected, FailureTarget, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=1024)]

@@ -222,6 +222,8 @@ class Observed:
     """What the hub says is slow; None: it says nothing (there is none, it starts, it was killed)."""
     hung_ranks: tuple[int, ...] | None = None
     """The same of ranks of the current attempt that hang."""
+    full_shared_memory: tuple[str, ...] | None = None
+    """Where shared memory has no room left, one sentence for each; None: nothing is known."""
     controls: tuple[Control, ...] = ()
     """The newest that the hub has taken down, oldest first (by id)."""
     controls_spent: float = 0.0

@@ -83,6 +83,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.tokens(draft)
     report.slow_ranks(draft)
     report.stalls(draft)
+    report.shared_memory(draft)
     controls.controls(draft)
     exclusion.expire(draft)
     for policy in POLICIES:

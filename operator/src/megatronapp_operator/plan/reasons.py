@@ -47,6 +47,9 @@ PROGRESS_UNKNOWN = "ProgressUnknown"
 TOKEN_REFUSED = "TokenRefused"
 TOKEN_ACCEPTED = "TokenAccepted"
 
+SHARED_MEMORY_FULL = "SharedMemoryFull"
+SHARED_MEMORY_FREE = "SharedMemoryFree"
+
 SCOPE_CONTROL = "ScopeControl"
 
 NODE_EXCLUDED = "NodeExcluded"

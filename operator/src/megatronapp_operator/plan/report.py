@@ -92,6 +92,22 @@ def stalls(draft: Draft) -> None:
     draft.set_condition(ConditionType.STALLED, True, reasons.RANK_HUNG, message)
 
 
+def shared_memory(draft: Draft) -> None:
+    """Report shared memory without room. Training goes on without the rings and pages that do not fit."""
+    full = draft.observed.full_shared_memory
+    if full is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if not full:
+        message = "shared memory has room again"
+        draft.clear_condition(ConditionType.SHARED_MEMORY_FULL, reasons.SHARED_MEMORY_FREE, message)
+        return
+    hint = "traces, progress or data loaders may be missing what does not fit; raise spec.shm.sizeLimit or free some"
+    message = f"{'; '.join(full)}: {hint}"
+    if not draft.status.is_true(ConditionType.SHARED_MEMORY_FULL):
+        draft.event(EventType.WARNING, reasons.SHARED_MEMORY_FULL, message)
+    draft.set_condition(ConditionType.SHARED_MEMORY_FULL, True, reasons.SHARED_MEMORY_FULL, message)
+
+
 def _heard_since(draft: Draft, since: float) -> bool:
     return draft.observed.heard is None or draft.observed.heard > since
 

@@ -42,6 +42,8 @@ class ConditionType(enum.StrEnum):
     RUNNING = "Running"
     RESTARTING = "Restarting"
     SUSPENDED = "Suspended"
+    SHARED_MEMORY_FULL = "SharedMemoryFull"
+    """True: rings and pages of a worker may be missing, because its shared memory has no room for them."""
     STALLED = "Stalled"
     SLOW_NODE_DETECTED = "SlowNodeDetected"
     FAILURE_TARGET = "FailureTarget"

@@ -82,6 +82,7 @@ def observe(
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,
         hung_ranks=summary.hung_ranks if summary and current else None,
+        full_shared_memory=summary.full_shared_memory if summary else None,
         controls=summary.controls if summary else (),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatronapp_common import tokens
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import PageReader
+from megatronapp_common.room import Room
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process import files, kin, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess
@@ -206,8 +207,14 @@ class Backend:
             progress=summary.newest([told.progress if told else None, *pages]),
             slow_ranks=told.slow_ranks if told else None,
             hung_ranks=told.hung_ranks if told and current else None,
+            full_shared_memory=self._full_shared_memory(),
             controls=told.controls if told else (),
         )
+
+    def _full_shared_memory(self) -> tuple[str, ...] | None:
+        """All workers of this machine share one folder, so it is measured here, also without a hub."""
+        room = Room.measure(self._settings.shm)
+        return None if room is None else (str(room),) * room.full
 
     def _act(self, action: Action, now: float) -> None:
         match action:

@@ -1,0 +1,73 @@
+"""Shared memory without room: from a file system to the condition and the event."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_common.room import LEAST_BYTES, Room
+from megatronapp_operator import summary
+from megatronapp_operator.plan import ConditionType, RecordEvent
+
+FULL = Room(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
+ANSWER: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
+
+
+def told(made: Any) -> list[str]:
+    return [one.reason for one in made.actions if isinstance(one, RecordEvent)]
+
+
+def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]) -> None:
+    made = running()
+    entry = {"worker": 1, "node": "n1", **FULL.to_json()}
+    read = summary.read_summary(ANSWER | {"fullSharedMemory": [entry]})
+    assert read is not None
+    made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
+    first = made.plan()
+    condition = first.status.condition(ConditionType.SHARED_MEMORY_FULL)
+    assert (condition.status, condition.reason, told(first)) == (True, "SharedMemoryFull", ["SharedMemoryFull"])
+    assert condition.message.startswith("worker 1 on n1: /dev/shm has less than 4 of its 64 MiB free: ")
+    assert "raise spec.shm.sizeLimit" in condition.message
+    less = entry | dataclasses.replace(FULL, free=0).to_json()
+    read = summary.read_summary(ANSWER | {"fullSharedMemory": [less]})
+    assert read is not None
+    made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
+    assert (again := made.plan()).status == first.status and told(again) == [], "no write for each byte"
+    made.see(*made.observed.workers, full_shared_memory=None)
+    assert made.plan().status.is_true(ConditionType.SHARED_MEMORY_FULL), "a hub that is silent takes nothing back"
+    made.see(*made.observed.workers, full_shared_memory=())
+    assert not made.plan().status.is_true(ConditionType.SHARED_MEMORY_FULL)
+
+
+@pytest.mark.parametrize("entries", [None, 3, [3], [{}], [{"worker": 0, "node": "n", "path": "x", "bytes": "y"}]])
+def test_what_cannot_be_read_takes_no_verdict_away(entries: Any) -> None:
+    read = summary.read_summary(ANSWER | {"fullSharedMemory": entries})
+    assert read is not None and read.full_shared_memory is None
+
+
+MEASURE = """
+import pathlib, sys
+from megatronapp_common.room import Room
+folder = pathlib.Path(sys.argv[1])
+print(Room.measure(folder).full)
+with (folder / "filler").open("wb", buffering=0) as file:
+    file.write(bytes(5 << 20))
+print(Room.measure(folder).full)
+"""
+
+
+def test_a_file_system_is_measured(tmp_path: pathlib.Path) -> None:
+    script = f'mount -t tmpfs -o size=8m none {tmp_path} || exit 77; exec "$@"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", sys.executable, "-c", MEASURE]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    if done.returncode == 77 or "unshare failed" in done.stderr:
+        pytest.skip(f"no mount of one's own on this machine: {done.stderr.strip()}")
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_folder_that_is_gone_says_nothing(tmp_path: pathlib.Path) -> None:
+    assert Room.measure(tmp_path / "gone") is None
