@@ -42,6 +42,7 @@ def status_document(status: Status) -> dict[str, Any]:
             "released": status.released,
             "excludedNodes": [_excluded(one) for one in status.excluded_nodes],
             "toleratedNodes": [_excluded(one) for one in status.tolerated_nodes],
+            "rankZeroWorker": status.rank_zero,
             "succeededWorkers": ranges(status.succeeded),
             "endedWorkers": [_ended(one) for one in status.ended],
         }

@@ -24,6 +24,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
         initializers=any(one.scope == "Job" for one in spec.initializers),
         gang=spec.scheduling.gang != "None",
         success=plan.SuccessPolicy(spec.success_policy),
+        rank_zero=0 if spec.network.rank_order == "Index" else None,
         slow_node=_slow_node_policy(job),
         policy=_cluster_policy(spec.run_policy),
     )

@@ -63,6 +63,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
         init_failed_time=fields.time("initFailedTime"),
         excluded_nodes=fields.items("excludedNodes", _excluded),
         tolerated_nodes=fields.items("toleratedNodes", _excluded),
+        rank_zero=fields.number("rankZeroWorker"),
         succeeded=numbers_of(fields.text("succeededWorkers")),
         ended=fields.items("endedWorkers", lambda one: _ended(one, attempt)),
         progress=fields.read("progress", read_progress),

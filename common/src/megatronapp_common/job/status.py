@@ -120,6 +120,8 @@ class Pinned(StatusModel):
     """Image of agents and hub."""
     template_hash: str = ""
     """Digest of the rendered worker."""
+    generation: int | None = None
+    """Generation of the spec that the workers were made of; later edits wait for the next attempt."""
     key_id: str = ""
     """Id of the installation's key from which the tokens of the attempt are derived."""
 
@@ -238,6 +240,8 @@ class Status(StatusModel):
     """The pod of the initializers has failed and is being removed."""
     released: Int32 = 0
     """How often a gang that did not start whole was released since one last ran or failed."""
+    rank_zero_worker: int | None = None
+    """Worker that holds rank 0 in the current attempt, where network.rankOrder does not settle that before."""
     succeeded_workers: str | None = None
     """Workers of the current attempt that have succeeded, such as 0-3,7."""
     ended_workers: tuple[EndedWorker, ...] = ()

@@ -23,17 +23,18 @@ def created(draft: Draft) -> bool:
 
 
 def judge_success(draft: Draft) -> bool:
-    """With Rank0 the success of worker 0 ends the job: the others have their time to stop."""
+    """With Rank0 the success of the worker that holds rank 0 ends the job: the others have their time to stop."""
     spec, status = draft.job.spec, draft.status
     if spec.success is not SuccessPolicy.RANK0 or status.is_true(ConditionType.FAILURE_TARGET):
         return False
-    if status.phase is Phase.SUSPENDED or 0 not in status.succeeded:
+    first = status.rank_zero if spec.rank_zero is None else spec.rank_zero
+    if status.phase is Phase.SUSPENDED or first not in status.succeeded:
         return False
     forced = draft.job.stop is not None and draft.job.stop.force
     for worker in draft.live:
         draft.delete(worker, 0.0 if forced else spec.policy.grace_s)
     if not draft.live:
-        complete(draft, reasons.RANK0_SUCCEEDED, "worker 0 ended with success")
+        complete(draft, reasons.RANK0_SUCCEEDED, f"worker {first}, which holds rank 0, ended with success")
     return True
 
 

@@ -197,6 +197,17 @@ class Control:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What the workers of an attempt were made of."""
+
+    attempt: int
+    template: str
+    """Digest, as in the job's spec."""
+    generation: int = 0
+    """Of the job's spec; 0: not known."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything of a job that exists now."""
 
@@ -205,6 +216,9 @@ class Observed:
     workers: tuple[Worker, ...] = ()
     init: Init | None = None
     """The initializer pod; None: none exists."""
+    made: Made | None = None
+    rank_zero: int | None = None
+    """Worker that holds rank 0 in the current attempt, by the table that its launchers agreed on."""
     volumes: str | None = None
     """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
     refusal: Refusal | None = None

@@ -39,6 +39,29 @@ def placed(draft: Draft) -> None:
         _tell_of_waiting(draft, f"{found} of {draft.job.spec.workers_words} placed")
 
 
+def judge_change(draft: Draft) -> bool:
+    """Workers of one attempt are made of one template: a gang that is not whole yet is made anew by a changed one.
+
+    After an edit at once: it is most likely meant for this gang, which does not come up. Where only another release of
+    the operator makes other workers of the same job, a gang whose workers are all there stays as it is.
+    """
+    made, status, spec = draft.observed.made, draft.status, draft.job.spec
+    if made is None or made.attempt != status.attempt or made.template == spec.template:
+        return False
+    edited = made.generation not in {0, spec.generation}
+    if status.attempt_time is None or status.running_time is not None:
+        return False
+    if not edited and len(draft.gang) >= spec.workers:
+        return False
+    why = "the job was edited" if edited else "this release of the operator makes other workers"
+    message = f"{why} before attempt {status.attempt} ran whole: its workers are made anew"
+    draft.update(phase=Phase.PENDING)
+    next_attempt(draft)
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reasons.GANG_OUTDATED, message)
+    draft.event(EventType.NORMAL, reasons.GANG_OUTDATED, message)
+    return True
+
+
 def judge_refusal(draft: Draft) -> bool:
     """Act on a pod that the API server did not take. What a job has run with before is never refused for good."""
     refusal = draft.observed.refusal

@@ -37,6 +37,7 @@ POLICIES: tuple[Callable[[Draft], bool], ...] = (
     lifecycle.finish_failing,
     lifecycle.suspend,
     gang.ensure_hub,
+    placement.judge_change,
     placement.judge_refusal,
     gang.judge_end,
     gang.judge_missing,
@@ -77,6 +78,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.replicas(draft)
     report.volumes(draft)
     report.ends(draft)
+    report.rank_zero(draft)
     placement.placed(draft)
     report.progress(draft)
     report.hub(draft)

@@ -5,6 +5,7 @@ Others come from launchers (docs/contracts.md, section 3) and from the cluster (
 
 JOB_CREATED = "JobCreated"
 GANG_CREATED = "GangCreated"
+GANG_OUTDATED = "GangOutdated"
 
 INITIALIZERS_RUNNING = "InitializersRunning"
 INITIALIZERS_SUCCEEDED = "InitializersSucceeded"

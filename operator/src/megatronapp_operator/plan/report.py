@@ -60,6 +60,13 @@ def ends(draft: Draft) -> None:
     draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(tuple(one for one in failed if one.index not in fine)))
 
 
+def rank_zero(draft: Draft) -> None:
+    """Keep which worker holds rank 0: the table that says so may go with the launchers."""
+    found = draft.observed.rank_zero
+    if found is not None and draft.job.spec.rank_zero is None and draft.status.phase not in TERMINAL_PHASES:
+        draft.update(rank_zero=found)
+
+
 def progress(draft: Draft) -> None:
     """Take over newer progress, and remember on our own clock when it went on."""
     new, old = draft.observed.progress, draft.status.progress

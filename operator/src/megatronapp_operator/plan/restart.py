@@ -99,6 +99,7 @@ def next_attempt(draft: Draft) -> None:
         running_time=None,
         hung_ranks=(),
         succeeded=(),
+        rank_zero=None,
         ended=(),
     )
 

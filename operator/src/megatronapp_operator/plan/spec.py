@@ -74,7 +74,7 @@ class SuccessPolicy(enum.StrEnum):
 
     ALL_WORKERS = "AllWorkers"
     RANK0 = "Rank0"
-    """Worker 0's; the others are stopped then."""
+    """That of the worker with rank 0; the others are stopped then."""
 
 
 class CleanPodPolicy(enum.StrEnum):
@@ -143,6 +143,10 @@ class JobSpec:
     gang: bool = False
     """Whether a queue or gang scheduler places the workers all together, however long that takes."""
     success: SuccessPolicy = SuccessPolicy.ALL_WORKERS
+    rank_zero: int | None = 0
+    """Worker that holds rank 0; None: that is known only once the gang has gathered."""
+    template: str = ""
+    """Digest of what a worker would be made of now; empty: nobody asks."""
     slow_node: SlowNodePolicy = dataclasses.field(default_factory=SlowNodePolicy)
     policy: RunPolicy = dataclasses.field(default_factory=RunPolicy)
 

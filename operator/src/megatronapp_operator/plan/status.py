@@ -156,6 +156,8 @@ class Status:
     """Slow machines that are used until then all the same: without them the gang had no room."""
     succeeded: tuple[int, ...] = ()
     """Workers of this attempt that were seen to succeed; their pods may be gone."""
+    rank_zero: int | None = None
+    """Worker that holds rank 0 in this attempt, where that is not settled before."""
     ended: tuple[Worker, ...] = ()
     """The first workers of this attempt that were seen to fail, most likely culprit first."""
     progress: Progress | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes.api import Object
-from megatronapp_operator.plan import Status
+from megatronapp_operator.plan import Made, Status
 
 TABLE_ENTRIES = 32
 """A longer rank table goes to a ConfigMap; the status keeps its digest and where it is."""
@@ -22,6 +22,13 @@ class Pinned:
     template_hash: str = ""
     key_id: str = ""
     """Of the installation's key; empty: pinned by a release that had one key only."""
+    generation: int = 0
+    """Of the job's spec; 0: pinned by a release that did not keep it."""
+
+    @property
+    def made(self) -> Made:
+        """The same as the plan sees it."""
+        return Made(attempt=self.attempt, template=self.template_hash, generation=self.generation)
 
 
 def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
@@ -34,6 +41,7 @@ def read_pinned(status: Mapping[str, Any]) -> Pinned | None:
             analyzer_image=str(found["analyzerImage"]),
             template_hash=str(found.get("templateHash", "")),
             key_id=str(found.get("keyId", "")),
+            generation=int(found.get("generation", 0)),
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -51,10 +59,18 @@ def facts(
             "analyzerImage": pinned.analyzer_image,
             "templateHash": pinned.template_hash,
             "keyId": pinned.key_id,
+            "generation": pinned.generation,
         }
     if table is not None and table.get("attempt") == status.attempt:
         document["rankTable"] = shortened(table, f"{job.metadata.name}-ranks")
     return document | dict(urls)
+
+
+def rank_zero(table: Mapping[str, Any] | None, attempt: int) -> int | None:
+    """The worker that holds rank 0 by this table; None where it is of another attempt, or too long for the status."""
+    if table is None or table.get("attempt") != attempt:
+        return None
+    return next((one["index"] for one in table.get("workers") or () if 0 in (one.get("ranks") or ())), None)
 
 
 def is_long(table: Mapping[str, Any]) -> bool:

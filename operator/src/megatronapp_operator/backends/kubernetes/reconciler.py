@@ -17,7 +17,7 @@ from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, read_pinned
+from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, rank_zero, read_pinned
 from megatronapp_operator.backends.kubernetes.observe import Told, observe
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
@@ -159,14 +159,29 @@ class Reconciler:
         deleting = document["metadata"].get("deletionTimestamp") is not None
         spec = build_spec(memory.job, uid=memory.uid)
         job = Job(
-            spec=dataclasses.replace(spec, generation=memory.generation),
+            spec=dataclasses.replace(spec, generation=memory.generation, template=self._template(memory)),
             status=memory.status,
             deletion_requested=deleting,
         )
         pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
         seen = observe(pods, memory.told, attempt=memory.status.attempt, refusal=memory.refusal, volumes=memory.volumes)
-        seen = dataclasses.replace(seen, since=memory.since, controls_spent=self._spent.get(key, 0.0))
+        seen = dataclasses.replace(
+            seen,
+            since=memory.since,
+            controls_spent=self._spent.get(key, 0.0),
+            made=None if memory.pinned is None else memory.pinned.made,
+            rank_zero=rank_zero(self._table(memory), memory.status.attempt),
+        )
         return plan.plan(job, seen, self._clock())
+
+    def _template(self, memory: Memory) -> str:
+        """Digest of what a worker would be made of now. What an edit has not touched is as it was pinned."""
+        status, pinned = memory.status, memory.pinned
+        if status.running_time is not None or pinned is None or pinned.attempt != status.attempt:
+            return ""
+        edited = pinned.generation != memory.generation
+        settings = self._current_settings() if edited else self._pinned_settings(pinned)
+        return render.template_hash(memory.job, settings)
 
     def _spend(self, key: Key, made: Plan) -> None:
         now = self._clock()
@@ -222,10 +237,14 @@ class Reconciler:
                 analyzer_image=memory.job.spec.analyzer.image or self._settings.analyzer_image,
                 template_hash=render.template_hash(memory.job, self._current_settings()),
                 key_id=self._keys.current_id,
+                generation=memory.generation,
             )
 
+    def _table(self, memory: Memory) -> Object | None:
+        return memory.told.rank_table or memory.written.get("rankTable")
+
     def _facts(self, memory: Memory, status: Status) -> Object:
-        job, table = memory.job, memory.told.rank_table or memory.written.get("rankTable")
+        job, table = memory.job, self._table(memory)
         urls = {} if status.phase in TERMINAL_PHASES else self._urls(job)
         return facts(job, status, table=table, pinned=memory.pinned, urls=urls)
 
@@ -317,16 +336,19 @@ class Reconciler:
         """What an attempt that begins now is made of."""
         return dataclasses.replace(self._settings, key_id=self._keys.current_id)
 
+    def _pinned_settings(self, pinned: Pinned) -> RenderSettings:
+        """What an attempt that has begun is made of."""
+        return dataclasses.replace(
+            self._settings,
+            trainer_image=pinned.trainer_image,
+            analyzer_image=pinned.analyzer_image,
+            key_id=pinned.key_id,
+        )
+
     def _work(self, memory: Memory, document: Object) -> Work:
         status, metadata, pinned = memory.status, document["metadata"], memory.pinned
-        settings = self._current_settings()
-        if pinned is not None and pinned.attempt == status.attempt:
-            settings = dataclasses.replace(
-                settings,
-                trainer_image=pinned.trainer_image,
-                analyzer_image=pinned.analyzer_image,
-                key_id=pinned.key_id,
-            )
+        begun = pinned is not None and pinned.attempt == status.attempt
+        settings = self._pinned_settings(pinned) if pinned is not None and begun else self._current_settings()
         avoided = tuple(one.node for one in status.excluded_nodes if one.until > self._clock())
         return Work(
             document=document,
