@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import kube
 import psutil
 from operator_client import Client
+from ports import held_ports
 
 NAMESPACE = "bench"
 KEY = "ab" * 32
@@ -180,6 +181,11 @@ async def _prepare(made: Cluster) -> None:
     _kubectl(made.plane, "create", "namespace", NAMESPACE)
     _kubectl(made.plane, "apply", "--server-side", "-f", str(CRD))
     _kubectl(made.plane, "wait", "--for=condition=Established", "crd/megatronjobs.megatronapp.io", "--timeout=60s")
+    with held_ports(1) as (port,):
+        await _start_nodes(made, port)
+
+
+async def _start_nodes(made: Cluster, port: int) -> None:
     kwok = made.start(
         "kwok",
         str(kube.programs("kwok") / "kwok"),
@@ -188,7 +194,7 @@ async def _prepare(made: Cluster) -> None:
         f"--cidr={POD_ADDRESSES}",
         "--manage-all-nodes=true",
         "--node-lease-duration-seconds=0",
-        f"--server-address=127.0.0.1:{kube.free_ports(1)[0]}",
+        f"--server-address=127.0.0.1:{port}",
         "--v=WARN",
     )
     names = node_names()

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import kube
 import yaml
+from ports import held_ports
 
 import megatronapp_native
 from megatronapp_common.names import Env
@@ -150,7 +151,6 @@ def door(
     token = account(plane, namespace, "door")
     for role in (namespace, *(["system:auth-delegator"] if reviews else [])):
         bind(plane, namespace, "door", {"kind": "ClusterRole", "name": role}, everywhere=True)
-    port, hub_port, metrics_port = kube.free_ports(3)
     key = "ab" * 32
     (folder / "key").write_text(key + "\n", encoding="utf-8")
     dist = folder / "dist"
@@ -163,13 +163,14 @@ def door(
         f"--key-file={folder / 'key'}",
         "--host=127.0.0.1",
     ]
-    words += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
     words += ([] if reviews else ["--no-reviews"]) + ([f"--frontend={built or dist}"] if page else [])
     log = folder / "door.log"
-    running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
-    with process([sys.executable, "-m", "megatronapp_operator.door", *words], log), running.client() as client:
-        wait_for(lambda: _ready(client), log)
-        yield running
+    with held_ports(3) as (port, hub_port, metrics_port):
+        words += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
+        running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
+        with process([sys.executable, "-m", "megatronapp_operator.door", *words], log), running.client() as client:
+            wait_for(lambda: _ready(client), log)
+            yield running
 
 
 def _ready(client: httpx.Client) -> bool:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import pathlib
 import secrets
-import socket
 import ssl
 import subprocess
 import time
@@ -18,13 +17,13 @@ from typing import Any
 
 import httpx
 import yaml
+from ports import held_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 START_S = 120
 STOP_S = 20
 POLL_S = 0.05
 ADMIN = "admin"
-BELOW_THOSE_OF_CONNECTIONS = range(10_000, 20_000)
 _DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
@@ -94,29 +93,16 @@ def control_plane(
 ) -> Iterator[ControlPlane]:
     """Start etcd and the API server; everything is gone at the end. `users` have no rights but what RBAC gives them."""
     binaries = programs()
-    etcd_port, peer_port, api_port = free_ports(3)
     tokens = {user: secrets.token_hex(16) for user in (ADMIN, *users)}
-    plane = ControlPlane(folder=folder, programs=binaries, url=f"https://127.0.0.1:{api_port}", tokens=tokens)
     _write_keys(folder, tokens)
     with (
+        held_ports(3) as (etcd_port, peer_port, api_port),
         _program(folder, _etcd(binaries, folder, etcd_port, peer_port)) as etcd,
         _program(folder, [*_api_server(binaries, folder, etcd_port, api_port), *flags]) as server,
     ):
+        plane = ControlPlane(folder=folder, programs=binaries, url=f"https://127.0.0.1:{api_port}", tokens=tokens)
         _wait_ready(plane, (etcd, server))
         yield plane
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on, and that no connection of another test is given in the meantime."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = BELOW_THOSE_OF_CONNECTIONS.start + secrets.randbelow(len(BELOW_THOSE_OF_CONNECTIONS))
-            probe = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                found.append(port)
-    return found
 
 
 def _write_keys(folder: pathlib.Path, tokens: Mapping[str, str]) -> None:

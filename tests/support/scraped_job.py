@@ -18,6 +18,7 @@ import httpx
 import kube
 import yaml
 from chaos_job import Cli
+from ports import held_ports
 from prometheus_client import CollectorRegistry, start_http_server
 
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
@@ -166,8 +167,7 @@ def running_prometheus(folder: pathlib.Path, hub: str, operator: str) -> Iterato
         ],
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    (port,) = kube.free_ports(1)
-    with (folder / "prometheus.log").open("wb") as log:
+    with held_ports(1) as (port,), (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL", "prometheus", f"--config.file={folder / 'prometheus.yaml'}"),
@@ -176,15 +176,18 @@ def running_prometheus(folder: pathlib.Path, hub: str, operator: str) -> Iterato
             stdout=log,
             stderr=log,
         )
-    server = Prometheus(f"http://127.0.0.1:{port}")
-    try:
-        until(lambda: process.poll() is not None or _answers(f"http://127.0.0.1:{port}/-/ready"), "Prometheus is ready")
-        assert process.poll() is None, (folder / "prometheus.log").read_text(encoding="utf-8")
-        yield server
-    finally:
-        server.close()
-        process.kill()
-        process.wait()
+        server = Prometheus(f"http://127.0.0.1:{port}")
+        try:
+            until(
+                lambda: process.poll() is not None or _answers(f"http://127.0.0.1:{port}/-/ready"),
+                "Prometheus is ready",
+            )
+            assert process.poll() is None, (folder / "prometheus.log").read_text(encoding="utf-8")
+            yield server
+        finally:
+            server.close()
+            process.kill()
+            process.wait()
 
 
 def _answers(url: str) -> bool:

@@ -37,6 +37,7 @@ _LENGTH = struct.Struct("<Q")
 _OUTPUT_CHARACTERS = 4000
 _IMPORTED_LATE = (
     "megatronapp_trainer.checkpoint.manager",
+    "megatronapp_trainer.launch.address",
     "megatronapp_trainer.loop",
     "megatronapp_trainer.setup",
     "pytest",
@@ -193,12 +194,15 @@ def serve(path: str) -> None:
 
 
 def _handle(connection: socket.socket) -> None:
-    """Run one request and answer it."""
+    """Run one request and answer it. The port at which its ranks meet is held until they have ended."""
+    from megatronapp_trainer.launch.address import held_port
+
     request: Request = _receive(connection)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, held_port("127.0.0.1") as port:
         pids, pipes = [], []
         for rank in range(request.world):
-            pid, pipe = _fork_rank(request, rank, pathlib.Path(directory) / f"rank{rank}.log")
+            environment = _rank_environment(request, rank, port)
+            pid, pipe = _fork_rank(request, environment, pathlib.Path(directory) / f"rank{rank}.log")
             pids.append(pid)
             pipes.append(pipe)
         answers = _collect(pipes, time.monotonic() + request.timeout_s)
@@ -212,7 +216,7 @@ def _handle(connection: socket.socket) -> None:
     _send(connection, outcomes)
 
 
-def _fork_rank(request: Request, rank: int, log: pathlib.Path) -> tuple[int, int]:
+def _fork_rank(request: Request, environment: dict[str, str], log: pathlib.Path) -> tuple[int, int]:
     """Process id of the rank, and the pipe that its pickled outcome comes through."""
     reading, writing = os.pipe()
     handler = os.getpid()
@@ -225,7 +229,7 @@ def _fork_rank(request: Request, rank: int, log: pathlib.Path) -> tuple[int, int
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.environ.update(_rank_environment(request, rank, handler))
+    os.environ.update(environment)
     outcome = _call(request)
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(outcome)
@@ -234,15 +238,14 @@ def _fork_rank(request: Request, rank: int, log: pathlib.Path) -> tuple[int, int
     os._exit(0)
 
 
-def _rank_environment(request: Request, rank: int, handler: int) -> dict[str, str]:
-    """Each request has a loopback address of its own, so a fixed port is free."""
+def _rank_environment(request: Request, rank: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(request.world),
         "LOCAL_WORLD_SIZE": str(request.world),
-        "MASTER_ADDR": f"127.{1 + handler // 65536 % 200}.{handler // 256 % 256}.{handler % 256}",
-        "MASTER_PORT": str(20000 + handler % 10000),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         **request.environment,
     }

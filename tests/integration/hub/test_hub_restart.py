@@ -7,12 +7,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ports import held_ports
 
 from megatronapp_common.names import Env
 from megatronapp_common.tokens import Role, derive
@@ -24,17 +25,15 @@ DEADLINE_S = 30.0
 class HubProcess:
     """`python -m megatronapp_analyzer.hub`, started again as often as a test wants."""
 
-    def __init__(self, folder: Path, secret: str) -> None:
+    def __init__(self, folder: Path, secret: str, port: int) -> None:
         self.folder = folder
+        self.port = port
         self.secret_file = folder / "secret"
         self.secret_file.write_text(secret)
         self.headers = {"Authorization": f"Bearer {derive(secret, Role.VIEWER)}"}
         job = {"apiVersion": "megatronapp.io/v1alpha1", "kind": "MegatronJob", "metadata": {"name": "demo"}}
         job |= {"spec": {"trace": {"enabled": True}}}
         (folder / "job.yaml").write_text(json.dumps(job))
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def arguments(self) -> list[str]:
@@ -69,8 +68,13 @@ class HubProcess:
             return answer.json()
 
 
-async def test_killed_hub_loses_nothing(tmp_path: Path, secret: str, worker: Any, fake_job: Any, until: Any) -> None:
-    hub = HubProcess(tmp_path, secret)
+@pytest.fixture
+def hub(tmp_path: Path, secret: str) -> Iterator[HubProcess]:
+    with held_ports(1) as (port,):
+        yield HubProcess(tmp_path, secret, port)
+
+
+async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: Any, until: Any) -> None:
     job = fake_job(data=2)
     workers = [worker(hub.url, index=index, job=job) for index in range(job.workers)]
     for mine in workers:
@@ -122,8 +126,7 @@ async def test_killed_hub_loses_nothing(tmp_path: Path, secret: str, worker: Any
     ],
     ids=["remote-bind", "no-job-file", "state-dir-in-a-file"],
 )
-async def test_wrong_flags_are_refused(tmp_path: Path, secret: str, extra: list[str], said: str) -> None:
-    hub = HubProcess(tmp_path, secret)
+async def test_wrong_flags_are_refused(hub: HubProcess, extra: list[str], said: str) -> None:
     environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, *hub.arguments(), *extra, stderr=asyncio.subprocess.PIPE, env=environment
@@ -134,10 +137,10 @@ async def test_wrong_flags_are_refused(tmp_path: Path, secret: str, extra: list[
     assert "Traceback" not in stderr.decode()
 
 
-async def test_taken_port_is_said(tmp_path: Path, secret: str) -> None:
-    hub = HubProcess(tmp_path, secret)
+async def test_taken_port_is_said(hub: HubProcess) -> None:
     environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}
     with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(("127.0.0.1", hub.port))
         sock.listen()
         process = await asyncio.create_subprocess_exec(

@@ -139,7 +139,7 @@ def test_a_slow_worker_is_told_from_its_node(watch: Watch, sim: ModuleType) -> N
 
 def test_all_replicas_of_a_stage_on_different_nodes_are_left_open(watch: Watch, sim: ModuleType) -> None:
     layout = dataclasses.replace(LAYOUTS["dp2-pp2"], workers=(0, 1, 0, 1), nodes=("a", "b", "a", "b"))
-    faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (0, 1))
+    faults = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=25) for rank in (0, 3))
     assert watch(layout, faults=faults).subjects == {("stage", (0, 1), "undetermined")}
 
 
@@ -174,21 +174,6 @@ def test_a_finding_lives_and_ends(watch: Watch, sim: ModuleType) -> None:
     assert told.last.until is not None
     assert told.last.until.step >= 40
     assert set(told.last.evidence_steps) <= set(range(24, 42))
-
-
-def test_the_cost_is_what_the_fault_adds_to_a_step(sim: ModuleType, judge: Callable[..., Any]) -> None:
-    layout = LAYOUTS["dp2-pp2"]
-    fault = sim.Fault(rank=1, kind="compute", factor=3.0, from_step=20)
-    for kind, expected in (("compute", "compute"), ("host", "host"), ("link", "link")):
-        one = dataclasses.replace(fault, kind=kind, rank=1)
-        lengths = []
-        for faults in ((), (one,)):
-            simulator = sim.Simulator(sim.Job(layout=layout, microbatches=8, faults=faults), 1)
-            views = list(simulator.steps(0, 40))
-            lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
-        told = judge(layout, views)
-        assert str(told.last.cause) == expected
-        assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
 
 
 def test_notes_about_injected_faults_are_never_used(sim: ModuleType, judge: Callable[..., Any]) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import pathlib
 import resource
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -113,17 +112,10 @@ def no_room(rank: int) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def ports() -> dict[str, str]:
-    """A port nobody listens on now: other test sessions may run on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_PORT": str(probe.getsockname()[1])}
-
-
 @pytest.fixture
 def call(run_ranks: RunRanks) -> Callable[..., list[Any]]:
     def run(world: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
-        return run_ranks(world, function, *arguments, environment={**ports(), **environment})
+        return run_ranks(world, function, *arguments, environment=environment)
 
     return run
 

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import shutil
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -72,17 +71,9 @@ def train(flags: str) -> list[float] | None:
 
 
 def losses_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:
-    results = run_ranks(world, train, flags, environment={"MASTER_PORT": str(free_port())})
+    results = run_ranks(world, train, flags)
     (losses,) = [result for result in results if result is not None]
     return list(losses)
-
-
-def free_port() -> int:
-    """A port nobody listens on now: other test sessions may run on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def stop_and_resume(

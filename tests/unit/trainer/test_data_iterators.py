@@ -4,7 +4,6 @@ import json
 import pathlib
 import random
 import shutil
-import socket
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal
@@ -49,10 +48,7 @@ def flags(corpus: pathlib.Path) -> str:
 @pytest.fixture
 def call(run_ranks: RunRanks) -> RunRanks:
     def run(world: int, function: Callable[..., Any], *arguments: Any, **environment: str) -> list[Any]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        return run_ranks(world, function, *arguments, environment={"MASTER_PORT": port, **environment})
+        return run_ranks(world, function, *arguments, environment=environment)
 
     return run
 

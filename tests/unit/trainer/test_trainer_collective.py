@@ -1,5 +1,7 @@
 """A failure of one rank reaches all of them."""
 
+import errno
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -35,13 +37,20 @@ def outcomes(failing_rank: int, kind: str) -> tuple[str, str, int | None]:
 
 @pytest.fixture
 def call(run_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def run(*arguments: Any) -> list[Any]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        return run_ranks(2, outcomes, *arguments, environment={"MASTER_PORT": port})
+    return lambda *arguments: run_ranks(2, outcomes, *arguments)
 
-    return run
+
+def bind_the_port_again() -> str:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            return errno.errorcode[error.errno or 0]
+    return "bound"
+
+
+def test_the_port_of_forked_ranks_is_held(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(1, bind_the_port_again) == ["EADDRINUSE"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The entry in fresh processes: asked to stop, losing a peer, resuming."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -13,6 +14,7 @@ import pytest
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.pages import PageReader
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim
+from megatronapp_trainer.launch.address import held_port
 
 pytestmark = pytest.mark.torch
 
@@ -32,9 +34,7 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def ranks(flags: str) -> list[subprocess.Popen[str]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = ports.enter_context(held_port("127.0.0.1"))
         shared = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -57,15 +57,15 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
             )
         return started[-2:]
 
-    yield ranks
-    for process in started:
-        process.kill()
-        process.communicate()
+    with contextlib.ExitStack() as ports:
+        yield ranks
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def meeting_at_a_taken_port() -> tuple[int, str]:
     """Exit code and words of a rank 0 whose port belongs to somebody else."""
-    import contextlib
     import io
     import warnings
 

@@ -1,0 +1,49 @@
+"""What a fault costs: no verdict without a cost, and the cost is what the fault adds to a step."""
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatronapp_analyzer.model import JobLayout
+
+DP2_PP2 = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
+
+
+@pytest.mark.parametrize(("messages", "named"), [(4, {("link", (0, 1), "link")}), (32, set())])
+def test_late_messages_that_nothing_waits_for_are_not_named(
+    watch: Callable[..., Any], sim: ModuleType, messages: int, named: set[Any]
+) -> None:
+    late = sim.Fault(rank=1, kind="link", factor=1.5, from_step=20, peer=0)
+    heavy_end = {"noise": sim.GPU, "stage_weight": (1.0, 1.0, 1.0, 2.2), "microbatches": messages}
+    assert watch(JobLayout.grid(pp=4, ranks_per_worker=2), faults=(late,), **heavy_end).subjects == named
+
+
+def test_the_cost_is_what_the_fault_adds_to_a_step(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    fault = sim.Fault(rank=1, kind="compute", factor=3.0, from_step=20)
+    for kind, expected in (("compute", "compute"), ("host", "host"), ("link", "link")):
+        one = dataclasses.replace(fault, kind=kind, rank=1)
+        lengths = []
+        for faults in ((), (one,)):
+            simulator = sim.Simulator(sim.Job(layout=DP2_PP2, microbatches=8, faults=faults), 1)
+            views = list(simulator.steps(0, 40))
+            lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
+        told = judge(DP2_PP2, views)
+        assert str(told.last.cause) == expected
+        assert told.last.seconds_per_step == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+
+
+def test_two_equally_slow_ranks_share_what_both_cost(sim: ModuleType, judge: Callable[..., Any]) -> None:
+    both = tuple(sim.Fault(rank=rank, kind="compute", factor=2.0, from_step=20) for rank in (0, 3))
+    lengths = []
+    for faults in ((), both):
+        simulator = sim.Simulator(sim.Job(layout=DP2_PP2, microbatches=8, noise=sim.GPU, faults=faults), 1)
+        views = list(simulator.steps(0, 40))
+        lengths.append(np.median([view.end_ns - view.start_ns for view in views[25:]]) * 1e-9)
+    latest = {verdict.subject.ranks: verdict.seconds_per_step for _, verdict in judge(DP2_PP2, views).said}
+    assert set(latest) == {(0,), (3,)}
+    assert sum(latest.values()) == pytest.approx(lengths[1] - lengths[0], rel=0.05)
+    assert latest[(0,)] == pytest.approx(latest[(3,)], rel=0.2)
