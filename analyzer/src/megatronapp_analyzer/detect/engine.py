@@ -102,8 +102,20 @@ class Detector:
             hits=lambda one: self._hits(one, evidence),
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
-        self._cost(view, evidence, clocks.worst_ns() * 1e-9)
+        doubt_s = clocks.worst_ns() * 1e-9
+        replayed = self._cost(view, evidence, doubt_s)
+        told += self._tracks.confirm(lambda track: not replayed or self._costly(track, budget, doubt_s))
         return [self._verdict(track) for track in told]
+
+    def _costly(self, track: Track, step_s: float, doubt_s: float) -> bool:
+        """Whether the replayed cost of a suspect is above its own uncertainty.
+
+        A delay may be large and cost nothing: the step is as long without it where somebody waits for another rank.
+        """
+        least_s = self._settings.cost_share * step_s
+        if track.candidate.cause is Cause.LINK:
+            least_s += doubt_s
+        return track.least_cost_s > 0 and track.seconds_per_step >= least_s
 
     def _candidates(self, evidence: StepEvidence, view: StepView, step_s: float) -> list[Candidate]:
         """Subjects that the last steps speak against."""
@@ -162,16 +174,16 @@ class Detector:
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
-    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> None:
-        """Replay the step without each finding."""
+    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> bool:
+        """Replay the step without each finding; returns whether the step could be replayed."""
         hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
         if not hit:
-            return
+            return True
         try:
             graph = build(view, tolerance_s=CLOCK_TOLERANCE_S + doubt_s, unit_of_rank=self._units.of_rank)
         except GraphError:  # the finding stands; only its cost in this step stays unknown
             self.steps_without_cost += 1
-            return
+            return False
         remedies = [
             Remedy(
                 subject=one.candidate.subject,
@@ -186,6 +198,7 @@ class Detector:
         for track, lost in zip(hit, seconds_lost(graph, remedies), strict=True):
             track.lost_s.append(float(lost))
             track.text = evidence_text(track, waits)
+        return True
 
     def _since(self, view: StepView, votes: int) -> When:
         first = list(self._recent)[-min(votes, len(self._recent))]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -24,6 +25,8 @@ class Track:
     until: When | None = None
     held: int = 0
     """Steps for which confirmation was put off."""
+    certain: bool = False
+    """Whether this step's votes suffice to confirm it."""
     clean: int = 0
     steps_seen: int = 0
     hits: int = 0
@@ -85,6 +88,14 @@ class Track:
         return float(np.mean(self.lost_s)) if self.lost_s else 0.0
 
     @property
+    def least_cost_s(self) -> float:
+        """Lower bound of the mean cost per step: two standard errors below it; unbounded below two replays."""
+        count = len(self.lost_s)
+        if count < 2:
+            return -math.inf
+        return self.seconds_per_step - 2.0 * float(np.std(self.lost_s, ddof=1)) / math.sqrt(count)
+
+    @property
     def named(self) -> bool:
         """Whether anybody was told."""
         return self.state is not State.SUSPECT
@@ -105,11 +116,13 @@ class Tracks:
         *,
         hits: Callable[[Candidate], int],
     ) -> None:
-        """Take this step's candidates: new suspects, and suspects that are now certain enough.
+        """Take this step's candidates: new suspects, and suspects with enough votes to be confirmed.
 
         `when(votes)` is the moment at which the last `votes` votes began; `hold` asks to wait for more evidence;
         `hits(candidate)` steps, this one included, must have spoken against a subject that is named.
         """
+        for known in self.live.values():
+            known.certain = False
         for candidate in candidates:
             if self._covered(candidate):
                 continue
@@ -127,7 +140,7 @@ class Tracks:
                 if hold(candidate) and track.held < self._settings.votes:
                     track.held += 1
                     continue
-                track.state = State.CONFIRMED
+                track.certain = True
 
     def advance(self, now: When, over: Callable[[Track], tuple[bool, int]]) -> list[Track]:
         """Age every track by one step; returns those that somebody should hear of. `over` gives (over now, votes)."""
@@ -145,6 +158,15 @@ class Tracks:
             elif track.named and (hit or track.state is not before):
                 told.append(track)
         return told
+
+    def confirm(self, costly: Callable[[Track], bool]) -> list[Track]:
+        """Confirm the suspects that have enough votes and whose replayed cost is `costly`; returns them."""
+        confirmed = [
+            track for track in self.live.values() if track.state is State.SUSPECT and track.certain and costly(track)
+        ]
+        for track in confirmed:
+            track.state = State.CONFIRMED
+        return confirmed
 
     def close(self, now: When) -> list[Track]:
         """End all: the job starts another life. Returns those that had been named."""

@@ -46,6 +46,9 @@ class Settings:
     """Clean steps after which a verdict is cleared."""
     impact_share: float = 0.03
     """Smallest part of a step that any verdict must cost."""
+    cost_share: float = 0.005
+    """Smallest part of a step by which the replayed step must be shorter without a fault that is named: the impact
+    above adds up delays, the replay knows which of them anything waited for."""
     imbalance_ratio: float = 1.8
     """How much longer than the median of the other stages a stage must take to be mentioned, without any reference."""
     last_stage_ratio: float = 3.0
