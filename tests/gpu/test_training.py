@@ -1,0 +1,69 @@
+"""Training on devices: losses of the processor, alike in every layout, resumed to the bit, without needless waits."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from device_training import STEPS, train
+
+RunRanks = Callable[..., list[Any]]
+TOLERANCE = 2e-5
+"""Relative, in fp32: kernels of devices and of processors add in other orders, and so do layouts."""
+
+
+def losses_of(results: list[dict[str, Any]]) -> list[float]:
+    """Losses of the ranks that know them; they all agree."""
+    known = [result["losses"] for result in results if any(result["losses"])]
+    assert known
+    assert all(losses == known[0] for losses in known)
+    assert len(known[0]) == STEPS
+    return list(known[0])
+
+
+def on_device(flags: str) -> dict[str, Any]:
+    result = train(flags)
+    assert result["device"].startswith("cuda")
+    return result
+
+
+@pytest.mark.parametrize("flags", ["", "--transformer-impl local", "--swiglu --normalization RMSNorm"])
+def test_losses_are_those_of_the_processor(run_ranks: RunRanks, on_processor: RunRanks, flags: str) -> None:
+    device = losses_of(run_ranks(1, on_device, flags))
+    assert device == pytest.approx(losses_of(on_processor(1, train, flags)), rel=TOLERANCE)
+
+
+def test_bf16_follows_fp32(run_ranks: RunRanks) -> None:
+    device = losses_of(run_ranks(1, on_device, "--bf16"))
+    assert device == pytest.approx(losses_of(run_ranks(1, on_device, "")), abs=0.03)
+
+
+def test_a_resumed_run_is_equal_to_the_bit(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    flags = f"--bf16 --deterministic-mode --save {tmp_path} --load {tmp_path}"
+    first = run_ranks(1, on_device, f"{flags} --exit-interval 4")[0]["losses"]
+    second = run_ranks(1, on_device, flags)[0]["losses"]
+    assert first + second == run_ranks(1, on_device, "--bf16 --deterministic-mode")[0]["losses"]
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])
+def test_synchronisations_of_a_step_do_not_grow_with_parameters(run_ranks: RunRanks, flags: str) -> None:
+    few, many = (run_ranks(1, on_device, f"{flags} --num-layers {layers}")[0] for layers in (2, 8))
+    assert few["synchronisations"] == many["synchronisations"]
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ],
+    ids=["TP2", "TP2-SP", "PP2", "VPP2", "DP2", "DP2-overlap"],
+)
+def test_layouts_agree_with_one_device(run_ranks: RunRanks, layout: str) -> None:
+    alone = run_ranks(1, on_device, "--num-layers 4")
+    assert losses_of(run_ranks(2, on_device, layout)) == pytest.approx(losses_of(alone), rel=TOLERANCE)

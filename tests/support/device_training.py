@@ -1,0 +1,116 @@
+"""Short trainings on devices: losses, counted synchronisations, and the records of a traced run."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import warnings
+from typing import Any
+
+STEPS = 8
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    f"--global-batch-size 8 --train-iters {STEPS} --lr 2e-3 --lr-warmup-iters 2 --mock-data --vocab-size 120 "
+    "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+)
+SYNCHRONISES = "called a synchronizing CUDA operation"
+"""What torch warns of while torch.cuda.set_sync_debug_mode("warn") is on."""
+
+
+@dataclasses.dataclass
+class Recorder:
+    """A reporter that keeps the losses and gradient norms."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, metrics: Any, **_details: object) -> None:
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm or 0.0)
+
+    def state(self, state: str) -> None: ...
+
+    def validation(self, iteration: int, loss: float, split: str) -> None: ...
+
+
+def train(flags: str) -> dict[str, Any]:
+    """Train on this rank. Returns losses, gradient norms, the waits of one more step, and the ring's contents."""
+    warnings.simplefilter("ignore")
+    from megatronapp_trainer.checkpoint.manager import CheckpointManager
+    from megatronapp_trainer.config import parse
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.signals import StopWish
+
+    config = parse(f"{MODEL} {flags}".split())
+    layout = layout_of(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
+    manager = CheckpointManager(config, layout) if config.checkpoint.save or config.checkpoint.load else None
+    if manager is not None:
+        manager.load(run.state)
+    observer = _observer(config, layout, run, device) if config.logging.trace else None
+    recorder = Recorder()
+    trainer = Trainer(
+        run,
+        build_iterators(config, layout, run.state.consumed_samples),
+        stop_wish=StopWish(),
+        reporter=recorder,  # type: ignore[arg-type]
+        checkpoints=manager,
+        observer=observer,
+    )
+    trainer.train()
+    synchronisations = _count_synchronisations(trainer) if device.is_cuda and not config.checkpoint.save else 0
+    if observer is not None:
+        observer.close()
+    destroy_groups()
+    return {
+        "device": device.name,
+        "losses": recorder.losses,
+        "norms": recorder.grad_norms,
+        "synchronisations": synchronisations,
+        **_ring(layout.rank),
+    }
+
+
+def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
+    from megatronapp_trainer import scan
+    from megatronapp_trainer.observe import RunContext
+
+    return scan.start(
+        RunContext(
+            config=config,
+            layout=layout,
+            model_config=run.core_config,
+            device_name=device.name,
+            first_iteration=0,
+            num_microbatches=8 // 2 // layout.data_size,
+        )
+    )
+
+
+def _count_synchronisations(trainer: Any) -> int:
+    """Synchronisations of one more step, as torch counts them on this rank's thread."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        trainer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum(SYNCHRONISES in str(warning.message) for warning in caught)
+
+
+def _ring(rank: int) -> dict[str, Any]:
+    """Metadata, records and count of lost records of this rank's ring, if it has one."""
+    path = pathlib.Path(os.environ.get("MEGATRONAPP_SHM_DIR", "/nowhere"), f"test.rank{rank}.ring")
+    if not path.exists():
+        return {}
+    import megatronapp_native as native
+
+    reader = native.RingReader(str(path))
+    data, lost = reader.read(1_000_000)
+    return {"metadata": json.loads(reader.info().metadata), "records": data, "lost": lost}
