@@ -64,6 +64,9 @@ export function useScopeSelection() {
   const moveToken = (by: number): void => select({ token: within(token.value + by, length.value) });
   const nameOf = (position: number): string =>
     sample.value ? `${pieceAt(sample.value, position).name} at ${position}` : `token ${position}`;
+  /** For a screen reader. */
+  const spokenName = (position: number): string =>
+    sample.value ? `${pieceAt(sample.value, position).spoken} at ${position}` : `token ${position}`;
   return {
     selection,
     select,
@@ -80,6 +83,7 @@ export function useScopeSelection() {
     stride,
     moveToken,
     nameOf,
+    spokenName,
   };
 }
 

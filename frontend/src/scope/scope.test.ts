@@ -6,7 +6,7 @@ import { ScopeFrame } from "./protocol";
 import { SampleStore } from "./sampleStore";
 import { scopeFrame } from "./testFrames";
 import { levelFor, TileStore, tilesOver } from "./tileStore";
-import { candidateName, pieces, visibleText } from "./tokenText";
+import { candidateName, labelText, pieces, spokenText, visibleText } from "./tokenText";
 
 describe("texts of tokens", () => {
   const sample = new SampleStore();
@@ -26,11 +26,28 @@ describe("texts of tokens", () => {
       "…",
       "…",
       "👋",
-      "한",
+      "␣한",
       "↵",
-      "ok",
+      "␣ok",
     ]);
     expect(pieces(sample).filter((piece) => piece.partial).length).toBe(2);
+  });
+
+  it("tells tokens apart that differ in a leading space, in every form of their name", () => {
+    const code = new SampleStore();
+    code.setPrompt({ text: "self self", ids: [279, 291], offsets: [[0, 4], [4, 9]] }); // prettier-ignore
+    const [bare, spaced] = pieces(code);
+    expect([bare?.label, bare?.name, bare?.spoken]).toEqual(["self", "“self”", "“self”"]);
+    expect([spaced?.label, spaced?.name, spaced?.spoken]).toEqual(["␣self", "“␣self”", "space “self”"]);
+  });
+
+  it("counts long runs of spaces on axes, and says white space in words", () => {
+    expect(labelText("\n       ")).toBe("↵␣₇");
+    expect(labelText("            x")).toBe("␣₁₂x");
+    expect(labelText("   x")).toBe("␣␣␣x");
+    expect(labelText("␣␣␣␣")).toBe("␣␣␣␣");
+    expect(spokenText("\n       ")).toBe("line end, 7 spaces");
+    expect(spokenText("\t\tfoo bar\n")).toBe("2 tabs “foo bar” line end");
   });
 
   it("names candidates by their text alone, and pieces of characters as such", () => {

@@ -4,10 +4,12 @@ import type { SampleStore } from "./sampleStore";
 export interface Piece {
   readonly position: number;
   readonly id: number;
-  /** What the strip shows. */
+  /** What the strip and axes show: its spaces are visible, many of them are counted. */
   readonly label: string;
-  /** How a sentence calls it, in quotes. */
+  /** In quotes, for a sentence that is read. */
   readonly name: string;
+  /** For a screen reader: spaces, tabs and line ends in words. */
+  readonly spoken: string;
   readonly generated: boolean;
   /** The token ends no character: its bytes belong to the piece that follows. */
   readonly partial: boolean;
@@ -31,18 +33,51 @@ export function candidateName(id: number, text: string | undefined): string {
   return text.includes("\ufffd") ? `part of a character (token ${id})` : visibleText(text);
 }
 
+/** Runs of spaces that are longer are counted: `␣₈`. */
+const SHOWN_SPACES = 3;
+const subscript = (count: number): string =>
+  [...String(count)].map((digit) => String.fromCharCode(0x2080 + Number(digit))).join("");
+
+/** Visible, and short enough for an axis. */
+export const labelText = (text: string): string =>
+  visibleText(text).replace(/␣+/g, (run) =>
+    run.length > SHOWN_SPACES && text.includes(" ".repeat(run.length)) ? `␣${subscript(run.length)}` : run,
+  );
+
+const WHITE: Readonly<Record<string, string>> = {
+  " ": "space",
+  "\n": "line end",
+  "\r": "return",
+  "\t": "tab",
+};
+
+/** White space in words: "line end, 7 spaces". */
+const whiteWords = (white: string): string =>
+  [...white.matchAll(/(.)\1*/gs)]
+    .map(([run, sign = ""]) => {
+      const word = WHITE[sign] ?? "white space";
+      return run.length === 1 ? word : `${run.length} ${word}s`;
+    })
+    .join(", ");
+
+/** A text as it is read aloud: what stands between white space in quotes. */
+export function spokenText(text: string): string {
+  const [, before = "", core = "", after = ""] = /^(\s*)(.*?)(\s*)$/s.exec(text) ?? [];
+  const words = [whiteWords(before), core && `“${visibleText(core)}”`, whiteWords(after)];
+  return words.filter((word) => word !== "").join(" ");
+}
+
 export function pieceAt(sample: SampleStore, position: number): Piece {
   const text = sample.texts[position] ?? "";
   const id = sample.ids[position] ?? -1;
   const partial = text === "";
-  const label = partial ? "…" : visibleText(text.startsWith(" ") ? text.slice(1) || text : text);
+  const part = `part of a character (token ${id})`;
   return {
     position,
     id,
-    label,
-    name: partial
-      ? `part of a character (token ${id})`
-      : `“${visibleText(text.trim() === "" ? text : text.trim())}”`,
+    label: partial ? "…" : labelText(text),
+    name: partial ? part : `“${visibleText(text)}”`,
+    spoken: partial ? part : spokenText(text),
     generated: position >= sample.promptLength,
     partial,
   };
