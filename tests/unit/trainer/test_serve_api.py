@@ -156,11 +156,17 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
     [
         ({"prompt": []}, 422, "prompt", "prompt"),
         ({"prompt": [1, 300]}, 422, "prompt", "token 1 is 300; the vocabulary has ids 0 to 299"),
-        ({"prompt": ["a"] * (BATCH + 1)}, 413, "prompt", "3 texts are asked for; a request may ask for 2"),
-        ({"n": 3}, 413, "n", "3 texts"),
+        ({"prompt": 5}, 422, "prompt", "prompt: must be a string, a list of strings, a list of token ids, or"),
+        ({"prompt": ["a", 1]}, 422, "prompt", "prompt.1: must be a string"),
+        ({"prompt": [[1], ["a"]]}, 422, "prompt", "prompt.1.0: must be a whole number"),
+        ({"stop": 5}, 422, "stop", "stop: must be a string or a list of strings"),
+        ({"prompt": ["a"] * (BATCH + QUEUE + 1)}, 413, "prompt", "4 texts are asked for; a request may ask for 3"),
+        ({"n": 4}, 413, "n", "4 texts"),
         ({"max_tokens": MOST + 1}, 413, "max_tokens", f"is over {MOST}"),
         ({"prompt": [1] * 200, "max_tokens": MOST}, 413, "max_tokens", "ask for at most 1848"),
-        ({"temperature": -1}, 422, "temperature", "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": -1}, 422, "temperature", "temperature: must be 0 or more"),
+        ({"temperature": True}, 422, "temperature", "temperature: must be a number"),
+        ({"prompt": [1] * POSITIONS}, 413, "max_tokens", "shorten the prompt to at most 2047 tokens"),
         ({"temperature": 0.0001}, 422, "temperature", "temperature"),
         ({"echo": True}, 422, "echo", "echo"),
         ({"best_of": 2}, 422, "best_of", "best_of"),
@@ -175,7 +181,24 @@ def test_a_wrong_request_is_refused_with_its_place(
     answer = client.post("/v1/completions", json={"prompt": "hello"} | change)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["message"]
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].endswith(answer.json()["hint"]), "OpenAI's clients show nothing else"
+
+
+def test_more_texts_than_run_together_wait_for_each_other(client: httpx.Client) -> None:
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    alone = ask(client, prompt="hello", **body)["choices"][0]
+    together = ask(client, prompt=["hello", "whales", "hello"], **body)["choices"]
+    assert len(together) == BATCH + QUEUE
+    assert [one["token_ids"] for one in together][::2] == [alone["token_ids"]] * 2
+
+
+def test_a_broken_body_says_where(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content='{"prompt": }', headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["message"] == "the body: is not valid JSON: Expecting value (character 11)"
+    assert answer.json()["error"]["param"] is None
 
 
 def test_nobody_is_let_in_without_the_key(server: Server) -> None:

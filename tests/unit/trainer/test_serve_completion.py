@@ -24,6 +24,7 @@ def model() -> Any:
         capacity=8,
         vocab_size=len(vocab),
         most_prompts=2,
+        most_open=2,
         most_tokens=8,
         tokenizer=ours.Tokenizer(backend),
     )

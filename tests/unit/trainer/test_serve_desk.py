@@ -89,7 +89,7 @@ async def probes_apart(desk: Desk) -> None:
 
 async def running_kept(desk: Desk) -> None:
     runs.KEPT = 2
-    model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_tokens=40)
+    model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_open=1, most_tokens=40)
     known = runs.Runs(desk)
 
     def start(name: str) -> runs.Record:

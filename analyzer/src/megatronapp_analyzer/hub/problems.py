@@ -5,6 +5,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from megatronapp_common.field_errors import describe
+
 NO_STORE = {"Cache-Control": "no-store"}
 
 
@@ -25,11 +27,6 @@ def problem_response(status: int, code: str, message: str, hint: str, *, retry_s
     return JSONResponse({"code": code, "message": message, "hint": hint}, status, headers=headers)
 
 
-def _describe(error: RequestValidationError) -> str:
-    said = ((item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors())
-    return "; ".join(f"{'.'.join(map(str, place))}: {message}" for place, message in said)
-
-
 async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     return problem_response(error.status, error.code, str(error), error.hint, retry_s=error.retry_s)
@@ -37,7 +34,8 @@ async def _on_api_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return problem_response(422, "invalid-request", _describe(error), "See /api/v1/openapi.json for the fields.")
+    hint = "See /api/v1/openapi.json for the fields."
+    return problem_response(422, "invalid-request", describe(error.errors()), hint)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -17,14 +17,15 @@ class Serve(ManifestModel):
     port: Annotated[int, Field(ge=0, le=65535)] = SERVE_PORT
     """Port of the API without a cluster; 0: a free one. On a cluster it is always 8000."""
     max_batch: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Prompts that are generated together, and the most of one request."""
+    """Prompts that are generated together."""
     max_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 1024
     """Most new tokens of a prompt."""
     max_length: Count | None = None
     """Most tokens of a prompt and what follows it, for which memory is kept maxBatch times; left out: the positions
     that the model was trained with."""
     queue_length: Annotated[int, Field(ge=0, le=4096)] = 32
-    """Prompts that may wait; requests beyond are answered with 429."""
+    """Prompts that may wait; requests beyond are answered with 429. A request may ask for maxBatch + queueLength
+    texts."""
     prefill_chunk: Annotated[int, Field(ge=1, le=1_048_576)] = 512
     """Tokens of a prompt that are read in one forward pass; less needs less memory."""
     precision: Literal["fp32", "bf16"] | None = None

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic.alias_generators import to_camel
 
 from megatronapp_common.errors import ExpressionError
@@ -36,16 +36,21 @@ Filter = Annotated[str, Field(max_length=MAX_EXPRESSION), AfterValidator(_checke
 
 
 class RequestModel(BaseModel):
-    """Names are camelCase outside and snake_case inside; unknown fields are refused."""
+    """Names are camelCase outside and snake_case inside; unknown fields and values of a wrong type are refused."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
         populate_by_name=True,
         extra="forbid",
+        strict=True,
         serialize_by_alias=True,
         allow_inf_nan=False,
         frozen=True,
     )
+
+
+AsList = Strict(False)
+"""Of tuples in strict models: they take a list, as JSON has it."""
 
 
 class States(RequestModel):
@@ -89,7 +94,7 @@ class Capture(RequestModel):
     pixels: Pixels = Pixels()
     expression: Expressions = Expressions()
     rotary: Rotary = "after"
-    pinned: Annotated[tuple[Head, ...], Field(max_length=MAX_PINNED)] = ()
+    pinned: Annotated[tuple[Head, ...], Field(max_length=MAX_PINNED), AsList] = ()
     """Heads whose attention rows are streamed."""
     candidates: Annotated[int, Field(ge=1, le=100)] = 20
 
@@ -110,7 +115,9 @@ class Sampling(RequestModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
     """None: one that nobody knows before."""
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(max_length=MAX_STOPS), AsList
+    ] = ()
 
 
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
@@ -119,7 +126,7 @@ Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARACTERS)]
 class RunRequest(RequestModel):
     """A batch of prompts to go on with."""
 
-    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompts: Annotated[tuple[Prompt, ...], Field(min_length=1, max_length=MAX_PROMPTS), AsList]
     tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 32
     """How many are generated for each prompt, at most."""
     sampling: Sampling = Sampling()
@@ -136,8 +143,8 @@ class ProbeSite(RequestModel):
     """Exact numbers of a site. `heads` None: all, or a site without heads."""
 
     site: Annotated[str, Field(min_length=1, max_length=64)]
-    layers: tuple[Index, ...]
-    heads: tuple[Index, ...] | None = None
+    layers: Annotated[tuple[Index, ...], AsList]
+    heads: Annotated[tuple[Index, ...], AsList] | None = None
     code: Literal["f32", "f16", "u8s"] = "f32"
     rotary: Rotary = "after"
     """Of `q` and `k`: after or before the turn."""
@@ -146,9 +153,9 @@ class ProbeSite(RequestModel):
 class Probe(RequestModel):
     """Known tokens that the model reads once more."""
 
-    ids: tuple[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], ...]
-    sites: tuple[ProbeSite, ...]
-    queries: tuple[Index, Index] | None = None
+    ids: Annotated[tuple[Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList], ...], AsList]
+    sites: Annotated[tuple[ProbeSite, ...], AsList]
+    queries: Annotated[tuple[Index, Index], AsList] | None = None
     """Rows [first, end) that are sent; all if None."""
     stride: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     """Of those, every so many."""

@@ -6,6 +6,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
+from megatronapp_common.field_errors import describe
 from megatronapp_operator.backends.kubernetes.errors import ApiError, ForbiddenError
 from megatronapp_operator.errors import OperatorError
 
@@ -65,8 +66,8 @@ def of_api(error: ApiError) -> Refusal:
 
 async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    parts = (f"{'.'.join(str(place) for place in item['loc'])}: {item['msg']}" for item in error.errors())
-    return problem_response(422, "invalid-request", "; ".join(parts), "See /api/v1/openapi.json for the fields.")
+    hint = "See /api/v1/openapi.json for the fields."
+    return problem_response(422, "invalid-request", describe(error.errors()), hint)
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

@@ -84,6 +84,7 @@ def served(folder: pathlib.Path) -> Any:
         capacity=8,
         vocab_size=300,
         most_prompts=1,
+        most_open=1,
         most_tokens=1,
         tokenizer=load_gpt2(*pair) if pair[0].exists() else load_file(folder),
         tokens=text_tokens_of(folder),

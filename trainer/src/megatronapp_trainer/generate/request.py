@@ -61,11 +61,12 @@ class GenerationRequest:
 def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, has_text: bool) -> None:
     """Raise RequestError where the request is too much for an engine of this size."""
     if (total := len(request.prompt) + request.max_new_tokens) > capacity:
+        room = capacity - len(request.prompt)
+        advice = f"ask for at most {room}" if room > 0 else f"shorten the prompt to at most {capacity - 1} tokens"
         raise RequestError(
             "max_new_tokens",
             f"{len(request.prompt)} tokens of the prompt and {request.max_new_tokens} new ones are {total}, and a "
-            f"sequence may have {capacity}; ask for at most {max(capacity - len(request.prompt), 0)}, or shorten the "
-            "prompt",
+            f"sequence may have {capacity}; {advice}",
         )
     for index, token in enumerate(request.prompt):
         if not 0 <= token < vocab_size:

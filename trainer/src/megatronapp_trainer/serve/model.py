@@ -17,6 +17,8 @@ from megatronapp_trainer.serve.schemas import CompletionRequest
 
 Prompt = str | Sequence[int]
 SEEDS = 2**63
+_DRAWN_SEEDS = 2**53 - 2**17
+"""Seeds that are drawn: a JSON number in a browser holds them exactly, also with the largest index added."""
 _PIECE = "\ufffd"
 _BY_ID = "id:"
 _ANCHOR = "a"
@@ -32,6 +34,9 @@ class ServedModel:
     """Most tokens of a prompt and what follows it."""
     vocab_size: int
     most_prompts: int
+    """Most prompts of a run of MegaScope: they are generated together."""
+    most_open: int
+    """Most texts of a request: those that are generated together, and those that may wait."""
     most_tokens: int
     tokenizer: Tokenizer | None = None
     tokens: TextTokens = dataclasses.field(default_factory=TextTokens)
@@ -108,7 +113,9 @@ class ServedModel:
             text = f"there is no model {body.model}, only {self.name}"
             raise ApiError(404, "no-such-model", text, hint=hint, param="model")
         prompts = prompts_of(body)
-        self._check_sizes(len(prompts) * body.n, body.max_tokens, ("prompt" if body.n == 1 else "n", "max_tokens"))
+        param = "prompt" if body.n == 1 else "n"
+        self._check_count(len(prompts) * body.n, self.most_open, param)
+        self._check_tokens(body.max_tokens, "max_tokens")
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         return [
             GenerationRequest(
@@ -130,7 +137,8 @@ class ServedModel:
 
     def run_requests(self, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each prompt of a run. Raises ApiError, RequestError."""
-        self._check_sizes(len(body.prompts), body.tokens, ("prompts", "tokens"))
+        self._check_count(len(body.prompts), self.most_prompts, "prompts")
+        self._check_tokens(body.tokens, "tokens")
         sampling = body.sampling
         return [
             GenerationRequest(
@@ -146,14 +154,15 @@ class ServedModel:
             for sample, prompt in enumerate(body.prompts)
         ]
 
-    def _check_sizes(self, prompts: int, tokens: int, params: tuple[str, str]) -> None:
-        of_prompts, of_tokens = params
-        if prompts > self.most_prompts:
-            words = f"{of_prompts}: {prompts} texts are asked for; a request may ask for {self.most_prompts}"
-            raise ApiError(413, "too-many", words, hint="Send several requests.", param=of_prompts)
+    def _check_count(self, texts: int, most: int, param: str) -> None:
+        if texts > most:
+            words = f"{param}: {texts} texts are asked for; a request may ask for {most}"
+            raise ApiError(413, "too-many", words, hint="Send several requests.", param=param)
+
+    def _check_tokens(self, tokens: int, param: str) -> None:
         if tokens > self.most_tokens:
-            words = f"{of_tokens}: {tokens} is over {self.most_tokens}, the most that this server generates"
-            raise ApiError(413, "too-long", words, hint="Ask for less.", param=of_tokens)
+            words = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
+            raise ApiError(413, "too-long", words, hint="Ask for less.", param=param)
 
 
 def going_on(tokenizer: Tokenizer) -> Decode:
@@ -184,4 +193,4 @@ def utf16_units(text: str) -> int:
 
 def new_seed(given: int | None) -> int:
     """The seed that was asked for, or a fresh one."""
-    return secrets.randbelow(SEEDS) if given is None else given
+    return secrets.randbelow(_DRAWN_SEEDS) if given is None else given

@@ -10,14 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from megatronapp_common.field_errors import describe, place_of
 from megatronapp_trainer.generate.errors import EngineLostError, GenerationError, QueueFullError, RequestError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
 _INSTEAD = {"/v1/chat/completions": "There is no chat here: ask /v1/completions, with a prompt."}
 """Of paths that clients try and that there are not."""
-_WORDS = {"extra_forbidden": "there is no such field", "missing": "must be given"}
-"""Of pydantic's errors that say less."""
+UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>"})
+"""Names of union members in schemas, which are no part of a field's place."""
 RETRY_S = {429: 1, 503: 5}
 _PARAMS = {
     "prompt": "prompt",
@@ -50,9 +51,10 @@ class ApiError(Exception):
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The one shape of an error."""
+    """The one shape of an error. OpenAI's clients show nothing but `error.message`, so it includes the hint."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    detail = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    message = f"{str(error).removesuffix('.')}. {error.hint}" if error.hint else str(error)
+    detail = {"message": message, "type": kind, "param": error.param, "code": error.code}
     return {"code": error.code, "message": str(error), "hint": error.hint, "error": detail}
 
 
@@ -78,7 +80,7 @@ def _of_request(error: RequestError, message: str) -> ApiError:
     param = _PARAMS.get(error.field, error.field)
     words = message.replace(error.field, param, 1)
     if error.field in TOO_LARGE:
-        return ApiError(413, "too-long", words, hint="Shorten the prompt, or ask for less.", param=param)
+        return ApiError(413, "too-long", words, hint="max_model_len of /v1/models is the limit.", param=param)
     return ApiError(422, "invalid-request", words, hint=SEE, param=param)
 
 
@@ -103,13 +105,8 @@ async def _on_generation_error(request: Request, error: Exception) -> JSONRespon
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     found = error.errors()
-    parts = (f"{_place(item['loc']) or 'the body'}: {_WORDS.get(item['type'], item['msg'])}" for item in found)
-    param = _place(found[0]["loc"]).partition(".")[0] or None
-    return error_response(ApiError(422, "invalid-request", "; ".join(parts), hint=SEE, param=param))
-
-
-def _place(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location[1:])
+    param = place_of(found[0], tags=UNION_TAGS).partition(".")[0] or None
+    return error_response(ApiError(422, "invalid-request", describe(found, tags=UNION_TAGS), hint=SEE, param=param))
 
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:

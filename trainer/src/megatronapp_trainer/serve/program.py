@@ -273,6 +273,7 @@ def describe(command: Command, config: TrainerConfig) -> "ServedModel":
         capacity=capacity_of(command, config),
         vocab_size=data.vocab_size,
         most_prompts=command.options.max_batch_size,
+        most_open=_most_open(command),
         most_tokens=command.options.max_tokens,
         tokenizer=tokenizer,
         tokens=read_text_tokens(newest_arguments(command.load)[0]),

@@ -2,7 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from megatronapp_trainer.generate.request import LONGEST_STOP, MOST_STOPS
 
@@ -13,19 +23,78 @@ Text = Annotated[str, Field(max_length=MOST_TEXT)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=1_048_576)]
 """Judged up to the first bad one: of a million of them nobody reads a million reasons."""
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+
+
+def _kind_of_prompt(value: Any) -> str | None:  # noqa: ANN401 - whatever JSON holds
+    """Which member of the union a value is meant to be, so that errors are about that one alone."""
+    if isinstance(value, list):
+        first = value[0] if value else ""
+        return "<texts>" if isinstance(first, str) else "<token lists>" if isinstance(first, list) else "<tokens>"
+    return "<text>" if isinstance(value, str) else None
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[TokenLists, Tag("<token lists>")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="must be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
+StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
+    Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
+        custom_error_type="stop",
+        custom_error_message="must be a string or a list of strings",
+    ),
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+NoPenalty = Annotated[float, Field(ge=0, le=0)]
 
 
 class Body(BaseModel):
-    """A body of a request: unknown fields and values of a wrong type are refused."""
+    """A body of a request. Unknown fields and wrong types are refused; null for an optional field means its default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+        if not isinstance(value, dict):
+            return value
+        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: given for name, given in value.items() if given is not None or name not in optional}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As above: optional fields may be null."""
+        found = handler(schema)
+        fields = handler.resolve_ref_schema(found)
+        for name, field in fields.get("properties", {}).items():
+            if name not in fields.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                fields["properties"][name] = _nullable(field)
+        return found
+
+
+def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
+    """The same with null; what describes the field stays outside."""
+    about = {key: field[key] for key in ("title", "description", "default") if key in field}
+    if field.get("type") == "null":
+        return field
+    return {"anyOf": [{key: value for key, value in field.items() if key not in about}, {"type": "null"}], **about}
 
 
 class StreamOptions(Body):
@@ -42,12 +111,7 @@ class CompletionRequest(Body):
 
     model: Annotated[str, Field(max_length=256)] | None = None
     """Name as in /v1/models; there is one."""
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-        | Tokens
-        | Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-    )
+    prompt: Prompts
     """A text, ids of tokens, or a list of either."""
     max_tokens: Count = 16
     """Most new tokens of each prompt."""
@@ -61,7 +125,7 @@ class CompletionRequest(Body):
     """The same seed gives the same text again; left out: a new one each time."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Texts for each prompt. The choice of index i is drawn with seed + i."""
-    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | None = None
     """Texts that end the generation; they are left out."""
     stop_token_ids: Annotated[list[StopTokens], Field(max_length=MOST_STOPS)] = []
     """Sequences of tokens that end the generation."""
@@ -83,9 +147,9 @@ class CompletionRequest(Body):
     """There is no choice among several."""
     suffix: None = None
     """Nothing is filled in."""
-    presence_penalty: Literal[0] = 0
+    presence_penalty: NoPenalty = 0
     """There are no penalties."""
-    frequency_penalty: Literal[0] = 0
+    frequency_penalty: NoPenalty = 0
     """There are no penalties."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     """Logits are not biased."""

@@ -23,10 +23,10 @@ class ServeOptions:
 
     host: str = option("127.0.0.1", "address of the API")
     port: int = option(SERVE_PORT, "port of the API; 0: a free one")
-    max_batch_size: int = option(8, "prompts that are generated together, and the most of one request")
+    max_batch_size: int = option(8, "prompts that are generated together")
     max_tokens: int = option(1024, "most new tokens of a prompt")
     max_length: int | None = option(None, "most tokens of a prompt and what follows; default: the model's positions")
-    queue_length: int = option(32, "prompts that may wait")
+    queue_length: int = option(32, "prompts that may wait; the most texts of a request are these and --max-batch-size")
     prefill_chunk: int = option(512, "tokens of prompts that one forward pass reads")
     precision: str | None = option(None, "weights and activations; default: as trained", choices=("fp32", "bf16"))
 

@@ -1,0 +1,46 @@
+"""Requests as OpenAI's clients send them: null means the default, and drawn seeds can be sent again."""
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from megatronapp_common.scope.protocol_requests import Sampling
+from megatronapp_trainer.serve.model import new_seed
+from megatronapp_trainer.serve.schemas import CompletionRequest, StreamOptions
+
+NULLABLE = (
+    "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed",
+    "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user",
+)  # fmt: skip
+"""Optional fields of a completion, of which clients with types send null where nothing was chosen."""
+
+
+def test_null_is_the_default_of_each_optional_field() -> None:
+    assert CompletionRequest.model_validate({"prompt": "a", **dict.fromkeys(NULLABLE)}) == CompletionRequest(prompt="a")
+    assert StreamOptions.model_validate({"include_usage": None}) == StreamOptions()
+
+
+def test_the_schema_says_that_null_may_be_sent() -> None:
+    fields = TypeAdapter(CompletionRequest).json_schema()["properties"]
+    nullable = {
+        name for name, field in fields.items() if "null" in [one.get("type") for one in field.get("anyOf", [field])]
+    }
+    assert nullable == set(fields) - {"prompt"}
+    assert fields["max_tokens"]["default"] == 16
+
+
+@pytest.mark.parametrize("body", [{"prompt": None}, {"prompt": "a", "max_token": None}, {"prompt": [None]}])
+def test_null_is_nothing_else(body: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate(body)
+
+
+def test_zero_penalties_are_taken_as_any_number() -> None:
+    body = {"prompt": "a", "presence_penalty": 0.0, "frequency_penalty": 0}
+    assert CompletionRequest.model_validate(body) == CompletionRequest(prompt="a")
+
+
+def test_a_drawn_seed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.randbelow", lambda most: most - 1)
+    largest = new_seed(None)
+    assert Sampling(seed=largest).seed == largest
+    assert float(largest + 2**17 - 1) == largest + 2**17 - 1, "also with an index added it is a number of a browser's"
