@@ -52,14 +52,18 @@ SHARDED = "qwen2"
 """Saved in several files."""
 
 
-def save_model(name: str, folder: pathlib.Path) -> Any:
-    """Make the model, write its folder, and give the model back in fp32 with the weights that were written."""
+def save_model(name: str, folder: pathlib.Path, **changes: Any) -> Any:
+    """Make the model, `changes` made to its configuration, and write its folder.
+
+    Gives it back in fp32 with the weights that were written.
+    """
     import torch
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
 
     kind, values = MODELS[name]
+    values = values | changes
     torch.manual_seed(7)
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **values))
     with torch.no_grad():

@@ -168,7 +168,6 @@ def test_the_model_is_listed(client: httpx.Client) -> None:
         ({"temperature": True}, 422, "temperature", "temperature: must be a number"),
         ({"prompt": [1] * POSITIONS}, 413, "max_tokens", "shorten the prompt to at most 2047 tokens"),
         ({"temperature": 0.0001}, 422, "temperature", "temperature"),
-        ({"echo": True}, 422, "echo", "echo"),
         ({"best_of": 2}, 422, "best_of", "best_of"),
         ({"presence_penalty": 0.5}, 422, "presence_penalty", "presence_penalty"),
         ({"max_token": 4}, 422, "max_token", "max_token: there is no such field"),

@@ -9,7 +9,7 @@ import pytest
 
 from megatronapp_common.scope.protocol_requests import RunRequest
 from megatronapp_trainer.generate.errors import EngineLostError
-from megatronapp_trainer.generate.events import Event, FinishedEvent, FinishReason, TokenEvent
+from megatronapp_trainer.generate.events import FinishedEvent, FinishReason, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.desk import QueueEvent, Ticket
 from megatronapp_trainer.serve.runs import Record
@@ -45,7 +45,7 @@ def end(sample: int, reason: FinishReason, text: str = "", error: EngineLostErro
     )
 
 
-async def followed(record: Record, *batches: list[Event | QueueEvent]) -> None:
+async def followed(record: Record, *batches: list[TokenEvent | FinishedEvent | QueueEvent]) -> None:
     for batch in batches:
         record.ticket.put(batch)
     async with asyncio.timeout(20):

@@ -112,17 +112,21 @@ def _reading(output: Output, row: list[float], logits_V: torch.Tensor, measures:
 
 def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:
     """int64 [R]: the target where there is one, else the chosen token."""
-    device = logits_RV.device
-    samplings = [output.sampling if output.target is None else None for output in outputs]
+    free = [row for row, output in enumerate(outputs) if output.target is None]
+    if len(free) == len(outputs):
+        return _chosen(logits_RV, [output.sampling for output in outputs])
+    token_R = sent_to(logits_RV.device, torch.tensor([output.target or 0 for output in outputs]))
+    if free:  # of a prompt that is scored this is one row of many, and noise for all of them takes gigabytes
+        rows_F = sent_to(logits_RV.device, torch.tensor(free))
+        token_R[rows_F] = _chosen(logits_RV.index_select(0, rows_F), [outputs[row].sampling for row in free])
+    return token_R
+
+
+def _chosen(logits_RV: torch.Tensor, samplings: list[Sampling | None]) -> torch.Tensor:
+    """int64 [R]: a token for each row."""
     if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
-        token_R = _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
-    else:
-        token_R = logits_RV.argmax(1)
-    targets = [-1 if output.target is None else output.target for output in outputs]
-    if max(targets) < 0:
-        return token_R
-    target_R = sent_to(device, torch.tensor(targets))
-    return torch.where(target_R >= 0, target_R, token_R)
+        return _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
+    return logits_RV.argmax(1)
 
 
 _LIKELIEST = Sampling(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))

@@ -4,10 +4,13 @@ import dataclasses
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple
 
-from megatronapp_trainer.generate.events import FinishedEvent, PromptEvent, TokenEvent
-from megatronapp_trainer.serve.desk import Gone, QueueEvent, Ticket
-from megatronapp_trainer.serve.model import ServedModel
+import anyio.to_thread
+
+from megatronapp_trainer.generate.events import Candidate, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.serve.desk import Gone, PromptPart, QueueEvent, Ticket
+from megatronapp_trainer.serve.model import Echo, ServedModel
 from megatronapp_trainer.serve.problems import api_error, error_body
 from megatronapp_trainer.serve.schemas import Choice, Completion, Logprobs, StreamOptions, Usage
 
@@ -32,10 +35,14 @@ class Answer:
     with_logprobs: bool
     prompts: int
     """Number of different prompts, whose tokens count once."""
+    echoes: Sequence[Echo] = ()
+    """Each text's prompt, where texts begin with it."""
 
     def __post_init__(self) -> None:
         self._index = {request_id: index for index, request_id in enumerate(self.ids)}
         self._told = [0] * len(self.ids)
+        self._readings: list[list[PromptEvent]] = [[] for _ in self.ids]
+        self._echoed: set[int] = set()
         self._open = set(self.ids)
         self._prompt_tokens: dict[int, int] = {}
         self._generated = 0
@@ -45,16 +52,20 @@ class Answer:
         """All texts have ended."""
         return not self._open
 
-    def piece(self, event: TokenEvent | FinishedEvent) -> Choice:
-        """The event as a piece of its text. Raises GenerationError where the text ended by an error."""
-        index = self._index[event.request_id]
-        if isinstance(event, FinishedEvent):
-            return self._last(index, event)
-        text = event.text or ""
-        self._generated += 1
-        logprobs = self._logprobs(event, self._told[index]) if self.with_logprobs else None
-        self._told[index] += len(text)
-        return Choice(index=index, text=text, token_ids=[event.token], logprobs=logprobs, finish_reason=None)
+    def pieces(self, item: PromptPart | TokenEvent | FinishedEvent) -> list[Choice]:
+        """The item as pieces of its text: none of a part of a prompt, two where the prompt comes first.
+
+        Raises GenerationError where the text ended by an error.
+        """
+        index = self._index[item.request_id]
+        if isinstance(item, PromptPart):
+            self._readings[index] += item.readings
+            return []
+        piece = self._last(index, item) if isinstance(item, FinishedEvent) else self._next(index, item)
+        if not self.echoes or index in self._echoed:
+            return [piece]
+        self._echoed.add(index)
+        return [self._prompt(index), piece]
 
     def completion(self, choices: list[Choice], usage: Usage | None = None) -> Completion:
         """An answer, or a chunk of one, with these texts."""
@@ -77,17 +88,52 @@ class Answer:
         matched = list(event.matched) if isinstance(event.matched, tuple) else event.matched
         return Choice(index=index, text=event.text or "", token_ids=[], finish_reason=event.reason, stop_reason=matched)
 
-    def _logprobs(self, event: TokenEvent, offset: int) -> Logprobs:
-        tokens = [one.token for one in event.candidates]
-        values = [one.logprob for one in event.candidates]
-        return Logprobs(
-            tokens=[self.model.text_of(event.token)],
-            token_ids=[event.token],
-            token_logprobs=[event.logprob],
-            top_logprobs=[dict(zip(self.model.names_of(tokens), values, strict=True))],
-            top_token_ids=[tokens],
-            text_offset=[offset],
-        )
+    def _next(self, index: int, event: TokenEvent) -> Choice:
+        text = event.text or ""
+        self._generated += 1
+        offset = self._told[index] + (len(self.echoes[index].text) if self.echoes else 0)
+        self._told[index] += len(text)
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = _transposed([self._scored(event.token, event.logprob, event.candidates, offset)])
+        return Choice(index=index, text=text, token_ids=[event.token], logprobs=logprobs, finish_reason=None)
+
+    def _prompt(self, index: int) -> Choice:
+        """The prompt as the first piece of its text. Position i predicts token i + 1."""
+        echo, before = self.echoes[index], {event.index + 1: event for event in self._readings[index]}
+        logprobs = None
+        if self.with_logprobs:
+            scored = [
+                self._scored(token, event.logprob, event.candidates, offset)
+                if (event := before.get(place)) is not None
+                else _Scored(self.model.names_of([token])[0], token, None, None, None, offset)
+                for place, (token, offset) in enumerate(zip(echo.ids, echo.offsets, strict=True))
+            ]
+            logprobs = _transposed(scored)
+        self._readings[index].clear()
+        return Choice(index=index, text=echo.text, token_ids=list(echo.ids), logprobs=logprobs, finish_reason=None)
+
+    def _scored(self, token: int, logprob: float | None, candidates: Sequence[Candidate], offset: int) -> "_Scored":
+        tokens, values = [one.token for one in candidates], [one.logprob for one in candidates]
+        names = self.model.names_of(tokens if token in tokens else [*tokens, token])
+        name = names[tokens.index(token) if token in tokens else -1]
+        return _Scored(name, token, logprob, dict(zip(names, values, strict=False)), tokens, offset)
+
+
+class _Scored(NamedTuple):
+    """One entry of each list of `Logprobs`, in their order."""
+
+    tokens: str
+    token_ids: int
+    token_logprobs: float | None
+    top_logprobs: dict[str, float] | None
+    top_token_ids: list[int] | None
+    text_offset: int
+
+
+def _transposed(scored: Sequence[_Scored]) -> Logprobs:
+    columns = zip(*scored, strict=True)
+    return Logprobs(**dict(zip(_Scored._fields, map(list, columns), strict=True)))
 
 
 async def whole(answer: Answer, ticket: Ticket) -> Completion:
@@ -97,9 +143,9 @@ async def whole(answer: Answer, ticket: Ticket) -> Completion:
         item = await ticket.get()
         if isinstance(item, Gone):
             raise GoneError
-        if isinstance(item, TokenEvent | FinishedEvent):
-            piece = answer.piece(item)
-            pieces[piece.index].append(piece)
+        if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
+            for piece in await _made(answer, item):
+                pieces[piece.index].append(piece)
     return answer.completion([_joined(parts) for parts in pieces.values()], answer.usage())
 
 
@@ -116,17 +162,21 @@ async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> Asyn
                 yield ": still there\n\n"
             case QueueEvent():
                 yield _queue_event(answer, item, options)
-            case PromptEvent():
-                pass
             case _:
                 try:
-                    yield _event(answer.completion([answer.piece(item)]).model_dump_json())
+                    for piece in await _made(answer, item):
+                        yield _event(answer.completion([piece]).model_dump_json())
                 except Exception as error:
                     yield _failure(error)
                     return
     if options.include_usage:
         yield _event(answer.completion([], answer.usage()).model_dump_json())
     yield DONE
+
+
+async def _made(answer: Answer, item: PromptPart | TokenEvent | FinishedEvent) -> list[Choice]:
+    """The pieces; where a whole prompt with its candidates may be among them, not in the event loop's thread."""
+    return await anyio.to_thread.run_sync(answer.pieces, item) if answer.echoes else answer.pieces(item)
 
 
 def _failure(error: Exception) -> str:

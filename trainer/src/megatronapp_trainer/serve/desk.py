@@ -6,12 +6,13 @@ queue in the event loop, which the engine's thread fills.
 
 import asyncio
 import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
-from megatronapp_trainer.generate.events import Event, FinishedEvent
+from megatronapp_trainer.generate.events import Event, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 from megatronapp_trainer.serve.tally import Tally
@@ -33,11 +34,19 @@ class QueueEvent:
     position: int | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one step told of the positions of a prompt: one item, however many they are."""
+
+    request_id: str
+    readings: tuple[PromptEvent, ...]
+
+
 class Gone:
     """The client has hung up."""
 
 
-Item = Event | QueueEvent | Gone
+Item = PromptPart | TokenEvent | FinishedEvent | QueueEvent | Gone
 Observer = Callable[[Sequence[Event]], None]
 """Called in the engine's thread with what a step gave."""
 
@@ -84,6 +93,19 @@ class Ticket:
 def _ended_slow(request_id: str) -> FinishedEvent:
     error = SlowReaderError(f"{MOST_HELD} events of this answer wait to be read, and nobody reads them")
     return FinishedEvent(request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=error)
+
+
+def _joined(events: Sequence[Event]) -> Iterator[PromptPart | TokenEvent | FinishedEvent]:
+    """Positions of one prompt that follow each other become one item."""
+    for request_id, same in itertools.groupby(events, key=_prompt_of):
+        if request_id is None:
+            yield from (event for event in same if not isinstance(event, PromptEvent))
+        else:
+            yield PromptPart(request_id, tuple(event for event in same if isinstance(event, PromptEvent)))
+
+
+def _prompt_of(event: Event) -> str | None:
+    return event.request_id if isinstance(event, PromptEvent) else None
 
 
 class Desk:
@@ -187,14 +209,14 @@ class Desk:
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Events of one ticket go together."""
-        batches: dict[Ticket, list[Event]] = {}
+        batches: dict[Ticket, list[Item]] = {}
         with self._lock:
-            for event in events:
-                ticket = self._tickets.get(event.request_id)
+            for item in _joined(events):
+                ticket = self._tickets.get(item.request_id)
                 if ticket is not None:
-                    batches.setdefault(ticket, []).append(event)
-                if isinstance(event, FinishedEvent):
-                    self._tickets.pop(event.request_id, None)
+                    batches.setdefault(ticket, []).append(item)
+                if isinstance(item, FinishedEvent):
+                    self._tickets.pop(item.request_id, None)
         for ticket, batch in batches.items():
             ticket.put(batch)
 

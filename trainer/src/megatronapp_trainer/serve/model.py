@@ -1,9 +1,10 @@
 """What the API knows of the model: its name, its sizes, its tokenizer; and how a request becomes the engine's."""
 
 import dataclasses
+import functools
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatronapp_common.scope.protocol_requests import RunRequest
@@ -19,9 +20,21 @@ Prompt = str | Sequence[int]
 SEEDS = 2**63
 _DRAWN_SEEDS = 2**53 - 2**17
 """Seeds that are drawn: a JSON number in a browser holds them exactly, also with the largest index added."""
+MOST_TEXTS = 1 << 16
+"""Texts of single tokens that are remembered."""
 _PIECE = "\ufffd"
 _BY_ID = "id:"
 _ANCHOR = "a"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Echo:
+    """A prompt as an answer repeats it."""
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Characters of the text before each token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +68,13 @@ class ServedModel:
         except DataError:
             return ()
 
-    def text_of(self, token: int) -> str:
-        """A token as it stands within a text; empty without a tokenizer."""
-        return "" if self.tokenizer is None else going_on(self.tokenizer)([token])
+    @functools.cached_property
+    def text_of(self) -> Callable[[int], str]:
+        """The text of one token within a text; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return lambda _: ""
+        decode = going_on(self.tokenizer)
+        return functools.lru_cache(MOST_TEXTS)(lambda token: decode([token]))
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:
         """Each token's text where that tells it from those before it, else `id:N`: several are pieces of characters.
@@ -91,13 +108,26 @@ class ServedModel:
 
         Tokens that stand around the text are none of its characters.
         """
-        pieces = [""] * len(ids)
-        if self.tokenizer is not None:
-            first, last = self._inner(ids)
-            pieces[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
+        pieces = self.pieces_of(ids, self._inner(ids))
         ends = list(itertools.accumulate(map(utf16_units, pieces), initial=0))
         pairs = zip(pieces, itertools.pairwise(ends), strict=True)
         return {"text": text, "ids": list(ids), "offsets": [list(pair) if piece else None for piece, pair in pairs]}
+
+    def pieces_of(self, ids: Sequence[int], inner: tuple[int, int] | None = None) -> list[str]:
+        """The characters that each token completes, of those in the range `inner`; empty for the others."""
+        pieces = [""] * len(ids)
+        if self.tokenizer is not None:
+            first, last = inner or (0, len(ids))
+            pieces[first:last] = map(TextStream(self.tokenizer.detokenize).feed, ids[first:last])
+        return pieces
+
+    def echo_of(self, prompt: Prompt, ids: Sequence[int]) -> Echo:
+        """A prompt as an answer repeats it: a text as it came, ids as their text."""
+        is_text = isinstance(prompt, str)
+        pieces = self.pieces_of(ids, self._inner(ids) if is_text else None)
+        text = prompt if isinstance(prompt, str) else "" if self.tokenizer is None else self.tokenizer.detokenize(ids)
+        starts = itertools.accumulate(map(len, pieces[:-1]), initial=0)
+        return Echo(text=text, ids=tuple(ids), offsets=tuple(min(start, len(text)) for start in starts))
 
     def _inner(self, ids: Sequence[int]) -> tuple[int, int]:
         """Where the tokens of a text begin and end among those of a prompt."""
@@ -130,10 +160,16 @@ class ServedModel:
                 stop_tokens=tuple(map(tuple, body.stop_token_ids)),
                 ignore_end=body.ignore_eos,
                 candidates=body.logprobs or 0,
+                prompt_logprobs=body.echo and body.logprobs is not None,
             )
             for place, ids in enumerate(self.ids_of(one, special=body.add_special_tokens) for one in prompts)
             for copy in range(body.n)
         ]
+
+    def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[Echo]:
+        """The prompt of each text, as the answer repeats it."""
+        firsts = zip(prompts_of(body), requests[:: body.n], strict=True)
+        return [echo for prompt, one in firsts for echo in [self.echo_of(prompt, one.prompt)] * body.n]
 
     def run_requests(self, body: RunRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each prompt of a run. Raises ApiError, RequestError."""

@@ -58,6 +58,7 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
     """Go on from one or more prompts."""
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
+    echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
     ticket = desk.submit(requests)
     answer = Answer(
         model=model,
@@ -67,6 +68,7 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
         ids=ticket.ids,
         with_logprobs=body.logprobs is not None,
         prompts=len(prompts_of(body)),
+        echoes=echoes,
     )
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
-import functools
 import itertools
 import secrets
 import time
@@ -24,8 +23,6 @@ from megatronapp_trainer.serve.schemas_scope import RunDetail, ToldSample
 if TYPE_CHECKING:
     from megatronapp_trainer.serve.looking import Looking
 
-MOST_TEXTS = 1 << 16
-"""Texts of candidates that are remembered."""
 KEPT = 64
 """Newest runs that are told about, and all that have not ended."""
 State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
@@ -191,7 +188,6 @@ class Runs:
         self.looking: Looking | None = None
         """MegaScope, where there is a hub to look for."""
         self._desk = desk
-        self._text_of: Callable[[int], str] | None = None
         self._records: dict[str, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -233,9 +229,8 @@ class Runs:
         if self.looking is None:
             return requests
         units = [utf16_units(text) for text in body.prompts]
-        if self._text_of is None and model.tokenizer is not None:
-            self._text_of = functools.lru_cache(MOST_TEXTS)(model.text_of)
-        return self.looking.begin(run, body.capture, requests, units, self._text_of)
+        text_of = None if model.tokenizer is None else model.text_of
+        return self.looking.begin(run, body.capture, requests, units, text_of)
 
     def cancel(self, run: str) -> None:
         """End a run. Raises ApiError for one that is not known."""

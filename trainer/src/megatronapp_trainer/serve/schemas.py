@@ -91,10 +91,13 @@ class Body(BaseModel):
 
 def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
     """The same with null; what describes the field stays outside."""
-    about = {key: field[key] for key in ("title", "description", "default") if key in field}
     if field.get("type") == "null":
         return field
+    about: dict[str, Any] = {key: field[key] for key in _ABOUT if key in field}
     return {"anyOf": [{key: value for key, value in field.items() if key not in about}, {"type": "null"}], **about}
+
+
+_ABOUT = frozenset({"title", "description", "default"})
 
 
 class StreamOptions(Body):
@@ -141,8 +144,8 @@ class CompletionRequest(Body):
     """What a stream tells beside the text."""
     user: Annotated[str, Field(max_length=256)] | None = None
     """Taken and not used."""
-    echo: Literal[False] = False
-    """The prompt is not repeated."""
+    echo: bool = False
+    """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
     best_of: Literal[1] | None = None
     """There is no choice among several."""
     suffix: None = None
@@ -156,14 +159,16 @@ class CompletionRequest(Body):
 
 
 class Logprobs(BaseModel):
-    """Of each new token."""
+    """Of each token of the text."""
 
     tokens: list[str]
+    """Names as in `top_logprobs`."""
     token_ids: list[int]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt, which nothing predicts."""
+    top_logprobs: list[dict[str, float] | None]
     """By text, the likeliest first; `id:N` for pieces of characters, and for a text that a likelier token has too."""
-    top_token_ids: list[list[int]]
+    top_token_ids: list[list[int] | None]
     """Ids of the same tokens in the same order."""
     text_offset: list[int]
     """Characters of text before it."""
