@@ -156,6 +156,46 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
     return int(code), recorder.saved, run.state.iteration
 
 
+def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[tuple[int, float, str]]]:
+    """A signal on rank 0 at the third batch of the evaluation after step 2: code, saves, steps, batches, results."""
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared(flags)
+    recorder: Any = Recorder()
+    taken = 0
+
+    def counted(batches: Iterator[Any] | None) -> Iterator[Any]:
+        nonlocal taken
+        for batch in batches or ():
+            taken += 1
+            if run.layout.rank == 0 and taken == 9:  # four microbatches a batch
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    iterators = DataIterators(train=iterators.train, valid=counted(iterators.valid), test=None)
+    with StopWish() as wish:
+        trainer = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder)
+        code = trainer.test() if run.config.logging.skip_train else trainer.train()
+    return int(code), recorder.saved, run.state.iteration, taken // 4, recorder.validations
+
+
+def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
+    """A signal in the step before an evaluation: code, saves, states."""
+    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.loop import Trainer
+    from megatronapp_trainer.signals import StopWish
+
+    run, iterators = prepared("--eval-iters 2 --eval-interval 2")
+    recorder: Any = Recorder()
+    with StopWish() as wish:
+        ask = at_step(iterators.train, 4, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        iterators = DataIterators(train=ask, valid=iterators.valid, test=None)
+        code = Trainer(run, iterators, stop_wish=wish, reporter=recorder, checkpoints=recorder).train()
+    return int(code), recorder.saved, recorder.states
+
+
 def train_with_poisoned_weights() -> str:
     """Replica 1 computes NaN from step 2 on."""
     from megatronapp_trainer.batch import DataIterators
@@ -175,8 +215,8 @@ def train_with_poisoned_weights() -> str:
     return str(caught.value)
 
 
-def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int]]:
-    """In step 2 a gradient of replica 1 is NaN although its loss is finite; the error, and what was saved."""
+def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
+    """In step 2 a gradient of replica 1 is NaN although its loss is finite: the error, saves, if weights are finite."""
     import torch
 
     from megatronapp_trainer.batch import DataIterators
@@ -194,7 +234,8 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int]]:
     recorder: Any = Recorder()
     with pytest.raises(NotFiniteError) as caught:
         Trainer(run, iterators, stop_wish=StopWish(), checkpoints=recorder).train()
-    return str(caught.value), recorder.saved
+    finite = all(bool(weight.isfinite().all()) for weight in run.state.chunks[0].parameters())
+    return str(caught.value), recorder.saved, finite
 
 
 def train_and_test(flags: str) -> Any:
@@ -294,6 +335,27 @@ def test_a_signal_on_any_rank_stops_all_at_the_same_border(run_ranks: RunRanks) 
     assert results == [(int(ExitCode.PREEMPTED), [4], 4)] * 4
 
 
+@pytest.mark.parametrize(("world", "flags"), [(1, "--micro-batch-size 1"), (2, PP2)])
+def test_a_signal_ends_an_evaluation_after_a_few_batches(run_ranks: RunRanks, world: int, flags: str) -> None:
+    more = f"{flags} --eval-iters 50 --eval-interval 2"
+    for code, saved, steps, batches, validations in run_ranks(world, evaluate_with_a_signal, more):
+        assert (code, saved, steps) == (int(ExitCode.PREEMPTED), [2], 2)
+        assert batches <= 5
+        assert validations == []
+
+
+def test_a_signal_in_an_evaluation_without_training_is_a_preemption(run_ranks: RunRanks) -> None:
+    ((code, saved, steps, batches, _),) = run_ranks(1, evaluate_with_a_signal, "--skip-train --eval-iters 50")
+    assert (code, saved, steps) == (int(ExitCode.PREEMPTED), [], 0)
+    assert batches <= 5
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_that_is_due(run_ranks: RunRanks) -> None:
+    ((code, saved, states),) = run_ranks(1, stop_where_an_evaluation_is_due)
+    assert (code, saved) == (int(ExitCode.PREEMPTED), [2])
+    assert "evaluating" not in states
+
+
 def test_a_stop_without_a_checkpoint_is_no_preemption(run_ranks: RunRanks) -> None:
     """The operator restarts preempted jobs for free; this one would begin again for ever."""
     ((code, words),) = run_ranks(1, train_with_a_signal_and_no_checkpoints)
@@ -313,9 +375,11 @@ def test_not_finite_losses_name_step_rank_and_microbatch(run_ranks: RunRanks) ->
 
 @pytest.mark.parametrize("flags", ["--clip-grad 0", "--clip-grad 0 --use-distributed-optimizer", ""])
 def test_not_finite_gradients_are_never_saved(run_ranks: RunRanks, flags: str) -> None:
-    for message, saved in run_ranks(2, train_with_poisoned_gradients, f"--save unused --save-interval 1 {flags}"):
+    results = run_ranks(2, train_with_poisoned_gradients, f"--save unused --save-interval 1 {flags}")
+    for message, saved, weights_are_finite in results:
         assert "the gradient norm of step 2 is nan" in message
         assert saved == [1, 2]
+        assert weights_are_finite
 
 
 def test_evaluation_and_last_checkpoint_are_announced(run_ranks: RunRanks) -> None:

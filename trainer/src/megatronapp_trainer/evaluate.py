@@ -1,26 +1,41 @@
 """Evaluation that leaves no trace in training: own samples, random states put back."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megatronapp_trainer.batch import Batch, BatchSource, StepFeed, chunks_that_need_data
-from megatronapp_trainer.loss import reduce_loss
+from megatronapp_trainer.loss import PendingLoss, reduce_loss
 from megatronapp_trainer.schedule import Schedule
 from megatronapp_trainer.setup import Run
 
 
-def evaluate(run: Run, schedule: Schedule, source: BatchSource, iterator: Iterator[Batch]) -> float:
-    """Mean loss per token over ``--eval-iters`` global batches, equal on all ranks."""
+def evaluate(
+    run: Run,
+    schedule: Schedule,
+    source: BatchSource,
+    iterator: Iterator[Batch],
+    *,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None where a rank asked to stop.
+
+    Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
+    never waits for it.
+    """
     needed_by = chunks_that_need_data(run.config, run.layout)
     microbatches = run.batches.final // (run.batches.micro_batch_size * run.batches.data_size)
     reports: list[torch.Tensor] = []
+    agreed: PendingLoss | None = None
     with untouched_training(run):
         for _ in range(run.config.logging.eval_iters):
             feed = StepFeed(source, iterator, microbatches, needed_by=needed_by, observer=None)
             reports += schedule.evaluate(feed, microbatches)
+            if agreed is not None and agreed.read().stop:
+                return None
+            agreed = reduce_loss([], run.layout, run.device, stop=asked_to_stop())
     return reduce_loss(reports, run.layout, run.device).read().mean
 
 

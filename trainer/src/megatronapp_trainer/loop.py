@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from megatronapp_common.names import ExitCode
@@ -65,6 +65,8 @@ class Trainer:
         self._source = BatchSource(run.config, run.layout, run.device)
         self._needed_by = chunks_that_need_data(run.config, run.layout)
         self._schedule = _make_schedule(run, observer)
+        self._pending: PendingLoss | None = None
+        run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
         self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
         self._began_s = time.monotonic()
         self._saved_iteration = run.state.iteration
@@ -86,13 +88,23 @@ class Trainer:
                     return code
         return self._finish()
 
-    def test(self) -> None:
-        """Evaluate on validation and test data after training, where there are any."""
-        if self._config.logging.eval_iters:
-            if self._validated_iteration != self._state.iteration:
-                self._evaluate("validation")
-            self._evaluate("test")
+    def test(self) -> ExitCode:
+        """Evaluate on validation and test data after training, where there are any.
+
+        A stop ends it early: as a preemption where a restart would evaluate again, without training anew.
+        """
+        if not self._evaluate_at_the_end():
+            restarts_here = self._checkpoints is not None or self._config.logging.skip_train
+            return ExitCode.PREEMPTED if restarts_here else ExitCode.OK
         self._tell_state("done")
+        return ExitCode.OK
+
+    def _evaluate_at_the_end(self) -> bool:
+        """Whether both evaluations ran to their end."""
+        if not self._config.logging.eval_iters:
+            return True
+        validated = self._validated_iteration == self._state.iteration
+        return (validated or self._evaluate("validation")) and self._evaluate("test")
 
     def step(self) -> StepOutcome:
         """One optimizer step."""
@@ -100,14 +112,11 @@ class Trainer:
         if observer is not None:
             observer.step_begin(self._state.iteration)
         microbatches = self._run.batches.num_microbatches(self._state.consumed_samples)
-        pending = self._forward_backward(microbatches)
-        succeeded, norm, _ = self._state.optimizer.step()
-        grad_norm = None if norm is None else float(norm)  # computed even where nothing is clipped
+        self._pending = pending = self._forward_backward(microbatches)
+        succeeded, norm, _ = self._state.optimizer.step()  # computes the norm even where nothing is clipped
+        grad_norm = None if norm is None else float(norm)
         batch_size = microbatches * self._run.batches.micro_batch_size * self._run.batches.data_size
         loss = pending.read()
-        if self._config.training.check_for_nan:
-            refuse_not_finite(loss, pending, self._run.layout, step=self._state.iteration)
-            refuse_infinite_gradients(grad_norm, step=self._state.iteration)
         self._advance(batch_size, succeeded=succeeded)
         outcome = StepOutcome(
             loss=loss,
@@ -136,6 +145,22 @@ class Trainer:
                 time_is_up=self._time_is_up(),
             )
 
+    def _refusing_not_finite(self, gradient_norm: Callable[[], float]) -> Callable[[], float]:
+        """The norm, which the optimizer asks for before it changes a weight; refuses a step that is not finite.
+
+        The host has the loss by then: its reduction was queued before the norm, which the host has waited for.
+        """
+
+        def checked() -> float:
+            norm = gradient_norm()
+            if self._config.training.check_for_nan and self._pending is not None:
+                step = self._state.iteration
+                refuse_not_finite(self._pending.read(), self._pending, self._run.layout, step=step)
+                refuse_infinite_gradients(norm, step=step)
+            return norm
+
+        return checked
+
     def _advance(self, batch_size: int, *, succeeded: bool) -> None:
         self._state.iteration += 1
         self._state.consumed_samples += batch_size
@@ -149,11 +174,14 @@ class Trainer:
         iteration, config = self._state.iteration, self._config
         if config.training.manual_gc and _due(iteration, config.training.manual_gc_interval or None):
             self._collect_garbage()
+        if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
+            return self._stop()
+        stopped = False
         if config.logging.eval_iters and _due(iteration, config.logging.eval_interval):
-            self._evaluate("validation")
+            stopped = not self._evaluate("validation")
         if _due(iteration, config.checkpoint.save_interval):
             self._save()
-        if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
+        if stopped and iteration < config.training.train_iters:
             return self._stop()
         if outcome.loss.time_is_up or _due(iteration, config.training.exit_interval):
             return self._finish()
@@ -182,22 +210,28 @@ class Trainer:
         self._saved_iteration = self._state.iteration
         self._tell_state("training")
 
-    def _evaluate(self, split: str) -> None:
+    def _evaluate(self, split: str) -> bool:
+        """Whether it ran to its end; a stop that some rank was asked for ends it early."""
         iterator = self._iterators.valid if split == "validation" else self._iterators.test
         if iterator is None:
-            return
+            return True
         self._tell_state("evaluating")
         if self._config.training.manual_gc and self._config.training.manual_gc_eval:
             self._collect_garbage()
+        with self._span(Kind.EVALUATE):
+            wish = self._stop_wish
+            loss = evaluate(self._run, self._schedule, self._source, iterator, asked_to_stop=lambda: wish.requested)
+        if loss is None:
+            self._tell_state("training")
+            return False
         if split == "validation":
             self._validated_iteration = self._state.iteration
-        with self._span(Kind.EVALUATE):
-            loss = evaluate(self._run, self._schedule, self._source, iterator)
         if self._observer is not None and split == "validation":
             self._observer.validation(loss)
         if self._reporter is not None:
             self._reporter.validation(self._state.iteration, loss, split)
         self._tell_state("training")
+        return True
 
     def _report(self, outcome: StepOutcome) -> None:
         metrics = self._metrics(outcome)

@@ -79,12 +79,12 @@ def reduce_loss(
     return PendingLoss(device.to_host(vector), stacked)
 
 
-def refuse_infinite_gradients(grad_norm: float | None, *, step: int) -> None:
+def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:
     """Raise NotFiniteError if the norm of all gradients, the same on every rank, is NaN or Inf."""
-    if grad_norm is not None and not math.isfinite(grad_norm):
+    if not math.isfinite(grad_norm):
         raise NotFiniteError(
-            f"the gradient norm of step {step} is {grad_norm} although its loss is finite. No checkpoint of this step "
-            f"was written. {_ADVICE}"
+            f"the gradient norm of step {step} is {grad_norm} although its loss is finite. The weights are those "
+            f"before this step; no checkpoint of it was written. {_ADVICE}"
         )
 
 
@@ -97,5 +97,6 @@ def refuse_not_finite(loss: StepLoss, pending: PendingLoss, layout: Layout, *, s
     places = [f"rank {rank}, microbatch {number}" for rank, numbers in enumerate(found) for number in numbers[:1]]
     where = "; ".join(places) or "the sum overflowed although each microbatch is finite"
     raise NotFiniteError(
-        f"the loss of step {step} is {loss.mean} ({where}). No checkpoint of this step was written. {_ADVICE}"
+        f"the loss of step {step} is {loss.mean} ({where}). The weights are those before this step; "
+        f"no checkpoint of it was written. {_ADVICE}"
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatronapp_trainer import optimizer_kernels
 from megatronapp_trainer.batch_size import BatchSchedule
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
 
@@ -32,7 +33,10 @@ def build_optimizer(config: TrainerConfig, chunks: list[Any]) -> Any:  # noqa: A
         overlap_param_gather=config.parallel.overlap_param_gather,
         barrier_with_L1_time=False,
     )
-    return get_megatron_optimizer(core, chunks, config_overrides=_group_overrides(core))
+    optimizer_kernels.install()
+    optimizer = get_megatron_optimizer(core, chunks, config_overrides=_group_overrides(core))
+    optimizer_kernels.fuse_adam(optimizer)
+    return optimizer
 
 
 def _group_overrides(core: Any) -> dict[Any, Any]:  # noqa: ANN401 - untyped library

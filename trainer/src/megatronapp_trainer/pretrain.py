@@ -78,7 +78,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
-            trainer.test()
+            code = trainer.test()
     return code
 
 

@@ -48,9 +48,10 @@ def finish_loading(optimizer: Any) -> None:  # noqa: ANN401
             continue
         for key in [key for key in part.optimizer.state if not isinstance(key, torch.Tensor)]:
             del part.optimizer.state[key]
-        for state in part.optimizer.state.values():
-            step = state.get("step", 0.0)
-            state["step"] = step.detach().clone() if isinstance(step, torch.Tensor) else torch.tensor(float(step))
+        fused = bool(part.optimizer.defaults.get("fused"))
+        for parameter, state in part.optimizer.state.items():
+            device = parameter.device if fused else torch.device("cpu")  # where Adam itself keeps it
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device=device)
 
 
 def _is_torch_adam(part: Any) -> bool:  # noqa: ANN401

@@ -61,7 +61,7 @@ class OptimizerConfig:
     start_weight_decay: float | None = option(None, "where an increasing weight decay begins")
     end_weight_decay: float | None = option(None, "where it ends")
     weight_decay_incr_style: str = option("constant", "how it grows", choices=("constant", "linear", "cosine"))
-    clip_grad: float = option(1.0, "largest norm of all gradients together; 0: no clipping, and no norm")
+    clip_grad: float = option(1.0, "largest norm of all gradients together; 0: no clipping, the norm is only logged")
     adam_beta1: float = option(0.9, "decay of the first moment")
     adam_beta2: float = option(0.999, "decay of the second moment")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
