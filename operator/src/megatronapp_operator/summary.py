@@ -4,6 +4,8 @@ Neither decides over the life of a job, so a page or an answer of a shape that w
 """
 
 import dataclasses
+import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,6 +26,11 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 MAX_VERDICTS, MAX_HUNG = 64, 1024
 """So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
 MAX_TEXT = 1024
+MAX_VERDICT_BYTES = 256 << 10
+"""Of all verdicts in a status, of which the store behind the API server takes a million and a half."""
+MAX_INT64 = (1 << 63) - 1
+END_OF_TIME_S = 253_402_300_800.0
+"""The year 10000, for which RFC 3339 has no digits."""
 MAX_ROOMS = 16
 MAX_CONTROLS, MAX_WHO, MAX_WHAT = KEPT, 256, 512
 MAX_CONTROL_ID = (1 << 53) - 1
@@ -49,10 +56,10 @@ def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of ano
     """The answer to GET /api/v1/summary, or None if it is none."""
     try:
         return Summary(
-            attempt=int(document["attempt"]),
+            attempt=_whole(document["attempt"]),
             progress=read_progress(document["progress"]),
-            slow_ranks=tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS]),
-            hung_ranks=tuple(int(rank) for rank in document["hungRanks"][:MAX_HUNG]),
+            slow_ranks=_in_bounds(tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS])),
+            hung_ranks=tuple(_whole(rank) for rank in document["hungRanks"][:MAX_HUNG]),
             full_shared_memory=read_rooms(document.get("fullSharedMemory")),
             controls=read_controls(document.get("actions", ())),
         )
@@ -87,8 +94,8 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
     if page is None or page.get("iteration") is None:
         return None
     return Progress(
-        attempt=int(page.get("attempt") or 0),
-        iteration=int(page["iteration"]),
+        attempt=_whole(page.get("attempt") or 0),
+        iteration=_whole(page["iteration"]),
         total_iterations=_count(page.get("totalIterations")),
         state=page["state"] if page.get("state") in STATES else "training",
         loss=_finite(page.get("loss")),
@@ -99,7 +106,7 @@ def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
         seconds_left=_finite(page.get("secondsLeft")),
         consumed_samples=_count(page.get("consumedSamples")),
         validation_loss=_finite(page.get("validationLoss")),
-        updated_at=None if page.get("updatedAt") is None else seconds_of(page["updatedAt"]),
+        updated_at=None if page.get("updatedAt") is None else _moment(seconds_of(page["updatedAt"])),
     )
 
 
@@ -123,11 +130,21 @@ def newest(pages: Iterable[Progress | None]) -> Progress | None:
 
 def _finite(value: float | None) -> float | None:
     """The number, or None for NaN and Inf, which a page may hold and JSON has no word for. Raises TypeError."""
-    return value if value is not None and math.isfinite(value) else None
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no number")
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _whole(value: int) -> int:
+    """A whole number that fits an int64 of the status. Raises OverflowError, TypeError, ValueError."""
+    found = int(value)
+    if abs(found) > MAX_INT64:
+        raise OverflowError(f"{found} does not fit 64 bits")
+    return found
 
 
 def _count(value: int | None) -> int | None:
-    return None if value is None else int(value)
+    return None if value is None else _whole(value)
 
 
 def _text(value: str) -> str:
@@ -136,8 +153,14 @@ def _text(value: str) -> str:
 
 
 def _moment(time: float | None) -> float | None:
-    """Seconds since the epoch, to the microsecond, as a status keeps them."""
-    return None if time is None or not math.isfinite(time) else round(time, 6)
+    """Seconds since the epoch, to the microsecond, as a status keeps them; None for a time that no calendar has."""
+    return None if time is None or not 0 <= time < END_OF_TIME_S else round(time, 6)
+
+
+def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    """The first verdicts that fit together into a status."""
+    sizes = itertools.accumulate(len(json.dumps(dataclasses.asdict(one))) for one in verdicts)
+    return tuple(one for one, size in zip(verdicts, sizes, strict=True) if size <= MAX_VERDICT_BYTES)
 
 
 def _verdict(entry: Mapping[str, Any]) -> SlowRank:
@@ -145,7 +168,7 @@ def _verdict(entry: Mapping[str, Any]) -> SlowRank:
     return SlowRank(
         id=_text(entry["id"]),
         subject=_text(subject["type"]),
-        ranks=tuple(int(rank) for rank in subject["ranks"][:MAX_HUNG]),
+        ranks=tuple(_whole(rank) for rank in subject["ranks"][:MAX_HUNG]),
         cause=_text(entry["cause"]),
         state=_text(entry["state"]),
         sentence=_text(entry["sentence"]),

@@ -14,11 +14,14 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [pods]
   verbs: [get, list, watch, create, delete{{ if .Values.rbac.nodeAccess }}, patch{{ end }}] # patch: the node's topology, as an annotation
 - apiGroups: [""]
-  resources: [services, configmaps] # applied, which creates or patches
+  resources: [configmaps] # applied, which creates or patches
   verbs: [create, patch]
+- apiGroups: [""]
+  resources: [services] # delete: what an edited job does not want any more
+  verbs: [create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [create, patch]
+  verbs: [create, patch, delete]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]

@@ -12,6 +12,9 @@ MAX_FAILURES = 10
 """So many of the newest failures are kept."""
 Int32 = Annotated[int, Field(ge=0, le=2_147_483_647)]
 
+Name = Annotated[str, Field(max_length=253)]
+"""A name or an address: no longer than a DNS name may be."""
+
 
 class Condition(StatusModel):
     """One condition, in the API conventions' shape (metav1.Condition)."""
@@ -84,11 +87,11 @@ class RankTableEntry(StatusModel):
 
     index: Int32
     """Worker."""
-    address: str
-    """Its IPv4 address."""
-    node: str = ""
+    address: Name
+    """Its address."""
+    node: Name = ""
     """Machine (or pretended machine) that it runs on."""
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[Int32, ...] = ()
     """Global ranks."""
 
 
@@ -97,11 +100,11 @@ class RankTable(StatusModel):
 
     attempt: Int32
     """Attempt that it belongs to."""
-    digest: str
+    digest: Name
     """Changes with any entry."""
-    master_addr: str = ""
+    master_addr: Name = ""
     """Address that torch's store listens on."""
-    master_port: int = 0
+    master_port: Int32 = 0
     """Port that torch's store listens on."""
     workers: tuple[RankTableEntry, ...] = ()
     """Workers in order; none if there are more than 32 of them."""

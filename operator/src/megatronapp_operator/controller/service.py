@@ -26,9 +26,10 @@ from megatronapp_operator.backends.kubernetes.errors import (
     ThrottledError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.job_memory import Memory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
 from megatronapp_operator.backends.kubernetes.poller import POLL_S, Poller
-from megatronapp_operator.backends.kubernetes.reconciler import Memory, Reconciler
+from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.controller.settings import Settings

@@ -9,6 +9,9 @@ from megatronapp_operator.plan.observed import Observed, Worker
 from megatronapp_operator.plan.spec import Job
 from megatronapp_operator.plan.status import Condition, ConditionType, Status
 
+MAX_REASON, MAX_MESSAGE = 1024, 32_768
+"""Longest texts of a condition (metav1.Condition)."""
+
 
 @dataclasses.dataclass(slots=True)
 class Draft:
@@ -42,7 +45,11 @@ class Draft:
         self.status = dataclasses.replace(self.status, **changes)
 
     def set_condition(self, kind: ConditionType, status: bool, reason: str, message: str) -> None:
-        """Set a condition; `since` moves only when its status changes (metav1.Condition)."""
+        """Set a condition; `since` moves only when its status changes (metav1.Condition).
+
+        Texts are cut to what the API takes: a status that it refuses would keep everything else from being written.
+        """
+        reason, message = reason[:MAX_REASON], message[:MAX_MESSAGE]
         old = self.status.condition(kind)
         since = old.since if old is not None and old.status == status else float(int(self.now))  # as metav1.Time
         new = Condition(

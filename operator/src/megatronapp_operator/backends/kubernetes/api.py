@@ -191,16 +191,27 @@ class Api:
 
     async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
         """Whether an object has this label; None if there is no such object. It takes no right to read objects."""
-        pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
-        body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
-        path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
         try:
-            await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
+            await self._test_label(resource, namespace, name, label, value)
         except NotFoundError:
             return None
         except InvalidError:
             return False
         return True
+
+    async def labelled(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object | None:
+        """An object, if it is there and has this label. It takes no right to read objects."""
+        try:
+            return await self._test_label(resource, namespace, name, label, value)
+        except (NotFoundError, InvalidError):
+            return None
+
+    async def _test_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object:
+        """A patch without effect that fails unless the label has this value; the answer is the whole object."""
+        pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
+        body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
+        path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
+        return await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
 
     async def replace(
         self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None

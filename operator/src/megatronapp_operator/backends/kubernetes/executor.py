@@ -19,6 +19,7 @@ from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PO
 from megatronapp_operator.backends.kubernetes.errors import (
     AlreadyExistsError,
     ApiError,
+    ForbiddenError,
     NamespaceEndsError,
     NameTakenError,
     NotFoundError,
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 REMEMBERED = 20_000
 """So many attempts whose objects were applied by this process are remembered."""
 MAX_NOTE = 1024
-"""Longest text of an event (events.k8s.io/v1)."""
+"""Longest text of an event (events.k8s.io/v1), in bytes."""
 HUB_SHORT_PAUSE_S, HUB_PAUSE_S = 3.0, 60.0
 ENDED = frozenset({"Succeeded", "Failed"})
 NO_PLACE = "-"
@@ -79,7 +80,7 @@ class Executor:
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
-        self._applied: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._applied: OrderedDict[tuple[str, int, int], None] = OrderedDict()
 
     async def run(self, work: Work, actions: Sequence[Action]) -> Refusal | None:
         """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
@@ -114,6 +115,10 @@ class Executor:
             if refusal_of(error, work.attempt.number) is None:
                 raise
             await self._pause_hub(work.owner, error)
+
+    def hub_pause_s(self, uid: str) -> float:
+        """How long the refused hub of a job is still left alone."""
+        return max(0.0, self._hub_pauses.get(uid, 0.0) - time.monotonic())
 
     async def _pause_hub(self, owner: Owner, error: OperatorError) -> None:
         """Leave the hub alone for a while. What the hub of an earlier job of this name has left goes within seconds."""
@@ -165,14 +170,37 @@ class Executor:
 
     async def _ensure_objects(self, work: Work) -> None:
         """What must be there before any pod, in its order; once for an attempt, as far as this process knows."""
-        mark = work.owner.uid, work.attempt.number
+        generation = int(work.document["metadata"]["generation"])
+        mark = work.owner.uid, work.attempt.number, generation
         if mark in self._applied:
             return
         await self._put(work, render.gang_objects(work.job, work.owner, work.attempt, work.settings))
         await self._ensure_secret(work)
+        if generation > 1:
+            await self._remove_unwanted(work)
         self._applied[mark] = None
         if len(self._applied) > REMEMBERED:
             self._applied.popitem(last=False)
+
+    async def tend(self, work: Work, *, edited: bool) -> None:
+        """Apply the objects of a running attempt again; after an edit remove those that it no longer wants."""
+        hub = render.hub_objects(work.job, work.owner, work.settings) if work.job.spec.analyzer.enabled else ()
+        await self._put(work, [*render.gang_objects(work.job, work.owner, work.attempt, work.settings), *hub])
+        await self._ensure_secret(work)
+        if edited:
+            await self._remove_unwanted(work)
+
+    async def _remove_unwanted(self, work: Work) -> None:
+        """Delete the objects of an earlier spec of the job. Without the right to do so, they stay and are named."""
+        namespace = work.owner.namespace
+        try:
+            for resource, name in render.unwanted(work.job, work.owner, work.settings):
+                found = await self._api.labelled(resource, namespace, name, LABEL_JOB_UID, work.owner.uid)
+                if found is not None:
+                    await self._api.delete(resource, found)
+        except ForbiddenError as error:
+            event = RecordEvent(type=EventType.WARNING, reason="LeftoverNotDeleted", message=str(error))
+            await self.tell(work.owner, event)
 
     async def _ensure_secret(self, work: Work) -> None:
         """Create the job's Secret. The name follows from uid and key, so one that is there already is right."""
@@ -231,18 +259,19 @@ class Executor:
         await self._create(work, render.hub_pod(work.job, work.owner, work.settings, starts=starts))
 
     async def _retire_hub(self, work: Work) -> None:
-        """Before a gang comes, a hub that is made of something else goes; the plan has the right one made in its place.
+        """Before a gang starts, delete a hub that is made of something else or is not wanted any more.
+
+        The plan has the right one made in its place.
 
         It may be of an older release, whose hub does not understand the agents of this gang. Once a worker of the
         attempt is there, it stays: what it knows of the attempt is worth more.
         """
-        if not work.job.spec.analyzer.enabled:
-            return
         workers = self._of_type(work, ReplicaType.WORKER)
         hubs = [one for one in self._of_type(work, ReplicaType.HUB) if one.deleted_at is None]
         if not hubs or any(one.attempt == work.attempt.number for one in workers):
             return
-        wanted = render.hub_hash(work.job, work.owner, work.settings)
+        enabled = work.job.spec.analyzer.enabled
+        wanted = render.hub_hash(work.job, work.owner, work.settings) if enabled else None
         await self._delete_all([one for one in hubs if one.template != wanted])
 
     async def _delete_all(self, records: Sequence[PodRecord], grace_s: float | None = None) -> None:
@@ -307,6 +336,6 @@ def _event(owner: Owner, event: RecordEvent, identity: str) -> Object:
         "action": event.reason,
         "reason": event.reason,
         "type": event.type.value,
-        "note": event.message[:MAX_NOTE],
+        "note": event.message.encode("utf-8", "replace")[:MAX_NOTE].decode("utf-8", "ignore"),
         "regarding": {"apiVersion": API_VERSION, "kind": KIND, "uid": owner.uid} | name,
     }

@@ -15,10 +15,12 @@ from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.errands import Errands
 from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, is_long, rank_zero, read_pinned
-from megatronapp_operator.backends.kubernetes.observe import Told, observe
+from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, rank_zero, read_pinned
+from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Key, Store
@@ -31,11 +33,11 @@ from megatronapp_operator.plan import (
     ConditionType,
     CreateInit,
     CreateWorker,
+    EnsureHub,
     EventType,
     Job,
     Plan,
     RecordEvent,
-    Refusal,
     Status,
 )
 from megatronapp_operator.plan.controls import spent_after
@@ -54,36 +56,6 @@ LOOK_AGAIN_S = 2.0
 """So long after a deed, somebody looks whether it was seen to be done."""
 MANAGER = "megatronapp.io/operator"
 """Our name in spec.managedBy; a job with another one is not ours."""
-
-
-@dataclasses.dataclass(slots=True)
-class Memory:
-    """What is known of a job between two looks."""
-
-    uid: str
-    generation: int
-    job: MegatronJob
-    status: Status
-    written: Object
-    """The status as it stands on the API server."""
-    sent: Object
-    """The same as we sent it, where we did; the server may leave out what it does not know."""
-    written_at: float = float("-inf")
-    news_since: float | None = None
-    """When something beside progress was seen to change that is not written yet."""
-    since: float = 0.0
-    """When this process saw the job first."""
-    pinned: Pinned | None = None
-    volumes: str | None = None
-    """What is wrong with the volume claims, once somebody has looked."""
-    volumes_seen: tuple[int, int] | None = None
-    """Generation and attempt that they were looked at for."""
-    agents_told: frozenset[str] = frozenset()
-    """Pods (uids) whose agents were told not to run."""
-    table_told: str | None = None
-    """Digest of the rank table in the ConfigMap."""
-    told: Told = dataclasses.field(default_factory=Told)
-    refusal: Refusal | None = None
 
 
 class Reconciler:
@@ -105,6 +77,7 @@ class Reconciler:
         self._settings = settings
         self._keys = keys
         self._clock = clock
+        self._errands = Errands(store, executor, clock)
         self._memories: dict[Key, Memory] = {}
         self._troubles: dict[Key, str] = {}
         self._spent: dict[Key, float] = {}
@@ -130,12 +103,11 @@ class Reconciler:
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
             made = self._plan(key, memory, document)
-        await self._tell_places(memory, document)
         written, wake_at = await self._write(key, memory, made)
-        await self._tell_of_agents(memory, document)
         if made.actions:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
+        wake_at = _earliest(wake_at, await self._errands.run(memory, self._work(memory, document)))
         self._troubles.pop(key, None)  # what comes again after a success is news
         return wake_at
 
@@ -255,27 +227,6 @@ class Reconciler:
         serve = {"serveUrl": render.serve_url(namespace, name, domain)}
         return (hub if job.spec.analyzer.enabled else {}) | (serve if job.spec.mode == "serve" else {})
 
-    async def _tell_places(self, memory: Memory, document: Object) -> None:
-        """What workers wait for, and what is too long for the status."""
-        if memory.status.attempt_time is None or memory.status.phase in TERMINAL_PHASES:
-            return
-        await self._executor.tell_topology(self._work(memory, document))
-        table = memory.told.rank_table
-        if table is not None and is_long(table) and memory.table_told != table.get("digest"):
-            await self._executor.tell_ranks(self._work(memory, document), table)
-            memory.table_told = table.get("digest")
-
-    async def _tell_of_agents(self, memory: Memory, document: Object) -> None:
-        """Name agents that do not run. Training does without them; nobody should find out by an empty page."""
-        pods = self._store.pods(document["metadata"]["namespace"], memory.uid)
-        troubled = {one.uid: f"{one.name}: {one.agent_trouble}" for one in pods if one.agent_trouble}
-        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_told)
-        if news:
-            message = f"the trace of {len(news)} workers is missing; {news[0]}"
-            event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
-            await self._executor.run(self._work(memory, document), [event])
-        memory.agents_told = (memory.agents_told & {one.uid for one in pods}) | troubled.keys()
-
     async def _replace_status(self, key: Key, memory: Memory, document: Object) -> None:
         known = self._store.job(key)
         assert known is not None, "a job is dropped between two looks only"
@@ -310,7 +261,12 @@ class Reconciler:
         memory.refusal = await self._executor.run(self._work(memory, document), made.actions)
         if memory.refusal is not None:
             return self._clock() + (0.0 if memory.refusal != before else REFUSED_S)
-        return None if all(isinstance(one, RecordEvent) for one in made.actions) else self._clock() + LOOK_AGAIN_S
+        deeds = [one for one in made.actions if not isinstance(one, RecordEvent)]
+        if not deeds:
+            return None
+        if all(isinstance(one, EnsureHub) for one in deeds):  # nothing comes of it while a refused hub rests
+            return self._clock() + max(LOOK_AGAIN_S, self._executor.hub_pause_s(memory.uid))
+        return self._clock() + LOOK_AGAIN_S
 
     async def tell_trouble(self, key: Key, error: Exception) -> None:
         """Say at the job why nothing goes on, once for each reason."""

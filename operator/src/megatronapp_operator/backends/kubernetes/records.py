@@ -333,4 +333,5 @@ def _record(text: str) -> Mapping[str, Any] | None:
 
 
 def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A whole number of a launcher's record that the status can hold."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else None

@@ -2,7 +2,13 @@
 
 from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
-from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS, hub_hash, hub_objects, hub_pod
+from megatronapp_operator.backends.kubernetes.render.hub import (
+    ANNOTATION_STARTS,
+    hub_hash,
+    hub_objects,
+    hub_pod,
+    unwanted,
+)
 from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.objects import Names, serve_url
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
@@ -25,5 +31,6 @@ __all__ = [
     "secret",
     "serve_url",
     "template_hash",
+    "unwanted",
     "worker_pod",
 ]

@@ -4,10 +4,11 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
-from megatronapp_operator.backends.kubernetes.api import SERVICES, Object
+from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.render import storage
 from megatronapp_operator.backends.kubernetes.render.agent import analyzer_image
 from megatronapp_operator.backends.kubernetes.render.environment import variables
+from megatronapp_operator.backends.kubernetes.render.gang import gang_objects
 from megatronapp_operator.backends.kubernetes.render.initializers import identity
 from megatronapp_operator.backends.kubernetes.render.objects import (
     Names,
@@ -21,7 +22,7 @@ from megatronapp_operator.backends.kubernetes.render.objects import (
 )
 from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
 from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
-from megatronapp_operator.backends.kubernetes.render.settings import Owner, Rendered, RenderSettings
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 
 HUB = "hub"
 STATE = "/var/lib/megatronapp"
@@ -50,6 +51,18 @@ def hub_objects(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tup
     )
     policy = hub_policy(job, owner, settings)
     return (*([policy] if policy is not None else []), (SERVICES, service))
+
+
+def unwanted(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tuple[tuple[Resource, str], ...]:
+    """Objects that another spec of the job may have had and this one does not want."""
+    names = Names(owner.name)
+    optional = [(NETWORK_POLICIES, one) for one in (names.workers, names.init, names.hub)]
+    optional += [(SERVICES, names.serve), (SERVICES, names.hub)]
+    attempt = Attempt(number=0)
+    made = [*gang_objects(job, owner, attempt, settings)]
+    made += hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
+    wanted = {(resource, obj["metadata"]["name"]) for resource, obj in made}
+    return tuple(one for one in optional if one not in wanted)
 
 
 def hub_pod(job: MegatronJob, owner: Owner, settings: RenderSettings, *, starts: int) -> Object:

@@ -1,0 +1,113 @@
+"""What is done for a job beside its plan: places, missing agents, objects that were deleted or are wanted no more.
+
+It follows the status and the actions of a look, and no error of it ends one: a job whose topology cannot be read, or
+whose ConfigMap is in the way of another, is judged, restarted and ended like any other.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable
+
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.errors import (
+    ApiError,
+    ForbiddenError,
+    InvalidError,
+    NamespaceEndsError,
+    NameTakenError,
+)
+from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.facts import is_long
+from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordEvent
+
+log = logging.getLogger(__name__)
+
+TEND_S = 300.0
+"""How often the objects of a running attempt are applied again."""
+RETRY_S = 30.0
+"""After an error."""
+LASTING = (ForbiddenError, InvalidError, NameTakenError)
+"""What does not pass by itself, so that it is reported at the job."""
+
+
+class Errands:
+    """One for all jobs."""
+
+    def __init__(self, store: Store, executor: Executor, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._executor = executor
+        self._clock = clock
+
+    async def run(self, memory: Memory, work: Work) -> float | None:
+        """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
+        for name, errand in (("places", self._tell_places), ("agents", self._tell_of_agents), ("tend", self._tend)):
+            retry_at, known = memory.errands.get(name, (0.0, ""))
+            if self._clock() < retry_at:
+                continue
+            try:
+                await errand(memory, work)
+                memory.errands.pop(name, None)
+            except NamespaceEndsError:
+                raise
+            except (ApiError, NameTakenError) as error:
+                memory.errands[name] = self._clock() + RETRY_S, str(error)
+                if str(error) != known:
+                    await self._report(work, error)
+        times = [at for at, _ in memory.errands.values()]
+        if "tend" not in memory.errands and memory.tend_at > self._clock():
+            times.append(memory.tend_at)
+        return min(times, default=None) if _lives(memory) else None
+
+    async def _report(self, work: Work, error: Exception) -> None:
+        log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)
+        if isinstance(error, LASTING):
+            reason = type(error).__name__.removesuffix("Error")
+            await self._executor.tell(
+                work.owner, RecordEvent(type=EventType.WARNING, reason=reason, message=str(error))
+            )
+
+    async def _tell_places(self, memory: Memory, work: Work) -> None:
+        """What workers wait for, and what is too long for the status."""
+        if not _lives(memory):
+            return
+        await self._executor.tell_topology(work)
+        table = memory.told.rank_table
+        if table is not None and is_long(table) and memory.table_told != table.get("digest"):
+            await self._executor.tell_ranks(work, table)
+            memory.table_told = table.get("digest")
+
+    async def _tell_of_agents(self, memory: Memory, work: Work) -> None:
+        """Name agents that do not run. Training does without them, but its pages stay empty."""
+        pods = self._store.pods(work.owner.namespace, memory.uid)
+        troubled = {one.uid: f"{one.name}: {one.agent_trouble}" for one in pods if one.agent_trouble}
+        news = sorted(text for uid, text in troubled.items() if uid not in memory.agents_told)
+        if news:
+            message = f"the trace of {len(news)} workers is missing; {news[0]}"
+            event = RecordEvent(type=EventType.WARNING, reason="AgentNotRunning", message=message)
+            await self._executor.tell(work.owner, event)
+        memory.agents_told = (memory.agents_told & {one.uid for one in pods}) | troubled.keys()
+
+    async def _tend(self, memory: Memory, work: Work) -> None:
+        """Restore deleted objects of the running attempt now and then, and take over an edited policy at once.
+
+        An edit that makes other pods waits for the next attempt, and the objects around the pods wait with it.
+        """
+        pinned, generation, now = memory.pinned, memory.generation, self._clock()
+        if not _lives(memory) or pinned is None or pinned.attempt != memory.status.attempt:
+            return
+        if memory.tended is None:  # a new process spreads what it finds over the first minutes
+            memory.tended, memory.tend_at = pinned.generation, now + zlib.crc32(memory.uid.encode()) % TEND_S
+        if memory.tended == generation and now < memory.tend_at:
+            return
+        if render.template_hash(memory.job, work.settings) == pinned.template_hash:
+            await self._executor.tend(work, edited=generation != memory.tended)
+            memory.table_told = None
+        memory.tended, memory.tend_at = generation, now + TEND_S
+
+
+def _lives(memory: Memory) -> bool:
+    """Whether an attempt has begun and has not ended for good."""
+    status = memory.status
+    return status.attempt_time is not None and status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}

@@ -1,0 +1,45 @@
+"""What the operator remembers of a job between two looks at it, beside the job's status."""
+
+import dataclasses
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.facts import Pinned
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.plan import Refusal, Status
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """What is known of a job between two looks."""
+
+    uid: str
+    generation: int
+    job: MegatronJob
+    status: Status
+    written: Object
+    """The status as it stands on the API server."""
+    sent: Object
+    """The same as we sent it, where we did; the server may leave out what it does not know."""
+    written_at: float = float("-inf")
+    news_since: float | None = None
+    """When something beside progress was seen to change that is not written yet."""
+    since: float = 0.0
+    """When this process saw the job first."""
+    pinned: Pinned | None = None
+    volumes: str | None = None
+    """What is wrong with the volume claims, once somebody has looked."""
+    volumes_seen: tuple[int, int] | None = None
+    """Generation and attempt that they were looked at for."""
+    agents_told: frozenset[str] = frozenset()
+    """Pods (uids) whose agents were told not to run."""
+    table_told: str | None = None
+    """Digest of the rank table in the ConfigMap."""
+    tended: int | None = None
+    """Generation for which the objects of the running attempt were applied last; None: not known yet."""
+    tend_at: float = 0.0
+    """When they are applied again, in case something was deleted or changed."""
+    errands: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    """Errands that failed: when each is tried again, and what went wrong."""
+    told: Told = dataclasses.field(default_factory=Told)
+    refusal: Refusal | None = None

@@ -1,0 +1,156 @@
+"""What stands around a gang: restored where it was deleted, removed where it is not wanted, never in the way."""
+
+from typing import Any
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import (
+    CONFIG_MAPS,
+    EVENTS,
+    JOBS,
+    NETWORK_POLICIES,
+    SERVICES,
+    Object,
+    Resource,
+)
+from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
+from megatronapp_operator.backends.kubernetes.facts import TABLE_ENTRIES
+from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.reconciler import LOOK_AGAIN_S
+
+pytestmark = pytest.mark.asyncio
+HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
+QUOTAS = Resource("v1", "resourcequotas")
+
+
+async def train(stage: Play, **spec: Any) -> dict[str, str]:
+    """Uids of the pods of a job whose ranks train."""
+    await stage.machines.api.create(JOBS, manifest(stage.namespace, **spec))
+    await stage.begin()
+    return await go_on(stage)
+
+
+async def go_on(stage: Play) -> dict[str, str]:
+    await stage.rest()
+    stage.tell("job")
+    await stage.rest()
+    return {name: pod["metadata"]["uid"] for name, pod in (await stage.machines.pods()).items()}
+
+
+async def edit(stage: Play, **spec: Any) -> None:
+    job = await stage.job()
+    await stage.machines.api.replace(JOBS, job | {"spec": job["spec"] | spec})
+    await stage.rest()
+
+
+async def names(stage: Play, resource: Resource) -> set[str]:
+    found = await stage.machines.api.list_objects(resource, stage.namespace)
+    return {one["metadata"]["name"] for one in found.items} - {"kube-root-ca.crt"}
+
+
+async def reasons(stage: Play) -> list[str]:
+    return [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, stage.namespace)).items]
+
+
+async def delete(stage: Play, resource: Resource, name: str) -> None:
+    found = await stage.machines.api.get(resource, stage.namespace, name)
+    assert found is not None
+    await stage.machines.api.delete(resource, found)
+
+
+async def test_what_was_deleted_of_a_running_attempt_comes_back_within_minutes(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        pods = await train(stage, **HUB)
+        whole = [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES, CONFIG_MAPS)]
+        assert whole[:2] == [{"job-workers", "job-hub"}] * 2
+        for resource in (NETWORK_POLICIES, SERVICES):
+            await delete(stage, resource, "job-workers")
+        await delete(stage, SERVICES, "job-hub")
+        await delete(stage, CONFIG_MAPS, "job-job")
+        await stage.begin()  # by the next process, too
+        for _ in range(2):
+            await stage.pass_time(TEND_S)
+        assert [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES, CONFIG_MAPS)] == whole
+        requests = stage.api.count
+        await stage.rest()
+        assert (stage.api.count, await go_on(stage)) == (requests, pods)
+        assert stage.due[namespace, "job"] <= stage.now() + TEND_S
+
+
+async def test_an_edited_policy_holds_at_once_and_pods_stay(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        pods = await train(stage, **HUB)
+        await edit(stage, network={"policy": "None"})
+        assert await names(stage, NETWORK_POLICIES) == set()
+        await edit(stage, network={"policy": "JobOnly"})
+        assert await names(stage, NETWORK_POLICIES) == {"job-workers", "job-hub"}
+        assert await go_on(stage) == pods
+
+
+async def test_a_hub_that_is_not_wanted_any_more_ends_with_the_attempt(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        pods = await train(stage, **HUB)
+        await edit(stage, analyzer={"enabled": False}, trace={"enabled": False})
+        assert await go_on(stage) == pods and await names(stage, SERVICES) == {"job-workers", "job-hub"}
+        await stage.machines.end("job-worker-1", 42, message="boom")
+        await stage.rest()
+        await stage.pass_time(60)
+        after = await go_on(stage)
+        assert set(after) == {"job-worker-0", "job-worker-1"} and not set(after.values()) & set(pods.values())
+        assert await names(stage, SERVICES) == await names(stage, NETWORK_POLICIES) == {"job-workers"}
+
+
+async def test_objects_of_others_are_left_alone_when_something_is_not_wanted_any_more(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        await train(stage, **HUB)
+        await delete(stage, NETWORK_POLICIES, "job-hub")
+        other: Object = {"podSelector": {"matchLabels": {"app": "other"}}}
+        meta = {"name": "job-hub", "namespace": namespace}
+        body = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": meta, "spec": other}
+        await stage.machines.api.create(NETWORK_POLICIES, body)
+        await edit(stage, network={"policy": "None"})
+        assert await names(stage, NETWORK_POLICIES) == {"job-hub"}
+
+
+async def test_a_table_that_cannot_be_written_keeps_no_failure_from_being_judged(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        taken = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "job-ranks", "namespace": namespace}}
+        await stage.machines.api.create(CONFIG_MAPS, taken)
+        await train(stage)
+        memory = stage.reconciler.memory((namespace, "job"))
+        assert memory is not None
+        entries = [{"index": 0, "address": "10.0.0.1"}] * (TABLE_ENTRIES + 1)
+        memory.told = Told(rank_table={"attempt": 0, "digest": "d", "workers": entries}, progress=memory.told.progress)
+        await stage.rest()
+        await stage.pass_time(RETRY_S)
+        assert (await reasons(stage)).count("NameTaken") == 1
+        assert stage.due[namespace, "job"] <= stage.now() + RETRY_S, "it is tried again"
+        await stage.machines.end("job-worker-1", 42, message="boom")
+        await stage.rest()
+        assert (await stage.job())["status"]["attempt"] == 1
+
+
+async def test_a_hub_that_is_refused_is_looked_at_again_after_its_pause(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        hard = {"count/services": "1"}
+        quota = {"metadata": {"name": "one-service", "namespace": namespace}, "spec": {"hard": hard}}
+        await stage.machines.api.create(QUOTAS, {"apiVersion": "v1", "kind": "ResourceQuota"} | quota)
+        kept = await stage.machines.api.get(QUOTAS, namespace, "one-service")
+        assert kept is not None
+        status = {"hard": hard, "used": {"count/services": "0"}}
+        await stage.machines.api.replace(QUOTAS, kept | {"status": status}, subresource="status")
+        pods = await train(stage, **HUB)
+        assert set(pods) == {"job-worker-0", "job-worker-1"} and "HubRefused" in await reasons(stage)
+        assert stage.due[namespace, "job"] > stage.now() + 2 * LOOK_AGAIN_S

@@ -1,0 +1,136 @@
+"""Whatever hub, launcher and containers say becomes a status that the API server takes."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatronapp_common.job import Status as StatusDocument
+from megatronapp_common.texts import one_line
+from megatronapp_operator.backends.kubernetes.executor import MAX_NOTE, _event
+from megatronapp_operator.backends.kubernetes.records import _number
+from megatronapp_operator.backends.kubernetes.render.settings import Owner
+from megatronapp_operator.document import status_document
+from megatronapp_operator.plan import EventType, Job, JobSpec, Observed, RecordEvent, Status, report
+from megatronapp_operator.plan.draft import Draft
+from megatronapp_operator.summary import UNREADABLE, Summary, read_progress, read_summary
+
+MOST_BYTES = 1 << 20
+NUMBERS = st.one_of(
+    st.integers(), st.sampled_from([2**63, -(2**63) - 1, 10**400, True]), st.floats(), st.text(max_size=3)
+)
+TIMES = st.sampled_from(
+    ["2026-01-01T00:00:00Z", "0001-01-01T00:00:00+23:00", "9999-12-31T23:59:59-23:00", "now", 7, None]
+)
+TEXTS = st.one_of(st.text(max_size=40), st.sampled_from(["x" * 5000, "\U0001f9ea" * 5000]), st.integers())
+PAGES = st.fixed_dictionaries(
+    {"iteration": NUMBERS},
+    optional={
+        **dict.fromkeys(["attempt", "totalIterations", "loss", "tokensPerSecond", "secondsLeft", "gradNorm"], NUMBERS),
+        "consumedSamples": NUMBERS,
+        "updatedAt": TIMES,
+        "state": TEXTS,
+    },
+)
+VERDICTS = st.fixed_dictionaries(
+    {
+        "id": TEXTS,
+        "subject": st.fixed_dictionaries(
+            {"type": TEXTS, "ranks": st.lists(NUMBERS, max_size=4)}, optional={"node": TEXTS, "worker": NUMBERS}
+        ),
+        "cause": TEXTS,
+        "state": st.just("confirmed"),
+        "sentence": TEXTS,
+    },
+    optional={
+        "since": st.fixed_dictionaries({}, optional={"attempt": NUMBERS, "step": NUMBERS, "time": NUMBERS}),
+        "effect": st.fixed_dictionaries({}, optional={"slowdown": NUMBERS, "secondsPerStep": NUMBERS}),
+    },
+)
+SUMMARIES = st.fixed_dictionaries(
+    {
+        "attempt": NUMBERS,
+        "progress": st.one_of(st.none(), PAGES),
+        "slowRanks": st.lists(VERDICTS, max_size=3),
+        "hungRanks": st.lists(NUMBERS, max_size=4),
+    }
+)
+
+
+def numbers(document: Any) -> Iterator[int]:
+    if isinstance(document, dict | list):
+        for one in document.values() if isinstance(document, dict) else document:
+            yield from numbers(one)
+    elif isinstance(document, int):
+        yield document
+
+
+def written(summary: Summary | None) -> dict[str, Any]:
+    """The status after a look with this summary."""
+    observed = Observed(secret=True)
+    if summary is not None:
+        observed = dataclasses.replace(
+            observed, progress=summary.progress, slow_ranks=summary.slow_ranks, hung_ranks=summary.hung_ranks
+        )
+    job = Job(spec=JobSpec(name="job", uid="u", workers=1), status=Status(running_time=5.0, attempt=2**31 - 1))
+    draft = Draft(job=job, observed=observed, now=1000.0, status=job.status)
+    report.progress(draft)
+    report.slow_ranks(draft)
+    report.stalls(draft)
+    return status_document(draft.status)
+
+
+def check(document: dict[str, Any]) -> None:
+    text = json.dumps(document, allow_nan=False)
+    assert len(text.encode()) < MOST_BYTES
+    StatusDocument.model_validate_json(text)
+    assert all(-(2**63) <= number < 2**63 for number in numbers(document))
+
+
+@settings(deadline=None)
+@given(SUMMARIES)
+def test_every_answer_of_a_hub_becomes_a_status_that_can_be_written(summary: Any) -> None:
+    check(written(read_summary(summary)))
+
+
+@settings(deadline=None)
+@given(PAGES)
+def test_every_page_of_a_launcher_becomes_a_status_that_can_be_written(page: Any) -> None:
+    try:
+        progress = read_progress(page)
+    except UNREADABLE:
+        return
+    check(written(Summary(progress=progress)))
+
+
+def test_as_many_long_verdicts_as_a_hub_can_tell_fit() -> None:
+    text = "\U0001f9ea" * 5000
+    subject = {"type": text, "ranks": [2**62] * 5000, "node": text}
+    verdict = {"id": text, "subject": subject, "cause": text, "state": "confirmed", "sentence": text}
+    summary = read_summary({"attempt": 0, "progress": None, "slowRanks": [verdict] * 100, "hungRanks": []})
+    assert summary is not None and summary.slow_ranks
+    check(written(summary))
+    honest = verdict | {"id": "v", "subject": {"type": "rank", "ranks": [3]}, "cause": "compute", "sentence": "x" * 500}
+    many = read_summary({"attempt": 0, "progress": None, "slowRanks": [honest] * 64, "hungRanks": []})
+    assert many is not None and len(many.slow_ranks) == 64
+    document = written(many)
+    check(document)
+    assert [len(one["message"]) for one in document["conditions"] if one["type"] == "SlowNodeDetected"] == [
+        64 * 501 - 1
+    ]
+
+
+@given(st.text())
+def test_the_note_of_an_event_is_cut_in_bytes_and_between_letters(text: str) -> None:
+    owner = Owner(namespace="n", name="j", uid="u")
+    event = RecordEvent(type=EventType.NORMAL, reason="R", message=one_line(text) * 200)
+    note = _event(owner, event, "me")["note"].encode()
+    assert len(note) <= MAX_NOTE and event.message.encode().startswith(note)
+    assert len(note) > MAX_NOTE - 4 or note == event.message.encode()
+
+
+def test_numbers_of_a_record_that_no_status_holds_are_none() -> None:
+    assert [_number(one) for one in (0, 2**31 - 1, 2**31, -1, True, "1", None)] == [0, 2**31 - 1, *[None] * 5]
