@@ -156,6 +156,18 @@ def test_nothing_whole_is_not_a_fresh_start(save: pathlib.Path, call: RunRanks) 
     ((kind, text),) = call(1, failing, "load", f"--save {save}")
     assert kind == "CheckpointError"
     assert "none of the 3 checkpoints" in text
+    assert "remove" not in text
+
+
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+def test_a_checkpoint_of_megatron_is_no_fresh_start(call: RunRanks, tmp_path: pathlib.Path, flag: str) -> None:
+    folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").touch()
+    for kind, text in call(2, failing, "load", f"{flag} {tmp_path / 'there'}"):
+        assert kind == "CheckpointError"
+        assert "a checkpoint of Megatron-LM in the legacy layout" in text
+        assert "megatronapp checkpoint convert --load-dir" in text
 
 
 @pytest.mark.parametrize(

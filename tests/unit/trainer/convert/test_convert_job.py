@@ -202,8 +202,8 @@ def test_wishes_that_the_model_does_not_fulfil(hf: pathlib.Path, tmp_path: pathl
         with pytest.raises(UsageError, match=words):
             convert(hf, tmp_path / "ours", **wish)
     convert(hf, tmp_path / "ours", tensor_size=4)  # two ranks for each key head
-    with pytest.raises(UsageError, match="nothing is to be converted"):
-        convert(tmp_path / "ours", tmp_path / "again", to="megatronapp")
+    with pytest.raises(UsageError, match="holds checkpoints of this trainer, not a Hugging Face model"):
+        convert(tmp_path / "ours", tmp_path / "again", source="hf")
     with pytest.raises(UsageError, match=r"--family gpt2 cannot hold this model: .*--normalization"):
         convert(tmp_path / "ours", tmp_path / "again", family="gpt2")
     with pytest.raises(CheckpointError, match="no whole checkpoint of iteration 7"):

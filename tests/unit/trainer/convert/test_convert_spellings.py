@@ -8,7 +8,7 @@ import pytest
 
 from megatronapp_trainer.convert.cli import _add_options, _bytes, options_from, register, run_convert
 from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.options import DTYPES, HF, OURS, Options
+from megatronapp_trainer.convert.options import DTYPES, HF, MEGATRON, OURS, Options
 from megatronapp_trainer.convert.spellings import ANY, COMMAND, SPELLINGS, Spelling, words_of
 from megatronapp_trainer.errors import UsageError
 
@@ -59,7 +59,7 @@ def test_no_spelling_is_one_of_ours_and_each_stands_once() -> None:
     flags = [spelling.flag for spelling in SPELLINGS]
     assert len(flags) == len(set(flags))
     for spelling in SPELLINGS:
-        given = [part for part in (spelling.means, spelling.values, spelling.answer) if part is not None]
+        given = [part for part in (spelling.means, spelling.values, spelling.answer, spelling.told) if part is not None]
         assert len(given) == 1, spelling.flag
 
 
@@ -97,19 +97,20 @@ def test_the_command_of_the_pages_for_llama_runs() -> None:
 def test_the_two_steps_for_gpt2_become_one() -> None:
     first = options("--load_path", "gpt2", "--save_path", "out", "--target_tensor_model_parallel_size", "2")
     assert first == Options(load_dir=pathlib.Path("gpt2"), save_dir=pathlib.Path("out"), tensor_size=2)
-    with pytest.raises(UsageError) as caught:
-        options(
-            *shlex.split(
-                "--model-type GPT --loader legacy --saver core --load-dir a --save-dir b --megatron-path /x "
-                "--target-tensor-parallel-size 2 --dtype bf16"
-            )
-        )
-    lines = str(caught.value).splitlines()
-    assert lines[0].startswith("--loader legacy: Megatron's old format")
-    assert lines[1].startswith("--megatron-path: megatron-core is installed")
-    assert lines[2] == (
-        f"write: {COMMAND} --load-dir a --save-dir b --dtype bf16 --target-tensor-parallel-size 2 --to megatronapp"
+    second = "--model-type GPT --loader legacy --saver core --load-dir a --save-dir b --megatron-path /x"
+    assert options(*second.split()) == Options(
+        load_dir=pathlib.Path("a"), save_dir=pathlib.Path("b"), source=MEGATRON, to=OURS
     )
+
+
+def test_reasons_come_with_a_command_that_works() -> None:
+    words = "--model-type GPT --loader core --saver legacy --load-dir a --save-dir b --tokenizer_name gpt2 --dtype bf16"
+    with pytest.raises(UsageError) as caught:
+        options(*words.split())
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("--saver legacy: Megatron's legacy layout")
+    assert lines[1].startswith("--tokenizer_name: nothing is downloaded")
+    assert lines[2] == f"write: {COMMAND} --load-dir a --save-dir b --dtype bf16 --from megatron"
 
 
 def test_the_way_back_of_the_old_script() -> None:
@@ -148,7 +149,8 @@ def test_choices_are_those_of_the_package() -> None:
     choices = {action.option_strings[0]: action.choices for action in build_convert()._actions}
     assert tuple(choices["--family"] or ()) == tuple(FAMILIES)
     assert tuple(choices["--dtype"] or ()) == DTYPES
-    assert tuple(choices["--to"] or ()) == tuple(choices["--from"] or ()) == (HF, OURS)
+    assert tuple(choices["--to"] or ()) == (HF, OURS)
+    assert tuple(choices["--from"] or ()) == (HF, OURS, MEGATRON)
 
 
 def build_convert() -> argparse.ArgumentParser:

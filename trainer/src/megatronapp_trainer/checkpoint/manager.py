@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from megatronapp_common.names import Env
-from megatronapp_trainer.checkpoint import arguments, schedules
+from megatronapp_trainer.checkpoint import arguments, foreign, schedules
 from megatronapp_trainer.checkpoint.content import Parts, restore, sharded_state
 from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
@@ -173,6 +173,10 @@ class CheckpointManager:
 
     def _load_newest(self, directory: CheckpointDirectory, state: TrainState, *, finetune: bool) -> bool:
         candidates = broadcast_from_zero(lambda: [_inspect(path) for path in directory.checkpoints()])
+        if all(candidate.manifest is None for candidate in candidates):
+            other = broadcast_from_zero(lambda: foreign.answer(directory.path) or "")
+            if other:
+                raise CheckpointError(other)
         for candidate in candidates:
             try:
                 self._load(candidate, state, finetune=finetune)
@@ -182,8 +186,8 @@ class CheckpointManager:
                 return True
         if candidates:
             raise CheckpointError(
-                f"none of the {len(candidates)} checkpoints in {directory.path} is whole; "
-                "remove them to start from the beginning"
+                f"none of the {len(candidates)} checkpoints in {directory.path} is whole; bring one of them back, or "
+                "start from the beginning with another directory for --save and --load"
             )
         return False
 

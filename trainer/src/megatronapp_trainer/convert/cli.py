@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Convert weights between a Hugging Face folder (GPT-2, Llama, Mistral, Qwen2 and Qwen2.5; config.json and *.safetensors)
-and checkpoints of this trainer, in the direction that --load-dir says. Nothing is downloaded, bits stay as they are,
-and the tokenizer's files go along. The options of Megatron's tools/checkpoint/convert.py are understood.
+and checkpoints of this trainer, in the direction that --load-dir says; or from checkpoints of Megatron-LM (torch_dist,
+or mp_rank_XX) to those of this trainer. Nothing is downloaded, bits stay as they are, and the tokenizer's files go
+along. The options of Megatron's tools/checkpoint/convert.py are understood.
 """
 _EPILOG = """\
 examples:
@@ -36,7 +37,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     commands = checkpoint.add_subparsers(dest="checkpoint_command", metavar="COMMAND", required=True)
     convert = commands.add_parser(
         "convert",
-        help="from Hugging Face, and back",
+        help="from Hugging Face and back, and from Megatron-LM",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,7 +72,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--load-dir", metavar="DIR", help="Hugging Face folder, or directory of checkpoints of this trainer (required)")
     add("--save-dir", metavar="DIR", help="new folder to write (required)")
-    add("--from", dest="source", choices=("hf", "megatronapp"), help="refuse a --load-dir that holds something else")
+    add(
+        "--from",
+        dest="source",
+        choices=("hf", "megatronapp", "megatron"),
+        help="refuse a --load-dir that holds something else",
+    )
     add("--to", choices=("hf", "megatronapp"), help="default: the other one")
     add("--family", choices=("gpt2", "llama", "mistral", "qwen2"), help="default: by config.json or the checkpoint")
     add("--dtype", choices=("fp32", "fp16", "bf16"), help="type of the numbers; default: as they are")
@@ -79,6 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--iteration", type=_whole, metavar="N", help="which checkpoint; default: the newest whole one")
     add("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a Hugging Face file (5GB)")
     add("--make-vocab-size-divisible-by", type=_positive, default=128, metavar="N", help="padding of ours (128)")
+    add("--true-vocab-size", type=_positive, metavar="N", help="tokens without padding, of a Megatron-LM checkpoint")
     add("--target-tensor-parallel-size", type=_positive, default=1, metavar="N", help="TP to check for; any TP loads")
     add("--target-pipeline-parallel-size", type=_positive, default=1, metavar="N", help="PP to check for; any PP loads")
     add("--position-embedding-type", metavar="TYPE", help="refuse a model that has other positions")
@@ -149,6 +156,7 @@ def options_from(args: argparse.Namespace) -> "Options":
         tensor_size=args.target_tensor_parallel_size,
         pipeline_size=args.target_pipeline_parallel_size,
         positions=args.position_embedding_type,
+        true_vocab_size=args.true_vocab_size,
         overwrite=args.overwrite,
     )
 
@@ -165,7 +173,7 @@ def _own(args: argparse.Namespace) -> argparse.Namespace:
     parser = _Refusing(prog=COMMAND, allow_abbrev=False)
     _add_options(parser)
     try:
-        words = translate(args.spelled)
+        words = translate(args.spelled, _note)
     except UsageError as error:
         raise UsageError(f"{error}\nwrite: {_command(args)}") from None
     return parser.parse_args(words, argparse.Namespace(**vars(args)))

@@ -127,13 +127,13 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     folder.mkdir()
     copy_companions(options.load_dir, folder, tokenizer=options.tokenizer, config=True)
     source.origin.write(folder)
-    _text_tokens(folder, options).write(folder)
+    text_tokens_in(folder, options).write(folder)
     pieces = list(_pieces(source, options))
     store.write(pieces, source.shape.model.num_layers, folder)
     kinds = {piece.dtype for piece in pieces}
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
-    seal(folder, _manifest(stored))
+    seal(folder, manifest_of(stored))
     (target / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
     final = options.save_dir / folder.name
     return Summary(
@@ -147,7 +147,8 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     )
 
 
-def _text_tokens(folder: pathlib.Path, options: Options) -> TextTokens:
+def text_tokens_in(folder: pathlib.Path, options: Options) -> TextTokens:
+    """What the tokenizer's files in a folder say. Raises CheckpointError where they cannot be read."""
     try:
         return text_tokens_of(folder)
     except DataError as error:
@@ -170,7 +171,8 @@ def _pieces(source: Source, options: Options) -> Iterator[store.Piece]:
         )
 
 
-def _manifest(stored: dict[str, object]) -> Manifest:
+def manifest_of(stored: dict[str, object]) -> Manifest:
+    """The manifest of a checkpoint that holds weights alone."""
     return Manifest(
         iteration=_ITERATION,
         consumed_samples=0,

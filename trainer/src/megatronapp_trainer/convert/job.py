@@ -11,10 +11,12 @@ from megatronapp_trainer.checkpoint.directory import (
     CheckpointDirectory,
     read_manifest,
 )
+from megatronapp_trainer.checkpoint.foreign import CONVERT, megatron_checkpoint
 from megatronapp_trainer.convert.companions import check_tokenizer, is_written_by_us, tokenizer_note
 from megatronapp_trainer.convert.from_hf import open_source, write_ours
+from megatronapp_trainer.convert.from_megatron import notes, open_megatron, open_ours, write_weights
 from megatronapp_trainer.convert.hf_folder import is_hf_folder
-from megatronapp_trainer.convert.options import HF, OURS, Options, Summary
+from megatronapp_trainer.convert.options import HF, MEGATRON, OURS, Options, Summary
 from megatronapp_trainer.convert.shape import Shape
 from megatronapp_trainer.convert.target import whole_folder
 from megatronapp_trainer.convert.to_hf import find_checkpoint, open_stored, write_hf
@@ -34,6 +36,8 @@ def convert(options: Options, say: Callable[[str], None] = lambda _: None) -> Su
     check_tokenizer(options.tokenizer)
     if source == HF:
         return _from_hf(options, say)
+    if source == MEGATRON or options.to == OURS:
+        return _to_weights(source, options, say)
     return _to_hf(options)
 
 
@@ -46,6 +50,21 @@ def _from_hf(options: Options, say: Callable[[str], None]) -> Summary:
         say(note)
     with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
         return write_ours(source, options, folder)
+
+
+def _to_weights(kind: str, options: Options, say: Callable[[str], None]) -> Summary:
+    """Weights of Megatron-LM or of ours, without the rest of a training."""
+    if options.family is not None:
+        raise UsageError("--family belongs to models of Hugging Face; leave it out")
+    if kind == MEGATRON:
+        source = open_megatron(options.load_dir, options.iteration, options.true_vocab_size)
+    else:
+        source = open_ours(options.load_dir, options.iteration)
+    _check_wishes(source.with_padding(options.divisible_by), options)
+    for note in notes(source, options):
+        say(note)
+    with whole_folder(options.save_dir, overwrite=options.overwrite, replaceable=_was_converted) as folder:
+        return write_weights(source, options, folder)
 
 
 def _to_hf(options: Options) -> Summary:
@@ -63,28 +82,41 @@ def _source_kind(options: Options) -> str:
         raise CheckpointError(f"--load-dir {path} is no folder; check the path")
     if is_hf_folder(path):
         found = HF
-    elif (path / MANIFEST).is_file() or CheckpointDirectory(path).checkpoints():
+    elif _holds_ours(path):
+        found = OURS
+    elif megatron_checkpoint(path) is not None:
+        found = MEGATRON
+    elif CheckpointDirectory(path).checkpoints():
         found = OURS
     else:
         raise CheckpointError(
-            f"--load-dir {path} holds neither config.json of a Hugging Face model nor iter_... of this trainer"
+            f"--load-dir {path} holds neither config.json of a Hugging Face model, nor iter_... of this trainer or of "
+            "Megatron-LM (torch_dist, or mp_rank_...)"
         )
+    if options.source == MEGATRON and found == OURS:
+        return found
     if options.source not in (None, found):
         raise UsageError(f"--load-dir {path} holds {_words(found)}, not {_words(str(options.source))}")
     return found
 
 
+def _holds_ours(path: pathlib.Path) -> bool:
+    return any((folder / MANIFEST).is_file() for folder in (path, *CheckpointDirectory(path).checkpoints()))
+
+
 def _words(kind: str) -> str:
-    return "a Hugging Face model" if kind == HF else "checkpoints of this trainer"
+    return {HF: "a Hugging Face model", MEGATRON: "checkpoints of Megatron-LM"}.get(kind, "checkpoints of this trainer")
 
 
 def _check_direction(source: str, options: Options) -> None:
-    if options.to == source == OURS:
+    if options.to == HF and source == MEGATRON:
+        between = options.save_dir.with_name(f"{options.save_dir.name}-megatronapp")
         raise UsageError(
-            f"{options.load_dir} holds checkpoints of this trainer already, and every layout reads them as they are: "
-            f"nothing is to be converted; train or serve with --load {options.load_dir}"
+            f"{options.load_dir} holds checkpoints of Megatron-LM, which become ours first: "
+            f"{CONVERT} --load-dir {options.load_dir} --save-dir {between}; "
+            f"then {CONVERT} --load-dir {between} --save-dir {options.save_dir}"
         )
-    if options.to == source:
+    if options.to == source == HF:
         raise UsageError(f"{options.load_dir} is a Hugging Face folder already; leave --to {HF} out to come from there")
 
 

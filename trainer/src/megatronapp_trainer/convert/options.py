@@ -6,6 +6,7 @@ from typing import Final
 
 HF: Final = "hf"
 OURS: Final = "megatronapp"
+MEGATRON: Final = "megatron"
 DTYPES: Final = ("fp32", "fp16", "bf16")
 
 
@@ -16,7 +17,7 @@ class Options:
     load_dir: pathlib.Path
     save_dir: pathlib.Path
     source: str | None = None
-    """`HF` or `OURS`; None: what the folder holds."""
+    """`HF`, `OURS`, or `MEGATRON` for what either this trainer or Megatron-LM wrote; None: what the folder holds."""
     to: str | None = None
     """`HF` or `OURS`; None: the other one."""
     family: str | None = None
@@ -36,6 +37,8 @@ class Options:
     """The layout that the model is wanted for: it is checked, and told in the report; the files do not depend on it."""
     positions: str | None = None
     """`--position-embedding-type` that the model must have; None: any."""
+    true_vocab_size: int | None = None
+    """Tokens without padding of a checkpoint of Megatron-LM; None: what its arguments or its tokenizer say."""
     overwrite: bool = False
 
 

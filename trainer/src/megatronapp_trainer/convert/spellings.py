@@ -5,10 +5,10 @@ has a meaning. Those that have none are answered with the reason and the command
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from megatronapp_trainer.convert.options import HF, OURS
+from megatronapp_trainer.convert.options import HF, MEGATRON, OURS
 from megatronapp_trainer.errors import UsageError
 
 COMMAND: Final = "megatronapp checkpoint convert"
@@ -18,7 +18,7 @@ ANY: Final = "*"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spelling:
-    """One option of theirs. Exactly one of the last three says what it means."""
+    """One option of theirs. Exactly one of the last four says what it means."""
 
     flag: str
     takes: str | None = None
@@ -28,14 +28,16 @@ class Spelling:
     values: Mapping[str, tuple[str, ...] | str] | None = None
     """What each value means: words of ours, or why it cannot be had."""
     answer: str | None = None
-    """Why it has no meaning here."""
+    """Why it cannot be had here: the command ends."""
+    told: str | None = None
+    """Why it is not needed here: the command runs and says so."""
 
 
 _LEGACY = (
-    "Megatron's old format (mp_rank_XX) is neither read nor written, and no step needs it: what one conversion writes "
+    "Megatron's legacy layout (mp_rank_XX) is read but not written, and no step needs it: what one conversion writes "
     "is trained and served with as it is"
 )
-_FROM_HF, _FROM_OURS, _TO_OURS = ("--from", HF), ("--from", OURS), ("--to", OURS)
+_FROM_HF, _FROM_MEGATRON, _TO_OURS = ("--from", HF), ("--from", MEGATRON), ("--to", OURS)
 _ONE_LAYOUT = "the files do not depend on the layout; it is chosen when the model is trained or served"
 _IMPLEMENTATION = (
     "the weights are the same for all layers; --transformer-impl is chosen when the model is trained or served"
@@ -55,10 +57,10 @@ SPELLINGS: Final = (
         "NAME",
         values={
             "llama_mistral": _FROM_HF,
-            "core": _FROM_OURS,
-            "mcore": _FROM_OURS,
-            "legacy": _LEGACY,
-            "megatron": _LEGACY,
+            "core": _FROM_MEGATRON,
+            "mcore": _FROM_MEGATRON,
+            "legacy": _FROM_MEGATRON,
+            "megatron": _FROM_MEGATRON,
             "mixtral_hf": "mixtures of experts cannot be trained here",
         },
     ),
@@ -99,18 +101,17 @@ SPELLINGS: Final = (
         "N",
         values={"1": (), ANY: "mixtures of experts cannot be trained here"},
     ),
-    Spelling("--target_data_parallel_size", "N", answer=_ONE_LAYOUT),
+    Spelling("--target_data_parallel_size", "N", told=_ONE_LAYOUT),
     Spelling("--make_vocab_size_divisible_by", "N", means="--make-vocab-size-divisible-by"),
     Spelling("--max_shard_size", "SIZE", means="--max-shard-size"),
     Spelling("--convert_checkpoint_from_megatron_to_transformers", means=("--to", HF)),
-    Spelling("--megatron-path", "DIR", answer="megatron-core is installed with the trainer; no sources are needed"),
-    Spelling("--max-queue-size", "N", answer="one process reads and writes; nothing is queued"),
-    Spelling("--no-checking", answer="names and sizes of all tensors are always checked, which costs no time"),
-    Spelling("--true-vocab-size", "N", answer="config.json and our manifest tell it"),
-    Spelling("--loader-transformer-impl", "NAME", answer=_IMPLEMENTATION),
-    Spelling("--saver-transformer-impl", "NAME", answer=_IMPLEMENTATION),
-    Spelling("--use_distributed_optimizer", answer="weights alone are converted; the optimizer starts anew"),
-    Spelling("--print-checkpoint-structure", answer="the manifest megatronapp.json tells what a checkpoint holds"),
+    Spelling("--megatron-path", "DIR", told="megatron-core is installed with the trainer; no sources are needed"),
+    Spelling("--max-queue-size", "N", told="one process reads and writes; nothing is queued"),
+    Spelling("--no-checking", told="names and sizes of all tensors are always checked, which costs no time"),
+    Spelling("--loader-transformer-impl", "NAME", told=_IMPLEMENTATION),
+    Spelling("--saver-transformer-impl", "NAME", told=_IMPLEMENTATION),
+    Spelling("--use_distributed_optimizer", told="weights alone are converted; the optimizer starts anew"),
+    Spelling("--print-checkpoint-structure", told="the manifest megatronapp.json tells what a checkpoint holds"),
     Spelling(
         "--tokenizer_name",
         "NAME",
@@ -123,6 +124,8 @@ SPELLINGS: Final = (
 
 def words_of(spelling: Spelling, value: str | None) -> list[str]:
     """What an option means in our words. Raises UsageError with the reason where it means nothing."""
+    if spelling.told is not None:
+        return []
     if spelling.answer is not None:
         raise UsageError(f"{spelling.flag}: {spelling.answer}; leave it out")
     if isinstance(spelling.means, tuple):
@@ -138,13 +141,15 @@ def words_of(spelling: Spelling, value: str | None) -> list[str]:
     return list(meant)
 
 
-def translate(given: Sequence[tuple[Spelling, str | None]]) -> list[str]:
-    """Our words for all options that were given. Raises UsageError with every reason, and the command to use."""
+def translate(given: Sequence[tuple[Spelling, str | None]], say: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Our words for all options that were given; `say` takes why others are not needed. Raises UsageError."""
     words: list[str] = []
     reasons: list[str] = []
     for spelling, value in given:
         try:
             words += words_of(spelling, value)
+            if spelling.told is not None:
+                say(f"{spelling.flag}: {spelling.told}")
         except UsageError as error:
             reasons.append(str(error))
     if reasons:

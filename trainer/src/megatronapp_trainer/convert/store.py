@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.convert.megatron.pickles import read_plain
 
 _FORMAT = {
     "sharded_backend": "torch_dist",
@@ -155,10 +156,17 @@ class StoredTensors:
     def __init__(self, folder: pathlib.Path) -> None:
         self._reader = FileSystemReader(folder)
         try:
-            self._metadata = self._reader.read_metadata()
+            found = read_plain((folder / ".metadata").read_bytes())
         except Exception as error:  # a damaged pickle raises anything
             raise BrokenCheckpointError(f"its .metadata cannot be read ({error})") from error
+        if not isinstance(found, Metadata):
+            raise BrokenCheckpointError("its .metadata is none of torch's distributed checkpoints")
+        self._metadata = found
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+
+    def names(self) -> list[str]:
+        """Names of all tensors and objects."""
+        return list(self._metadata.state_dict_metadata)
 
     def find(self, key: str) -> TensorStorageMetadata | None:
         """Size, type and pieces of a tensor; None where there is none."""

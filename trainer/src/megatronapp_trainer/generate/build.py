@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.checkpoint import arguments, foreign
 from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
     CheckpointDirectory,
@@ -134,6 +134,8 @@ def _inspected(directory: pathlib.Path) -> list[_Inspected]:
 
 
 def _nothing_whole(directory: pathlib.Path, found: list[_Inspected]) -> CheckpointError:
+    if (other := foreign.answer(directory)) is not None:
+        return CheckpointError(other)
     flaws = "; ".join(f"{one.path.name}: {one.flaw}" for one in found)
     return CheckpointError(f"{directory} holds no whole checkpoint ({flaws or 'nor any other'}); check the path")
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatronapp_common.names import SERVE_PORT
 from megatronapp_trainer.checkpoint import arguments as stored_arguments
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, CheckpointDirectory, read_manifest
+from megatronapp_trainer.checkpoint.foreign import answer
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.fields import RefusingParser, add_section, option, read_section
 from megatronapp_trainer.errors import CheckpointError, UsageError
@@ -91,7 +92,9 @@ def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str
             return path, read_manifest(path).arguments
         except BrokenCheckpointError as error:
             flaws.append(f"{path}: {error}")
-    raise CheckpointError("; ".join(flaws) or f"--load {directory} holds no checkpoint; check the path")
+    raise CheckpointError(
+        answer(directory) or "; ".join(flaws) or f"--load {directory} holds no checkpoint; check the path"
+    )
 
 
 def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:

@@ -1,0 +1,187 @@
+"""From a checkpoint of Megatron-LM, or from one of ours, to a checkpoint of ours that holds the weights alone."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import torch
+
+from megatronapp_trainer.checkpoint import arguments as stored_arguments
+from megatronapp_trainer.checkpoint.directory import (
+    MANIFEST,
+    TRACKER,
+    BrokenCheckpointError,
+    checkpoint_name,
+    seal,
+)
+from megatronapp_trainer.checkpoint.foreign import Layout, answer, megatron_checkpoint
+from megatronapp_trainer.convert import store
+from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
+from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
+from megatronapp_trainer.convert.from_hf import manifest_of, text_tokens_in
+from megatronapp_trainer.convert.megatron.arguments import (
+    model_from,
+    tokenizer_words,
+    vocabulary_from,
+    with_rows,
+)
+from megatronapp_trainer.convert.megatron.legacy import LegacyWeights
+from megatronapp_trainer.convert.megatron.torch_dist import CoreWeights, open_torch_dist
+from megatronapp_trainer.convert.megatron.weights import EMBEDDING, Expected, Weights, expected
+from megatronapp_trainer.convert.megatron.weights import name_of as place_name
+from megatronapp_trainer.convert.options import OURS, Options, Summary
+from megatronapp_trainer.convert.shape import Shape
+from megatronapp_trainer.convert.to_hf import find_checkpoint
+from megatronapp_trainer.data import text_tokens
+from megatronapp_trainer.errors import CheckpointError, UsageError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MegatronSource:
+    """A checkpoint whose weights are all there, with the right sizes."""
+
+    folder: pathlib.Path
+    weights: Weights
+    shape: Shape
+    expected: tuple[Expected, ...]
+    iteration: int
+    trained_with: str | None
+    """The options of its tokenizer, where the checkpoint tells them."""
+
+    def with_padding(self, multiple: int) -> Shape:
+        """The model as it is written: with the vocabulary padded to a multiple."""
+        return dataclasses.replace(self.shape, model=with_rows(self.shape.model, multiple))
+
+
+def open_megatron(path: pathlib.Path, iteration: int | None, true_vocab_size: int | None) -> MegatronSource:
+    """Look at the arguments and the list of tensors of Megatron-LM's checkpoint; no tensor is read.
+
+    Raises:
+        CheckpointError: it is none, its model cannot be trained here, or a tensor is missing, unknown or misshapen.
+    """
+    found = megatron_checkpoint(path, iteration)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint of Megatron-LM of iteration {iteration}")
+    folder, layout = found
+    if layout is Layout.ZARR:
+        raise CheckpointError(str(answer(path)))
+    try:
+        weights: Weights = LegacyWeights(folder) if layout is Layout.LEGACY else open_torch_dist(folder)
+        model = model_from(weights.arguments)
+    except (BrokenCheckpointError, CheckpointError) as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    rows = _rows(folder, weights)
+    size = vocabulary_from(weights.arguments, rows) if true_vocab_size is None else true_vocab_size
+    if size > rows:
+        raise UsageError(f"--true-vocab-size {size} is more than the {rows} rows of the embedding")
+    shape = Shape(model=with_rows(model, rows), vocab_size=size)
+    return _checked(folder, weights, shape, tokenizer_words(weights.arguments))
+
+
+def open_ours(path: pathlib.Path, iteration: int | None) -> MegatronSource:
+    """The newest whole checkpoint of ours, or that of this iteration. Raises CheckpointError."""
+    folder, manifest = find_checkpoint(path, iteration)
+    try:
+        weights = CoreWeights(folder, manifest.arguments, manifest.iteration)
+    except BrokenCheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    model = with_rows(stored_arguments.model_of(manifest.arguments), _rows(folder, weights))
+    shape = Shape(model=model, vocab_size=manifest.arguments["--vocab-size"])
+    return _checked(folder, weights, shape, None)
+
+
+def _rows(folder: pathlib.Path, weights: Weights) -> int:
+    if (EMBEDDING, None) not in weights.places():
+        raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is not the checkpoint of a GPT model")
+    return weights.size((EMBEDDING, None))[0]
+
+
+def _checked(folder: pathlib.Path, weights: Weights, shape: Shape, trained_with: str | None) -> MegatronSource:
+    wanted = tuple(expected(shape.model, shape.padded_vocab_size))
+    places = weights.places()
+    missing = [place_name(one.place) for one in wanted if one.place not in places]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {_some(missing)}, which its arguments promise; is the copy complete?")
+    unknown = sorted(place_name(place) for place in places - {one.place for one in wanted})
+    if unknown:
+        raise CheckpointError(f"{folder} has {_some(unknown)}, which no such model of this trainer has")
+    for one in wanted:
+        found = weights.size(one.place)
+        if found != one.size:
+            raise CheckpointError(
+                f"{folder}: {place_name(one.place)} is {found}, but by its arguments it must be {one.size}"
+            )
+    return MegatronSource(
+        folder=folder,
+        weights=weights,
+        shape=shape,
+        expected=wanted,
+        iteration=weights.iteration,
+        trained_with=trained_with,
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def notes(source: MegatronSource, options: Options) -> list[str]:
+    """What is not taken over, told before anything is written."""
+    found = [
+        f"the weights of iteration {source.iteration} are converted, not the optimizer's state: train with --finetune"
+    ]
+    if options.tokenizer is None and not tokenizer_arguments(source.folder):
+        words = f" (it was trained with {source.trained_with})" if source.trained_with else ""
+        found.append(f"no tokenizer goes along{words}; give its files with --tokenizer-model PATH")
+    return found
+
+
+def write_weights(source: MegatronSource, options: Options, target: pathlib.Path) -> Summary:
+    """Write our directory into the empty folder `target`. Raises CheckpointError, OSError."""
+    folder = target / checkpoint_name(0)
+    folder.mkdir()
+    copy_companions(source.folder, folder, tokenizer=options.tokenizer, config=(source.folder / MANIFEST).exists())
+    origin = read_origin(source.folder)
+    if origin is not None:
+        origin.write(folder)
+    kept = source.folder / text_tokens.FILE
+    if options.tokenizer is None and kept.is_file():
+        (folder / kept.name).write_bytes(kept.read_bytes())
+    else:
+        text_tokens_in(folder, options).write(folder)
+    pieces = list(_pieces(source, options))
+    try:
+        store.write(pieces, source.shape.model.num_layers, folder)
+    except BrokenCheckpointError as error:
+        raise CheckpointError(f"{source.folder}: {error}") from error
+    kinds = {piece.dtype for piece in pieces}
+    tokenizer = tokenizer_arguments(folder)
+    shape = source.with_padding(options.divisible_by)
+    stored = stored_arguments.record_weights(shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
+    seal(folder, manifest_of(stored))
+    (target / TRACKER).write_text("0", encoding="utf-8")
+    final = options.save_dir / folder.name
+    return Summary(
+        family=f"GPT of {source.folder}",
+        written=OURS,
+        path=options.save_dir,
+        parameters=sum(torch.Size(one.size).numel() for one in source.expected),
+        dtype=name_of(kinds),
+        flags=tuple(stored_arguments.model_flags(stored)),
+        tokenizer=tuple(word for flag, name in tokenizer.items() for word in (flag, str(final / name))),
+    )
+
+
+def _pieces(source: MegatronSource, options: Options) -> Iterator[store.Piece]:
+    wanted = None if options.dtype is None else torch_dtype(options.dtype)
+    for one in source.expected:
+        dtype = wanted or source.weights.dtype(one.place)
+        yield store.Piece(
+            key=one.place[0],
+            size=one.size,
+            dtype=dtype,
+            layer=one.place[1],
+            read=lambda one=one, dtype=dtype: converted(  # type: ignore[misc]
+                source.weights.read(one.place), dtype, place_name(one.place)
+            ),
+        )

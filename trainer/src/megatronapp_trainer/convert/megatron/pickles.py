@@ -1,0 +1,107 @@
+"""Reads pickles of other programs without running their code: tensors and plain values, everything else as `Opaque`."""
+
+import importlib
+import io
+import pathlib
+import pickle
+import types
+from typing import IO, Any
+
+import torch
+
+_PLAIN = {
+    ("argparse", "Namespace"),
+    ("types", "SimpleNamespace"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("datetime", "timedelta"),
+    ("_codecs", "encode"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    *(("builtins", name) for name in ("set", "frozenset", "slice", "complex", "bytearray", "int", "float", "list")),
+}
+
+
+class Opaque:
+    """Stands for an object of a class that is not known here; it takes whatever a pickle gives it."""
+
+    def __init__(self, *_words: object, **_keywords: object) -> None:
+        pass
+
+    def __call__(self, *_words: object, **_keywords: object) -> "Opaque":
+        """As of a function that makes an object."""
+        return self
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+    def __setitem__(self, _key: object, _value: object) -> None:
+        pass
+
+    def append(self, _value: object) -> None:
+        """As of a list."""
+
+    def extend(self, _values: object) -> None:
+        """As of a list."""
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Imports nothing but what is listed here, and torch's types of numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - a class or function
+        """The listed class or function of this name, else `Opaque`."""
+        if (module, name) in _PLAIN:
+            return getattr(importlib.import_module(module), name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "torch" and name.endswith("Storage"):
+            return getattr(torch, name)
+        return Opaque
+
+
+def _load(stream: IO[bytes], **keywords: Any) -> Any:  # noqa: ANN401 - whatever it holds
+    return PlainUnpickler(stream, **keywords).load()
+
+
+PLAIN = types.SimpleNamespace(__name__="plain", Unpickler=PlainUnpickler, load=_load)
+"""A pickle module as `torch.load` takes one."""
+
+
+def read_torch(path: pathlib.Path) -> Any:  # noqa: ANN401 - whatever it holds
+    """What torch.save wrote; tensors are mapped, so that they take memory only while they are used.
+
+    Raises:
+        OSError: the file cannot be read.
+        Exception: what a damaged file makes torch raise.
+    """
+    mapped = _is_archive(path)
+    return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False, pickle_module=PLAIN)
+
+
+def read_plain(content: bytes) -> Any:  # noqa: ANN401 - whatever it holds
+    """What pickle.dump wrote."""
+    return _load(io.BytesIO(content))
+
+
+def _is_archive(path: pathlib.Path) -> bool:
+    """Whether it is of torch 1.6 or newer, which writes archives."""
+    with path.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
