@@ -117,7 +117,7 @@ export interface paths {
         };
         /**
          * Jobs
-         * @description Jobs that this address knows; a hub knows its own.
+         * @description Jobs that this address knows: the hub's own, and on a laptop the others of this user.
          */
         get: operations["listJobs"];
         put?: never;
@@ -843,12 +843,33 @@ export interface components {
          * @description One line of the list of jobs.
          */
         JobEntry: {
+            /**
+             * Findings
+             * @description Sentences of its verdicts that stand.
+             * @default []
+             */
+            findings: string[];
+            /**
+             * Here
+             * @description Whether this address has its pages.
+             * @default true
+             */
+            here: boolean;
+            /**
+             * Iteration
+             * @description Finished steps, of a job that is not here.
+             */
+            iteration?: number | null;
             /** Name */
             name: string;
             /** Namespace */
             namespace: string;
             /** Phase */
             phase: string;
+            /** Restarts */
+            restarts?: number | null;
+            /** Totaliterations */
+            totalIterations?: number | null;
             /** Uid */
             uid: string;
         };

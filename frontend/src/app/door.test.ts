@@ -137,7 +137,9 @@ describe("a page that a hub serves", () => {
   it("lists its job in the same table as a door", async () => {
     answer = (path) =>
       path === "api/v1/jobs"
-        ? Response.json([{ uid: "u", namespace: "team", name: "demo", phase: "Running" }])
+        ? Response.json([
+            { uid: "u", namespace: "team", name: "demo", phase: "Running", here: true, findings: [] },
+          ])
         : Response.json({}, { status: 404 });
     const page = await openPage("/?page=jobs", "hub");
     const headings = page.findAll(".panel th").map((cell) => cell.text());

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import type { DoorJob } from "../api/types";
+import type { DoorJob, JobEntry } from "../api/types";
 import { ordered, rowOfDoor, rowOfHub } from "./jobRows";
 import { formatSelection, NOTHING } from "./selection";
 
@@ -14,6 +14,18 @@ const plain: DoorJob = {
   findings: [],
   hungRanks: [],
   createdAt: "2026-01-01T00:00:00Z",
+};
+
+const beside: JobEntry = {
+  uid: "v",
+  namespace: "default",
+  name: "older",
+  phase: "Succeeded",
+  here: false,
+  iteration: 7,
+  totalIterations: 9,
+  restarts: 2,
+  findings: ["Rank 3 is slow."],
 };
 
 describe("jobs in a list", () => {
@@ -39,9 +51,15 @@ describe("jobs in a list", () => {
   });
 
   it("shows a hub's job the same way, as far as the hub knows it", () => {
-    const entry = { uid: "u", namespace: "team", name: "demo", phase: "Running" };
+    const entry = { ...beside, name: "demo", here: true };
     const row = rowOfHub(entry, null, ["Rank 1 is slow.", "Rank 2 is slow."]);
     expect(row).toMatchObject({ iteration: "–", restarts: null, finding: "Rank 1 is slow. (1 more)" });
     expect(row.opens).toEqual({ page: null });
+  });
+
+  it("shows other jobs of the same user with the command that opens them", () => {
+    const row = rowOfHub(beside, null, ["Rank 1 of the other job is slow."]);
+    expect(row).toMatchObject({ iteration: "7 / 9", restarts: 2, finding: "Rank 3 is slow.", opens: null });
+    expect(row.command).toBe("megatronapp ui older");
   });
 });

@@ -14,8 +14,9 @@ export interface JobRow {
   readonly restarts: number | null;
   /** What is wrong, the gravest first; null if nothing is. */
   readonly finding: string | null;
-  /** What opens the job; what it leaves out stays as it is selected. */
-  readonly opens: Partial<Selection>;
+  /** What opens the job; what it leaves out stays as it is selected. null: `command` does, in a terminal. */
+  readonly opens: Partial<Selection> | null;
+  readonly command: string | null;
 }
 
 function iterationOf(iteration: number | null, total: number | null): string {
@@ -41,10 +42,24 @@ export const rowOfDoor = (job: DoorJob): JobRow => ({
   restarts: job.restarts,
   finding: findingOf(job.findings, job.hungRanks),
   opens: { ...NOTHING, job: `${job.namespace}/${job.name}` },
+  command: null,
 });
 
-/** The one job of a hub, with what its page knows already. */
+/** The job of a hub, with what its page knows already, or another one of the same user. */
 export function rowOfHub(entry: JobEntry, view: JobView | null, sentences: readonly string[]): JobRow {
+  if (!entry.here) {
+    return {
+      uid: entry.uid,
+      namespace: entry.namespace,
+      name: entry.name,
+      phase: entry.phase,
+      iteration: iterationOf(entry.iteration ?? null, entry.totalIterations ?? null),
+      restarts: entry.restarts ?? null,
+      finding: findingOf(entry.findings, []),
+      opens: null,
+      command: `megatronapp ui ${entry.name}`,
+    };
+  }
   return {
     uid: entry.uid,
     namespace: entry.namespace,
@@ -54,6 +69,7 @@ export function rowOfHub(entry: JobEntry, view: JobView | null, sentences: reado
     restarts: null,
     finding: findingOf(sentences, []),
     opens: { page: null },
+    command: null,
   };
 }
 

@@ -35,10 +35,12 @@ class HubProcess:
         job |= {"spec": {"trace": {"enabled": True}}}
         (folder / "job.yaml").write_text(json.dumps(job))
         self.url = f"http://127.0.0.1:{self.port}"
+        self.more: tuple[str, ...] = ()
+        """Flags."""
 
     def arguments(self) -> list[str]:
         words = ["--port", str(self.port), "--job-file", str(self.folder / "job.yaml")]
-        return ["-m", "megatronapp_analyzer.hub", *words, "--state-dir", str(self.folder / "hub")]
+        return ["-m", "megatronapp_analyzer.hub", *words, "--state-dir", str(self.folder / "hub"), *self.more]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.subprocess.Process]:
@@ -117,14 +119,81 @@ async def test_killed_hub_loses_nothing(hub: HubProcess, worker: Any, fake_job: 
         mine.close_rings(unlink=True)
 
 
+async def test_the_pages_of_a_job_that_has_ended_open_again(
+    hub: HubProcess, worker: Any, fake_job: Any, until: Any
+) -> None:
+    """With curves, step map, timeline and verdicts as they were at its end, and nothing on disk is changed."""
+    folder, job = hub.folder, fake_job(data=2)
+    workers = [worker(hub.url, index=index, job=job) for index in range(job.workers)]
+    async with contextlib.AsyncExitStack() as agents:
+        for mine in workers:
+            mine.open_rings()
+            await agents.enter_async_context(mine.agent())
+            mine.write_steps(range(20))
+        async with hub.running():
+
+            async def arrived() -> bool:
+                return len(await hub.get("/api/v1/steps")) == 20
+
+            await until(arrived)
+            before = {path: await hub.get(path) for path in ("/api/v1/heatmap", "/api/v1/timeline?step=19")}
+    for mine in workers:
+        mine.close_rings(unlink=True)
+    verdict = {
+        "id": "v1",
+        "subject": {"type": "rank", "ranks": [1], "worker": 0, "node": "n"},
+        "cause": "compute",
+        "state": "confirmed",
+        "effect": {"secondsPerStep": 0.1, "slowdown": 2.0},
+        "confidence": 0.9,
+        "evidence": {"steps": [3], "text": []},
+        "since": {"attempt": 0, "step": 3, "time": 1.0},
+        "until": None,
+        "sentence": "Rank 1 is slow.",
+    }
+    (folder / "hub" / "verdicts.json").write_text(json.dumps([verdict]))
+    (folder / "status.json").write_text(
+        json.dumps({"phase": "Succeeded", "progress": {"iteration": 20, "totalIterations": 20, "state": "done"}})
+    )
+    jobs = folder / "jobs"
+    for name, uid in (("demo", "uid-1"), ("other", "uid-2")):
+        (jobs / name).mkdir(parents=True)
+        (jobs / name / "job.yaml").write_text(f"metadata: {{name: {name}, uid: {uid}}}")
+    status = {"phase": "Running", "restarts": 2, "progress": {"iteration": 7}}
+    (jobs / "other" / "status.json").write_text(json.dumps(status))
+    (jobs / "rubbish").mkdir()
+    kept = contents(folder / "hub")
+    hub.more = ("--status-file", str(folder / "status.json"), "--jobs-dir", str(jobs))
+    async with hub.running():
+        view = await hub.get("/api/v1/job")
+        assert (view["phase"], view["progress"]["iteration"]) == ("Succeeded", 20)
+        assert {rank["state"] for rank in view["ranks"]} == {"ended"}
+        assert {path: await hub.get(path) for path in before} == before
+        assert (await hub.get("/api/v1/metrics/series?name=loss"))["steps"] == list(range(20))
+        assert await hub.get("/api/v1/verdicts") == [verdict]
+        own, beside = await hub.get("/api/v1/jobs")
+        assert (own["name"], own["phase"], own["here"]) == ("demo", "Succeeded", True)
+        shown = [beside[key] for key in ("name", "phase", "here", "iteration", "restarts")]
+        assert shown == ["other", "Failed", False, 7, 2], "no backend holds its lock, as `megatronapp get` says"
+        async with httpx.AsyncClient(base_url=hub.url, headers=hub.headers) as client:
+            fault = {"rank": 1, "kind": "host", "factor": 2, "fromStep": 1000, "steps": 1}
+            assert (await client.post("/api/v1/faults", json=fault)).status_code == 409
+    assert contents(folder / "hub") == kept
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         (["--host", "0.0.0.0"], "--allow-remote"),
         (["--job-file", "/does/not/exist"], "/does/not/exist"),
+        (["--status-file", "/dev/null"], "--status-file /dev/null: not the status of a job"),
         (["--state-dir", "/dev/null/hub"], "--state-dir /dev/null/hub: Not a directory"),
     ],
-    ids=["remote-bind", "no-job-file", "state-dir-in-a-file"],
+    ids=["remote-bind", "no-job-file", "no-status", "state-dir-in-a-file"],
 )
 async def test_wrong_flags_are_refused(hub: HubProcess, extra: list[str], said: str) -> None:
     environment = os.environ | {Env.SECRET_FILE.value: str(hub.secret_file)}

@@ -116,13 +116,14 @@ HUB = """
 DRIVER = """
     import sys
     from megatronapp_operator.backends.process.settings import Commands
-    from megatronapp_operator.cli import run
+    from megatronapp_operator.cli import run, ui
     commands = Commands(
         launcher=(sys.executable, {launcher!r}),
         agent=(sys.executable, "-S", "-c", {sleeper!r}),
         hub=(sys.executable, {hub!r}),
     )
     run.build_commands = lambda job: commands
+    ui.hub_command = lambda: commands.hub
     from megatronapp_common.cli import main
     sys.exit(main())
 """

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -113,6 +114,34 @@ def test_a_finished_job_whose_pages_are_open_gives_way_to_a_new_one(shown: Any) 
     assert shown.uid() != first
     told(shown, "delete", "job")
     assert "deleted" in told(shown, "wait", "job", "--for=delete")
+
+
+def test_the_pages_of_a_job_that_has_ended_are_opened_until_ctrl_c(desk: Any) -> None:
+    backend = desk.run(desk.manifest(analyzer=True))
+    desk.until_phase("Running")
+    desk.end(0)
+    assert backend.wait(60) == 0
+    words = [sys.executable, str(desk.folder / "driver.py"), "ui", "job", "--print"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, env=desk.environment, text=True, stdout=pipe, stderr=pipe) as showing:
+        assert showing.stdout is not None and showing.stderr is not None
+        address = showing.stdout.readline().strip()
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#code=x{32}", address)
+        assert showing.stderr.readline() == "job has ended as Succeeded; Ctrl-C closes its pages\n"
+        showing.send_signal(signal.SIGINT)
+        assert showing.wait(60) == 0
+    port = int(address.partition("/#")[0].rpartition(":")[2])
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "its hub has ended with it"
+
+
+def test_a_job_without_stored_pages_says_so(desk: Any) -> None:
+    backend = desk.run(desk.manifest())
+    desk.until_phase("Running")
+    desk.end(0)
+    assert backend.wait(60) == 0
+    refused = desk.cli("ui", "job")
+    assert (refused.returncode, "no pages are stored" in refused.stderr) == (1, True)
 
 
 def test_what_does_not_exist_is_said_so(desk: Any) -> None:

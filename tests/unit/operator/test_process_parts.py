@@ -25,6 +25,7 @@ from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
 from megatronapp_common.room import LEAST_BYTES, Room
+from megatronapp_common.state import jobs_dir
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process import build, files, kin, lock, settings, spawn
 from megatronapp_operator.backends.process.backend import Backend
@@ -391,7 +392,10 @@ def test_the_commands_are_those_of_the_contract(tmp_path: pathlib.Path, monkeypa
     assert commands.launcher[1:4] == ("-m", "megatronapp_trainer.launch", "--")
     assert "--pipeline-model-parallel-size" in commands.launcher
     assert commands.agent[1:] == ("-m", "megatronapp_analyzer.agent")
-    assert commands.hub[1:] == ("-m", "megatronapp_analyzer.hub", "--frontend", str(page))
+    hub = ("-m", "megatronapp_analyzer.hub", "--frontend", str(page))
+    assert commands.hub[1:] == (*hub, "--jobs-dir", str(jobs_dir()))
+    open_to_others = MANIFEST | {"spec": MANIFEST["spec"] | {"analyzer": {"enabled": True, "host": "0.0.0.0"}}}
+    assert build.build_commands(load_job(open_to_others)).hub[1:] == (*hub, "--allow-remote"), "no list of other jobs"
 
 
 def test_the_run_policy_reaches_the_plan() -> None:

@@ -11,10 +11,11 @@ from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
 from megatronapp_analyzer.hub.app import create_app
 from megatronapp_analyzer.hub.listening import server_of
+from megatronapp_analyzer.hub.neighbours import Neighbours
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_job_file
+from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ended, load_job_file
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_analyzer.process import die_with_parent
 from megatronapp_common.names import Env, ExitCode
@@ -38,6 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
         default=StoreLimits().full_steps,
         help="newest steps kept with all their spans, memory permitting (default: %(default)s)",
     )
+    parser.add_argument("--status-file", type=pathlib.Path, help="status of an ended job: only show what is stored")
+    parser.add_argument("--jobs-dir", type=pathlib.Path, help="folder with the state of other jobs, for the list")
     parser.add_argument("--serve-url", metavar="URL", help="http://host:port of rank 0, where a model is served")
     parser.add_argument("--die-with-parent", action=argparse.BooleanOptionalAction, default=True)
     return parser
@@ -70,7 +73,15 @@ def serve(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Exit
     job = load_job_file(arguments.job_file, name=environment.get(Env.JOB), uid=environment.get(Env.JOB_UID))
     store = StoreLimits(full_steps=arguments.hold_steps)
     model = ServeClient(arguments.serve_url, derive(secret, Role.SERVE)) if arguments.serve_url else None
-    hub = Hub(HubSettings(job=job, state_dir=arguments.state_dir, store=store, serve=model), Detector)
+    settings = HubSettings(
+        job=job,
+        state_dir=arguments.state_dir,
+        store=store,
+        serve=model,
+        ended=load_ended(arguments.status_file) if arguments.status_file else None,
+        neighbours=Neighbours(arguments.jobs_dir) if arguments.jobs_dir else None,
+    )
+    hub = Hub(settings, Detector)
     with listening(arguments.host, arguments.port) as found:
         app = create_app(hub, secret=secret, frontend=arguments.frontend, named=found.named)
         LOG.info("listening on %s%s", found.url, "" if found.named else " (its pages get no name of their own)")

@@ -20,8 +20,10 @@ class FaultBook:
     steps are over, because the page is small.
     """
 
-    def __init__(self, path: pathlib.Path | None, manifest: Iterable[schemas.Fault] = ()) -> None:
-        self._file = JsonFile(path)
+    def __init__(
+        self, path: pathlib.Path | None, manifest: Iterable[schemas.Fault] = (), *, writable: bool = True
+    ) -> None:
+        self._file = JsonFile(path, writable=writable)
         self._manifest = tuple(manifest)
         stored = self._file.read() or {}
         # One more than the last run's: what that one changed last may not have reached the disk.

@@ -25,8 +25,9 @@ AttemptOf = Annotated[int | None, Query(ge=0, description="Attempt; the newest w
 
 @router.get("/jobs", operation_id="listJobs")
 async def jobs(hub: HubOf) -> list[schemas.JobEntry]:
-    """Jobs that this address knows; a hub knows its own."""
-    return [views.job_entry(hub)]
+    """Jobs that this address knows: the hub's own, and on a laptop the others of this user."""
+    own, others = views.job_entry(hub), hub.settings.neighbours
+    return [own] if others is None else [own, *await asyncio.to_thread(others.entries, own.uid)]
 
 
 @router.get("/job", operation_id="getJob")

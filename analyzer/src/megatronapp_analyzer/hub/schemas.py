@@ -41,6 +41,11 @@ class JobEntry(ApiModel):
     namespace: str
     phase: str
     uid: str
+    here: Annotated[bool, Field(description="Whether this address has its pages.")] = True
+    iteration: Annotated[int | None, Field(description="Finished steps, of a job that is not here.")] = None
+    total_iterations: int | None = None
+    restarts: int | None = None
+    findings: Annotated[list[str], Field(description="Sentences of its verdicts that stand.")] = []
 
 
 class Layout(ApiModel):

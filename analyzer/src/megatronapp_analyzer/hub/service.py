@@ -46,8 +46,9 @@ class Hub:
         self.settings = settings
         self.identity = settings.job
         self.ingest = Ingest(settings.store)
-        self.verdicts = VerdictBook(self._path("verdicts.json"))
-        self.faults = FaultBook(self._path("faults.json"), settings.job.faults)
+        live = settings.ended is None
+        self.verdicts = VerdictBook(self._path("verdicts.json"), writable=live)
+        self.faults = FaultBook(self._path("faults.json"), settings.job.faults, writable=live)
         self.faults.on_change = self._send_faults
         self.live = Broadcaster()
         self.scope = ScopeService(ScopeSettings(job=settings.job.name), settings.serve)
@@ -55,7 +56,7 @@ class Hub:
         self.totals = Totals()
         self.links: dict[tuple[int, int], AgentLink] = {}
         self.statuses: dict[int, ranks.RankStatus] = {}
-        self.progress: schemas.Progress | None = None
+        self.progress: schemas.Progress | None = None if settings.ended is None else settings.ended.progress
         self.ready = False
         self.failed = False
         """Whether a task of the hub ended by itself, which none should."""
@@ -76,10 +77,11 @@ class Hub:
     async def running(self) -> AsyncIterator[None]:
         """Restore, then analyse and serve pages until left."""
         self._restore()
-        tasks = [
-            asyncio.create_task(self.analysis.run(self.settings.tick_s)),
-            asyncio.create_task(self._serve_pages()),
-        ]
+        tasks = [asyncio.create_task(self._serve_pages())]
+        if self.settings.ended is None:
+            tasks.append(asyncio.create_task(self.analysis.run(self.settings.tick_s)))
+        else:
+            self.analysis.caught_up = True
         for task in tasks:
             task.add_done_callback(self._note_end)
         self.ready = True
@@ -112,6 +114,8 @@ class Hub:
         if (directory := self._path("traces")) is None:
             return
         found = restore.restore(SpoolReader(directory), self.ingest, newest_segments=self.settings.restore_segments)
+        if self.settings.ended is not None:
+            return
         self._spool = SpoolWriter(directory, self.settings.spool)
         for step in found:
             self._analyse(step)
@@ -244,6 +248,8 @@ class Hub:
     def rank_states(self) -> dict[int, ranks.RankState]:
         """State of every rank of the newest attempt."""
         newest = self.ingest.newest
+        if self.settings.ended is not None:
+            return dict.fromkeys(sorted(newest.rings if newest else ()), ranks.RankState.ENDED)
         hung, now_ns = self.verdicts.hung_ranks(), time.monotonic_ns()
         quiet = self._progress_state() in ranks.PAUSES or self.newest_step() is None
         usual = None if quiet else self.usual_step_s()

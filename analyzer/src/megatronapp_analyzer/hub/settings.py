@@ -9,6 +9,7 @@ from typing import Any
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_analyzer.hub import schemas
+from megatronapp_analyzer.hub.neighbours import Neighbours
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_analyzer.hub.spool import SpoolLimits
 from megatronapp_analyzer.hub.store import StoreLimits
@@ -31,6 +32,14 @@ class JobIdentity:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EndedJob:
+    """How a job ended whose stored pages are opened again."""
+
+    phase: str
+    progress: schemas.Progress | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HubSettings:
     """Everything that differs between hubs."""
 
@@ -45,6 +54,10 @@ class HubSettings:
     """How often pages are served and ranks are looked at."""
     serve: ServeClient | None = None
     """The model that generates in this job; None: none does."""
+    ended: EndedJob | None = None
+    """The job has ended: what is stored is shown as it is, and nothing is judged or written."""
+    neighbours: Neighbours | None = None
+    """Other jobs of this user, for the list; None: it has this job alone."""
 
 
 def is_loopback(host: str) -> bool:
@@ -80,6 +93,17 @@ def load_job_file(path: pathlib.Path, *, name: str | None, uid: str | None) -> J
         traced=bool((spec.get("trace") or {}).get("enabled")) or "--trace" in (spec.get("args") or ()),
         faults=tuple(_manifest_fault(path, index, entry) for index, entry in enumerate(spec.get("faults") or [])),
     )
+
+
+def load_ended(path: pathlib.Path) -> EndedJob:
+    """How a job ended, from its status. Raises SettingsError."""
+    try:
+        status = json.loads(path.read_text(encoding="utf-8"))
+        page = status.get("progress")
+        progress = None if page is None else schemas.Progress.model_validate(page)
+        return EndedJob(phase=str(status["phase"]), progress=progress)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise SettingsError(f"--status-file {path}: not the status of a job: {error!r}") from error
 
 
 def spec_digest(spec: dict[str, Any]) -> str:

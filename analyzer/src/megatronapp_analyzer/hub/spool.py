@@ -63,8 +63,9 @@ def read_frames(path: pathlib.Path) -> Iterator[frames.Frame]:
 class JsonFile:
     """A JSON document on disk, always whole. It may get old while the disk is full, which is told once."""
 
-    def __init__(self, path: pathlib.Path | None) -> None:
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
         self._path = path
+        self._writable = writable
         self._failed = False
 
     def read(self) -> Any:  # noqa: ANN401 (JSON has no narrower type)
@@ -77,8 +78,8 @@ class JsonFile:
             return None
 
     def write(self, document: object) -> None:
-        """Replace the document; does nothing without a path."""
-        if self._path is None:
+        """Replace the document; does nothing without a path, or where it is only read."""
+        if self._path is None or not self._writable:
             return
         beside = self._path.with_suffix(".new")
         try:

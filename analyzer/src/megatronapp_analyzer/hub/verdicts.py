@@ -20,8 +20,8 @@ def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
 class VerdictBook:
     """What the detector has said. `version` grows with every change."""
 
-    def __init__(self, path: pathlib.Path | None) -> None:
-        self._file = JsonFile(path)
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+        self._file = JsonFile(path, writable=writable)
         self._verdicts: dict[str, dict[str, Any]] = {}
         self._live: dict[str, Verdict] = {}
         self.version = 0

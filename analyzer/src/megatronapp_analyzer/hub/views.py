@@ -30,6 +30,8 @@ SERVED = {"ready": "Running", "restarting": "Restarting"}
 
 def phase(hub: "Hub") -> str:
     """Phase of the job as far as its hub can see; the operator knows better."""
+    if hub.settings.ended is not None:
+        return hub.settings.ended.phase
     states = hub.rank_states()
     if not states:
         return SERVED.get(hub.scope.desk.state, "Pending")

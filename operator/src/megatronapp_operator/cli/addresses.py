@@ -37,6 +37,11 @@ def page_address(paths: JobPaths, *, mode: str | None) -> str:
     `mode`: spec.mode.
     """
     url, _ = hub_access(paths)
+    return logged_in(url, paths, mode=mode)
+
+
+def logged_in(url: str, paths: JobPaths, *, mode: str | None) -> str:
+    """The same of a hub at `url`."""
     token = derive(read_secret(paths.secret), Role.CONTROLLER)  # it is their own job
     try:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False) as client:

@@ -231,7 +231,7 @@ Needs spec.analyzer.enabled and spec.trace.enabled."""
 def _ui(subparsers: Subparsers) -> None:
     text = """Open the pages of a job by an address that logs the browser in once: within a minute, on a cluster within
 five. There a port is forwarded to the door until Ctrl-C, and the rights are your own; without JOB it shows the list of
-jobs."""
+jobs. Of a job of this machine that has ended the pages are those that were stored; they stay open until Ctrl-C."""
     parser = _add(subparsers, "ui", "open the pages of a job", description=text)
     _add_job(parser, nargs="?")
     _add_door(parser)

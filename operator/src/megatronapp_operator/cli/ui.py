@@ -1,13 +1,19 @@
 """`megatronapp ui`."""
 
 import argparse
+import subprocess
+import sys
 import time
 import webbrowser
+from collections.abc import Callable
 
 import httpx
 
 from megatronapp_operator.backends.process import registry
-from megatronapp_operator.cli.addresses import hub_access, page_address
+from megatronapp_operator.backends.process.build import hub_command
+from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.stored_hub import stored_hub
+from megatronapp_operator.cli.addresses import hub_access, logged_in, page_address
 from megatronapp_operator.errors import HubError, OperatorError
 
 READY_S = 30.0
@@ -19,17 +25,47 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.job is None:
         raise OperatorError("name a job of this machine; `megatronapp get` lists them")
     job = registry.view(arguments.job)
+    if job.ended and not job.alive:
+        return show_stored(job, print_only=arguments.print_only)
     url, _ = hub_access(job.paths)
     wait_ready(url)
-    address = page_address(job.paths, mode=job.document["spec"].get("mode"))
-    print(address, flush=True)
-    if not arguments.print_only and not webbrowser.open(address):
-        print("no browser was found; open the address above; it is good once, for a minute")
+    show(page_address(job.paths, mode=job.document["spec"].get("mode")), print_only=arguments.print_only)
     return 0
 
 
-def wait_ready(url: str) -> None:
-    """Wait until a hub that was just started answers. Raises HubError after half a minute."""
+def show(address: str, *, print_only: bool) -> None:
+    """Print an address, and open it."""
+    print(address, flush=True)
+    if not print_only and not webbrowser.open(address):
+        print("no browser was found; open the address above; it is good once, for a minute")
+
+
+def show_stored(job: JobView, *, print_only: bool) -> int:
+    """Serve what is stored of a job that has ended, until Ctrl-C; returns the exit code."""
+    if job.document["spec"].get("mode") == "serve":
+        raise OperatorError(
+            f"{job.name}: the pages of a served model end with the job, and nothing of them is stored; "
+            f"serve it again, or open a session that was saved: megatronapp scope replay FILE"
+        )
+    if not job.paths.hub_state.is_dir():
+        raise HubError(f"{job.name}: no pages are stored; a job keeps them with spec.analyzer.enabled: true")
+    with stored_hub(job, hub_command()) as (url, process):
+        wait_ready(url, ended=lambda: process.poll() is not None)
+        show(logged_in(url, job.paths, mode=None), print_only=print_only)
+        print(f"{job.name} has ended as {job.phase}; Ctrl-C closes its pages", file=sys.stderr, flush=True)
+        return _wait(process)
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int:
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        return 0
+    raise HubError(f"the hub ended with code {code}; see hub.log in the job's state folder")
+
+
+def wait_ready(url: str, *, ended: Callable[[], bool] = lambda: False) -> None:
+    """Wait until a hub that was just started answers. Raises HubError once it has ended, or after half a minute."""
     deadline = time.monotonic() + READY_S
     with httpx.Client(timeout=1.0, trust_env=False) as client:
         while True:
@@ -40,6 +76,6 @@ def wait_ready(url: str) -> None:
                 reason = str(error)
             else:
                 reason = "it is not ready"
-            if time.monotonic() > deadline:
+            if ended() or time.monotonic() > deadline:
                 raise HubError(f"{url}: the hub does not answer: {reason}; see hub.log in the job's state folder")
             time.sleep(POLL_S)

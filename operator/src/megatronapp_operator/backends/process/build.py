@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from megatronapp_common.job import MegatronJob, Serve, megatron_arguments
+from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process.paths import JobPaths, shm_dir
 from megatronapp_operator.backends.process.settings import Commands, Settings
 
@@ -18,14 +19,20 @@ def build_commands(job: MegatronJob) -> Commands:
     python = (sys.executable, "-m")
     rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
     check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.check"
-    allow = ("--allow-remote",) if not job.spec.analyzer.host.startswith("127.") else ()
+    private = job.spec.analyzer.host.startswith("127.")
+    allow = ("--jobs-dir", str(jobs_dir())) if private else ("--allow-remote",)
     arguments, ranks = megatron_arguments(job), str(job.world.world_size)
     return Commands(
         check=(*python, check, "--world-size", ranks, "--", *arguments),
         launcher=(*python, "megatronapp_trainer.launch", *rank, "--", *arguments),
         agent=(*python, "megatronapp_analyzer.agent"),
-        hub=(*python, "megatronapp_analyzer.hub", *frontend_words(), *allow),
+        hub=(*hub_command(), *allow),
     )
+
+
+def hub_command() -> tuple[str, ...]:
+    """A hub, with the page where it is built."""
+    return (sys.executable, "-m", "megatronapp_analyzer.hub", *frontend_words())
 
 
 def frontend_words() -> tuple[str, ...]:

@@ -1,0 +1,82 @@
+"""Other jobs of this user, from the folder in which the process backend keeps them (docs/contracts.md, section 8)."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from typing import Any
+
+from megatronapp_analyzer.hub import schemas
+from megatronapp_common.errors import JobError
+from megatronapp_common.job import TERMINAL_PHASES, parse_manifest
+
+ENDED = TERMINAL_PHASES | {"Suspended"}
+STANDING = frozenset({"confirmed", "recovering"})
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, JobError)
+
+
+class Neighbours:
+    """Reads the folder anew for each list. What cannot be read is no job."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._metadata: dict[pathlib.Path, tuple[int, dict[str, Any]]] = {}
+        """A manifest is read again when its time changes."""
+
+    def entries(self, own: str) -> list[schemas.JobEntry]:
+        """All jobs but that with the uid `own`, by name."""
+        found = []
+        with contextlib.suppress(OSError):
+            for folder in sorted(self._folder.iterdir()):
+                with contextlib.suppress(*UNREADABLE):
+                    found.append(self._entry(folder))
+        return [entry for entry in found if entry.uid != own]
+
+    def _entry(self, folder: pathlib.Path) -> schemas.JobEntry:
+        metadata, status = self._read_metadata(folder / "job.yaml"), _read_status(folder / "status.json")
+        phase, progress = str(status.get("phase", "Pending")), status.get("progress") or {}
+        if phase not in ENDED and not _backend_lives(folder / "backend.lock"):
+            phase = "Failed"
+        return schemas.JobEntry(
+            name=folder.name,
+            namespace=str(metadata.get("namespace") or "default"),
+            phase=phase,
+            uid=str(metadata["uid"]),
+            here=False,
+            iteration=progress.get("iteration"),
+            total_iterations=progress.get("totalIterations"),
+            restarts=status.get("restarts", 0),
+            findings=[one["sentence"] for one in status.get("slowRanks", ()) if one["state"] in STANDING],
+        )
+
+    def _read_metadata(self, path: pathlib.Path) -> dict[str, Any]:
+        changed = path.stat().st_mtime_ns
+        known = self._metadata.get(path)
+        if known is None or known[0] != changed:
+            known = changed, parse_manifest(path.read_text(encoding="utf-8"))["metadata"]
+            self._metadata[path] = known
+        return known[1]
+
+
+def _read_status(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return document
+
+
+def _backend_lives(path: pathlib.Path) -> bool:
+    """Whether the job's backend holds its lock."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,37 @@
+"""A hub that shows what is stored of a job that has ended."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+
+from megatronapp_common.loopback import V4
+from megatronapp_common.names import Env
+from megatronapp_common.state import jobs_dir
+from megatronapp_operator.backends.process.ports import HeldPort
+from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.spawn import inherited_environment, spawn
+
+STOP_S = 5.0
+
+
+@contextlib.contextmanager
+def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run one on a free port within; gives its address and its process."""
+    paths = job.paths
+    held = HeldPort(V4, pages=True)
+    words = (
+        *("--host", V4, "--port", str(held.number), "--job-file", str(paths.manifest)),
+        *("--state-dir", str(paths.hub_state), "--status-file", str(paths.status), "--jobs-dir", str(jobs_dir())),
+    )
+    own = {Env.JOB: job.name, Env.SECRET_FILE: str(paths.secret), "PYTHONUNBUFFERED": "1"}
+    with contextlib.closing(held):
+        process = spawn((*command, *words), environment={**inherited_environment(), **own}, log=paths.hub_log)
+        try:
+            yield f"http://{V4}:{held.number}", process
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
