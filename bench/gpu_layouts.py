@@ -30,7 +30,7 @@ from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import prepare_device
 from megatronapp_trainer.groups import destroy_groups, initialize_groups
 from megatronapp_trainer.loop import Trainer
-from megatronapp_trainer.metrics import flops_per_token
+from megatronapp_trainer.metrics import flops_per_token, flops_per_token_full_attention
 from megatronapp_trainer.mock import mock_sample
 from megatronapp_trainer.setup import Run, build_run, layout_of
 from megatronapp_trainer.signals import StopWish
@@ -157,11 +157,18 @@ def measure_ours(shape: Shape, layout: Layout, implementation: str, samples: Sam
     span_of_steps(trainer.step, WARM)
     seconds = span_of_steps(trainer.step, MEASURED)
     tokens = shape.global_batch * shape.sequence
-    flops = flops_per_token(run.config.model, run.padded_vocab_size)
-    tflops = tokens * flops / seconds / run.layout.world_size / 1e12
+    model, vocabulary = run.config.model, run.padded_vocab_size
+    scale = tokens / seconds / run.layout.world_size / 1e12
+    tflops = flops_per_token(model, vocabulary) * scale
+    tflops_full_attention = flops_per_token_full_attention(model, vocabulary) * scale
     del run, trainer
     release()
-    return {"step_ms": seconds * 1e3, "tflops_per_gpu": tflops, "loss": losses.values}
+    return {
+        "step_ms": seconds * 1e3,
+        "tflops_per_gpu": tflops,
+        "tflops_per_gpu_full_attention": tflops_full_attention,
+        "loss": losses.values,
+    }
 
 
 def measure_plain(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:

@@ -1032,6 +1032,11 @@ export interface components {
             learningRate?: number | null;
             /** Loss */
             loss?: number | null;
+            /**
+             * Mfu
+             * @description tflopsPerGpu as a share of the device's peak, where it is known.
+             */
+            mfu?: number | null;
             /** Secondsleft */
             secondsLeft?: number | null;
             /** State */

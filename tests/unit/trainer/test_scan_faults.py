@@ -1,12 +1,15 @@
 """Faults: which act when, and how much time they add."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.errors import PageError
 from megatronapp_common.trace import Kind
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.scan.faults import HISTORY, Fault, FaultPlan
+from megatronapp_trainer.scan.faults import HISTORY, Fault, FaultPlan, commanded_faults
 
 MS = 1_000_000
 
@@ -80,8 +83,58 @@ def test_commands_add_to_the_manifest_and_can_be_taken_back() -> None:
         pytest.param({"rank": 0, "kind": "host", "factor": 0.5, "fromStep": 0, "steps": 1}, id="factor"),
         pytest.param({"rank": 0, "kind": "host", "factor": "nan", "fromStep": 0, "steps": 1}, id="nan"),
         pytest.param({"rank": "x", "kind": "host", "factor": 2, "fromStep": 0, "steps": 1}, id="rank"),
+        pytest.param({"rank": 1e999, "kind": "host", "factor": 2, "fromStep": 0, "steps": 1}, id="infinite-rank"),
+        pytest.param({"rank": 0, "kind": "host", "factor": 1e999, "fromStep": 0, "steps": 1}, id="infinite"),
+        pytest.param({"rank": 0, "kind": "host", "factor": 101, "fromStep": 0, "steps": 1}, id="large"),
+        pytest.param({"rank": 0, "kind": "host", "factor": 2, "fromStep": 0, "steps": 0}, id="no-steps"),
+        pytest.param({"rank": 0, "kind": "host", "factor": 2, "fromStep": -1, "steps": 1}, id="early"),
+        pytest.param({"rank": 0, "kind": "link", "factor": 2, "fromStep": 0, "steps": 1, "peer": [1]}, id="peer"),
+        pytest.param(1, id="number"),
+        pytest.param([["rank", 0]], id="list"),
+        pytest.param(None, id="null"),
     ],
 )
-def test_a_fault_that_cannot_be_is_refused(document: dict[str, object]) -> None:
+def test_a_fault_that_cannot_be_is_refused(document: object) -> None:
     with pytest.raises(UsageError, match="fault"):
         Fault.from_json(document)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(("rank", "kind", "factor", "fromStep", "steps", "peer"))
+
+
+@given(st.fixed_dictionaries({"faults": JSON | st.lists(st.dictionaries(FIELDS, JSON), max_size=2)}))
+def test_a_garbled_page_is_faults_or_a_refusal(page: dict[str, object]) -> None:
+    try:
+        faults = commanded_faults(page)
+    except UsageError:
+        return
+    assert all(1 <= fault.factor <= 100 and fault.steps >= 1 for fault in faults)
+
+
+class Pages:
+    """A control page that shows one thing after the other."""
+
+    def __init__(self, *shown: Any) -> None:
+        self._shown = list(shown)
+
+    def read_new(self) -> Any:
+        document = self._shown.pop(0)
+        if isinstance(document, Exception):
+            raise document
+        return document
+
+
+def test_a_page_that_cannot_be_read_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    good = {"faults": [{"rank": 0, "kind": "compute", "factor": 3, "fromStep": 0, "steps": 9}]}
+    plan = FaultPlan(0, [])
+    pages: Any = Pages(good, {"faults": [1]}, {"faults": 7}, PageError("torn"), PageError("torn"), None)
+    for step in range(6):
+        plan.read_commands(pages)
+        plan.begin_step(step)
+        assert plan.compute_stall_ns(MS) == 2 * MS
+    assert caplog.text.count("the control page is ignored") == 3

@@ -1,11 +1,13 @@
 """Pure parts of the loop: batch sizes, coordinates, throughput, the log line, the progress page, spans."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
 import shlex
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -19,9 +21,15 @@ from megatronapp_trainer.batch_size import BatchSchedule
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.layout import Layout, layout_from_environment
-from megatronapp_trainer.metrics import flops_per_token, perplexity
+from megatronapp_trainer.metrics import (
+    flops_per_token,
+    flops_per_token_full_attention,
+    log_line,
+    peak_tflops,
+    perplexity,
+)
 from megatronapp_trainer.observe import ObserverTimers, StepMetrics
-from megatronapp_trainer.report import Reporter, open_progress
+from megatronapp_trainer.report import Reporter, open_events, open_progress
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -118,11 +126,52 @@ def test_a_world_that_groups_do_not_divide_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_flops_follow_the_known_formula() -> None:
-    """12 L h^2 (1 + G/H + s/h) + 12 L h f + 6 h V for plain GPT, per token."""
+    """12 L h^2 (1 + G/H + s/2h) + 12 L h f + 6 h V for plain GPT, per token; with the whole attention s/h."""
     model = config_of().model
     layers, hidden, sequence, vocab = 4, 64, 32, 128
-    expected = 12 * layers * hidden**2 * (1 + 1 + sequence / hidden) + 12 * layers * hidden * 256 + 6 * hidden * vocab
-    assert flops_per_token(model, vocab) == pytest.approx(expected)
+    outside = 12 * layers * hidden * 256 + 6 * hidden * vocab
+    causal = 12 * layers * hidden**2 * (1 + 1 + sequence / (2 * hidden)) + outside
+    full = 12 * layers * hidden**2 * (1 + 1 + sequence / hidden) + outside
+    assert flops_per_token(model, vocab) == pytest.approx(causal)
+    assert flops_per_token_full_attention(model, vocab) == pytest.approx(full)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("cuda:0 NVIDIA H200", 989.4),
+        ("cuda:3 NVIDIA H100 80GB HBM3", 989.4),
+        ("cuda:0 NVIDIA H100 PCIe", 756.0),
+        ("cuda:0 NVIDIA H100 NVL", 835.0),
+        ("cuda:0 NVIDIA A100-SXM4-80GB", 312.0),
+        ("cuda:0 NVIDIA GH200 480GB", 989.4),
+        ("cuda:0 NVIDIA B200", 2250.0),
+        ("cuda:0 NVIDIA L40S", 362.1),
+        ("cuda:0 NVIDIA L4", 121.0),
+        ("cuda:0 NVIDIA A10G", None),
+        ("cuda:0 NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None) -> None:
+    assert peak_tflops(name, bf16=True) == peak
+    assert peak_tflops(name, bf16=False) is None
+
+
+def test_the_log_line_has_the_share_of_the_peak_where_it_is_known() -> None:
+    known, unknown = (
+        log_line(
+            dataclasses.replace(metrics_of(1, 2.0), tflops_per_gpu=346.2, mfu=mfu),
+            train_iters=10,
+            elapsed_s=0.1,
+            batch_size=8,
+            skipped=0,
+            seconds_left=1.0,
+        )
+        for mfu in (0.35, None)
+    )
+    assert "throughput per GPU (TFLOP/s/GPU): 346.2 | MFU: 35.0 % |" in known
+    assert "MFU" not in unknown
 
 
 def test_perplexity_is_bounded() -> None:
@@ -138,6 +187,7 @@ def metrics_of(iteration: int, loss: float) -> StepMetrics:
         grad_norm=None,
         tokens_per_second=1000.0,
         tflops_per_gpu=0.5,
+        mfu=None,
         consumed_samples=16 * iteration,
         skipped=False,
     )
@@ -218,6 +268,43 @@ def test_events_are_written_at_their_interval() -> None:
     assert "grad-norm" not in {tag for tag, _, _ in events.samples}
     assert events.closed
     assert "validation loss at iteration 4 | lm loss value: 0.000000E+00" in lines[0]
+
+
+class FullDisk(Events):
+    """A writer whose disk is full from the second sample on."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        if self.samples:
+            raise OSError(28, "No space left on device")
+        super().add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_an_error_of_the_event_file_ends_the_file_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    events = FullDisk()
+    reporter = Reporter(config_of("--tensorboard-dir /events"), progress=None, events=events, print_line=lambda _: None)
+    for iteration in range(1, 4):
+        reporter.step(metrics_of(iteration, 2.0), elapsed_s=0.1, batch_size=16, skipped_steps=0)
+    reporter.validation(3, 1.0, "validation")
+    reporter.close()
+    assert len(events.samples) == 1
+    assert caplog.text.count("no more events are written to /events: [Errno 28] No space left on device") == 1
+
+
+def test_an_event_folder_that_cannot_be_written_is_refused_at_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    def writer(directory: str) -> None:
+        pathlib.Path(directory).mkdir(parents=True)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
+    with pytest.raises(UsageError, match=r"--tensorboard-dir .*file/events cannot be written to"):
+        open_events(str(file / "events"))
 
 
 def test_no_page_without_a_worker_and_a_warning_without_room(

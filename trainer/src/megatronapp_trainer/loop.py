@@ -13,7 +13,7 @@ from megatronapp_trainer.batch import BatchSource, DataIterators, StepFeed, chun
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.evaluate import evaluate, gathered_parameters
 from megatronapp_trainer.loss import PendingLoss, StepLoss, reduce_loss, refuse_infinite_gradients, refuse_not_finite
-from megatronapp_trainer.metrics import flops_per_token
+from megatronapp_trainer.metrics import flops_per_token, peak_tflops
 from megatronapp_trainer.observe import ObserverTimers, StepMetrics, StepObserver
 from megatronapp_trainer.optim import learning_rate
 from megatronapp_trainer.report import Reporter
@@ -68,6 +68,7 @@ class Trainer:
         self._pending: PendingLoss | None = None
         run.state.optimizer.get_grad_norm = self._refusing_not_finite(run.state.optimizer.get_grad_norm)
         self._flops = flops_per_token(run.config.model, run.padded_vocab_size)
+        self._peak_tflops = peak_tflops(run.device.name, bf16=run.config.precision.bf16)
         self._began_s = time.monotonic()
         self._saved_iteration = run.state.iteration
         self._validated_iteration = -1
@@ -248,13 +249,15 @@ class Trainer:
 
     def _metrics(self, outcome: StepOutcome) -> StepMetrics:
         tokens_per_second = outcome.batch_size * self._config.model.seq_length / outcome.elapsed_s
+        tflops = tokens_per_second * self._flops / self._run.layout.world_size / 1e12
         return StepMetrics(
             iteration=self._state.iteration,
             loss=outcome.loss.mean,
             learning_rate=learning_rate(self._state.optimizer),
             grad_norm=outcome.grad_norm,
             tokens_per_second=tokens_per_second,
-            tflops_per_gpu=tokens_per_second * self._flops / self._run.layout.world_size / 1e12,
+            tflops_per_gpu=tflops,
+            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             consumed_samples=self._state.consumed_samples,
             skipped=outcome.skipped,
         )

@@ -8,18 +8,71 @@ from megatronapp_trainer.observe import StepMetrics
 
 
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
-    """Floating-point operations of the forward and backward pass of one token, recomputation not counted.
+    """Floating-point operations of the forward and backward pass of one token, as Megatron-LM counts them.
 
-    Two per multiply-add, and the backward pass costs twice the forward: Narayanan et al. 2021, appendix; attention
-    is counted in full although half of it is masked, as Megatron does.
+    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention
+    half is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many papers.
     """
+    return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length / 2)
+
+
+def flops_per_token_full_attention(model: ModelConfig, padded_vocab_size: int) -> float:
+    """The same with the attention as if nothing were masked."""
+    return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length)
+
+
+def _flops_per_token(model: ModelConfig, padded_vocab_size: int, *, attended_tokens: float) -> float:
     attended = model.num_attention_heads * model.head_width
     keys = model.heads_of_keys * model.head_width
     projections = model.hidden_size * (attended + 2 * keys) + attended * model.hidden_size
-    attention = 2 * model.seq_length * attended
+    attention = 2 * attended_tokens * attended
     mlp = (3 if model.swiglu else 2) * model.hidden_size * model.mlp_width
     logits = model.hidden_size * padded_vocab_size
     return 3.0 * 2.0 * (model.num_layers * (projections + attention + mlp) + logits)
+
+
+PEAKS = (
+    ("GB300", 2500.0),
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("B100", 1750.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.0),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L40S", 362.1),
+    ("L40", 181.1),
+    ("L4", 121.0),
+)
+"""Part of a device's name, and its dense bf16 TFLOP/s by the vendor's data sheet; the first that fits counts."""
+
+
+def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
+    """Largest TFLOP/s of a device in the precision of the training; None where it is not known.
+
+    In fp32 there is no one peak: it depends on whether TF32 is allowed.
+    """
+    if not bf16:
+        return None
+    words = device_name.split()
+    return next((peak for name, peak in PEAKS if _has_words(words, name.split())), None)
+
+
+def _has_words(words: list[str], wanted: list[str]) -> bool:
+    """Whether a name contains these words; `A100-SXM4-80GB` contains `A100`."""
+    parts = [part for word in words for part in word.split("-")]
+    return all(part in parts for part in wanted)
 
 
 def log_line(
@@ -31,6 +84,7 @@ def log_line(
         f"consumed samples: {metrics.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {elapsed_s * 1e3:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.4g}",
+        *([] if metrics.mfu is None else [f"MFU: {100 * metrics.mfu:.1f} %"]),
         f"tokens per second: {metrics.tokens_per_second:.0f}",
         f"learning rate: {metrics.learning_rate:.6E}",
         f"global batch size: {batch_size:5d}",

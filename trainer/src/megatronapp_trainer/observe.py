@@ -41,6 +41,9 @@ class StepMetrics:
     """None where the optimizer refused the update before it was computed."""
     tokens_per_second: float
     tflops_per_gpu: float
+    """As Megatron-LM counts them: half of the attention, recomputation not counted."""
+    mfu: float | None
+    """`tflops_per_gpu` as a share of the device's peak; None where the peak is not known."""
     consumed_samples: int
     skipped: bool
     """The optimizer refused the update."""

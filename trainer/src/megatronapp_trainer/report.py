@@ -1,12 +1,13 @@
 """What the reporting rank tells: log lines, the progress page, TensorBoard. On every other rank all of it is silent."""
 
+import contextlib
 import dataclasses
 import datetime
 import logging
 import os
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from megatronapp_common.errors import PageError
@@ -34,6 +35,7 @@ class Progress:
                 "gradNorm",
                 "tokensPerSecond",
                 "tflopsPerGpu",
+                "mfu",
                 "secondsLeft",
                 "validationLoss",
             )
@@ -81,7 +83,10 @@ def open_events(directory: str | None) -> Events | None:
         raise UsageError(
             "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
         ) from error
-    events: Events = SummaryWriter(directory)
+    try:
+        events: Events = SummaryWriter(directory)
+    except OSError as error:
+        raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
     return events
 
 
@@ -142,6 +147,7 @@ class Reporter:
             gradNorm=metrics.grad_norm,
             tokensPerSecond=metrics.tokens_per_second,
             tflopsPerGpu=metrics.tflops_per_gpu,
+            mfu=metrics.mfu,
             secondsLeft=seconds_left,
             consumedSamples=metrics.consumed_samples,
             state="training",
@@ -156,6 +162,7 @@ class Reporter:
             loss=statistics.fmean(self._losses),
             tokens_per_second=metrics.tokens_per_second * speed_up,
             tflops_per_gpu=metrics.tflops_per_gpu * speed_up,
+            mfu=None if metrics.mfu is None else metrics.mfu * speed_up,
         )
         self.line(
             log_line(
@@ -175,9 +182,7 @@ class Reporter:
         self.line(validation_line(iteration, loss, split))
         if self._progress is not None and split == "validation":
             self._progress.update(validationLoss=loss)
-        if self._events is not None:
-            self._events.add_scalar(f"lm loss {split}", loss, iteration)
-            self._events.add_scalar(f"lm loss {split} ppl", perplexity(loss), iteration)
+        self._write_events({f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}, iteration)
 
     def line(self, text: str) -> None:
         """A line with the time before it."""
@@ -185,22 +190,37 @@ class Reporter:
 
     def close(self) -> None:
         """End the event file."""
-        if self._events is not None:
-            self._events.close()
+        with self._event_errors():
+            if self._events is not None:
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _event_errors(self) -> Iterator[None]:
+        """Within, an error of TensorBoard's writer (a full disk, say) ends the event file, not the training."""
+        try:
+            yield
+        except Exception as error:  # its thread hands on whatever it met
+            self._events = None
+            log.warning("no more events are written to %s: %s", self._config.logging.tensorboard_dir, error)
+
+    def _write_events(self, values: dict[str, float], iteration: int) -> None:
+        with self._event_errors():
+            for tag, value in values.items():
+                if self._events is not None:
+                    self._events.add_scalar(tag, value, iteration)
 
     def _add_events(self, metrics: StepMetrics) -> None:
-        if self._events is None:
-            return
         values = {
             "lm loss": metrics.loss,
             "learning-rate": metrics.learning_rate,
             "tokens-per-second": metrics.tokens_per_second,
             "throughput": metrics.tflops_per_gpu,
         }
+        if metrics.mfu is not None:
+            values["mfu"] = metrics.mfu
         if metrics.grad_norm is not None:
             values["grad-norm"] = metrics.grad_norm
-        for tag, value in values.items():
-            self._events.add_scalar(tag, value, metrics.iteration)
+        self._write_events(values, metrics.iteration)
 
 
 def make_reporter(config: TrainerConfig, layout: Layout) -> Reporter | None:

@@ -142,6 +142,9 @@ class Progress(ApiModel):
     grad_norm: FiniteOrNone = None
     tokens_per_second: FiniteOrNone = None
     tflops_per_gpu: FiniteOrNone = None
+    mfu: Annotated[
+        FiniteOrNone, Field(description="tflopsPerGpu as a share of the device's peak, where it is known.")
+    ] = None
     seconds_left: FiniteOrNone = None
     consumed_samples: int | None = None
     validation_loss: FiniteOrNone = None

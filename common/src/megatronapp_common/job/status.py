@@ -69,7 +69,7 @@ class Progress(StatusModel):
     tokens_per_second: float | None = None
     """Throughput over all ranks."""
     tflops_per_gpu: float | None = None
-    """Model TFLOP/s of each rank."""
+    """Model TFLOP/s of each rank as Megatron-LM counts them: half of the attention, no recomputation."""
     seconds_left: float | None = None
     """Estimated time to the end."""
     consumed_samples: int | None = None

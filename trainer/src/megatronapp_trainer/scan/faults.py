@@ -6,14 +6,19 @@ and from the control page; how much time it adds comes from this rank's own usua
 
 import collections
 import dataclasses
+import logging
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from megatronapp_common.trace import Kind
 from megatronapp_trainer.errors import UsageError
 
+log = logging.getLogger(__name__)
 KINDS = ("compute", "host", "link")
+MAX_FACTOR = 100
+MAX_NUMBER = 2_147_483_647
+"""Bounds of the manifest: a fault that is started by hand cannot stall a job for ever either."""
 HISTORY = 16
 """Spans that make up what is usual."""
 
@@ -30,8 +35,10 @@ class Fault:
     peer: int | None = None
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> "Fault":
+    def from_json(cls, document: object) -> "Fault":
         """A fault in the spelling of the manifest. Raises UsageError."""
+        if not isinstance(document, Mapping):
+            raise UsageError(f"fault {document!r}: give an object with rank, kind, factor, fromStep, steps")
         try:
             peer = document.get("peer")
             fault = cls(
@@ -42,15 +49,34 @@ class Fault:
                 steps=int(document["steps"]),
                 peer=None if peer is None else int(peer),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"fault {dict(document)}: {error!r}; give rank, kind, factor, fromStep, steps") from error
-        if fault.kind not in KINDS or not fault.factor >= 1:
-            raise UsageError(f"fault {dict(document)}: kind is one of {', '.join(KINDS)}, factor at least 1")
+        if fault.kind not in KINDS or not 1 <= fault.factor <= MAX_FACTOR:
+            raise UsageError(f"fault {dict(document)}: kind is one of {', '.join(KINDS)}, factor 1 to {MAX_FACTOR}")
+        if not (
+            0 <= fault.rank <= MAX_NUMBER and 0 <= fault.from_step <= MAX_NUMBER and 1 <= fault.steps <= MAX_NUMBER
+        ):
+            raise UsageError(f"fault {dict(document)}: rank and fromStep are 0 or more, steps 1 or more, below 2^31")
         return fault
 
     def active(self, step: int) -> bool:
         """Whether it acts in `step`."""
         return self.from_step <= step < self.from_step + self.steps
+
+
+class ControlPage(Protocol):
+    """What is used of `PageReader`."""
+
+    def read_new(self) -> dict[str, Any] | None:
+        """The page if it changed. Raises PageError."""
+
+
+def commanded_faults(document: Mapping[str, Any]) -> list[Fault]:
+    """The faults of a control page. Raises UsageError."""
+    faults = document.get("faults", ())
+    if not isinstance(faults, list | tuple):
+        raise UsageError(f"faults is {type(faults).__name__}; give a list")
+    return [Fault.from_json(fault) for fault in faults]
 
 
 class FaultPlan:
@@ -61,6 +87,8 @@ class FaultPlan:
         self._manifest = self._mine(faults)
         self._commanded: tuple[Fault, ...] = ()
         self._active: tuple[Fault, ...] = ()
+        self._page_error = ""
+        """Why the page was last ignored; a page that stays unreadable is reported once."""
         self._usual: dict[Kind, collections.deque[int]] = {
             kind: collections.deque(maxlen=HISTORY) for kind in (Kind.FORWARD, Kind.BACKWARD)
         }
@@ -68,6 +96,20 @@ class FaultPlan:
     def command(self, faults: Iterable[Fault]) -> None:
         """Replace the faults that came through the control page."""
         self._commanded = self._mine(faults)
+
+    def read_commands(self, control: ControlPage) -> None:
+        """Take the commands of the control page if it changed.
+
+        A page that cannot be understood changes nothing, and never ends the training that reads it.
+        """
+        try:
+            document = control.read_new()
+            if document is not None:
+                self.command(commanded_faults(document))
+        except Exception as error:  # another process wrote the page
+            if str(error) != self._page_error:
+                log.warning("the control page is ignored: %s", error)
+            self._page_error = str(error)
 
     def begin_step(self, step: int) -> None:
         """Choose the faults that act in this step."""

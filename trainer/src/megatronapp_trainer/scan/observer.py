@@ -1,21 +1,17 @@
 """The observer of a rank's loop: spans into the ring, faults out of the manifest and the control page."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from megatronapp_common.pages import PageReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind, Metric
-from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.observe import StepMetrics
-from megatronapp_trainer.scan.faults import Fault, FaultPlan
+from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.p2p import TracedP2PCommunicator
 from megatronapp_trainer.scan.peers import Peers
 from megatronapp_trainer.scan.recorder import Fields, Mark, Recorder
-
-log = logging.getLogger(__name__)
 
 HOST_KINDS = frozenset({Kind.DATA, Kind.EVALUATE, Kind.CHECKPOINT, Kind.GC})
 """Work of the host also where there is a device."""
@@ -94,7 +90,7 @@ class ScanObserver:
 
     def step_begin(self, step: int) -> None:
         """A loop iteration begins."""
-        self._read_commands()
+        self._plan.read_commands(self._control)
         self._plan.begin_step(step)
         self._peers.begin_step()
         self._spans.begin_step(step)
@@ -150,15 +146,6 @@ class ScanObserver:
         start_ns = self._recorder.host_mark().time_ns
         stall(stall_ns)
         self._recorder.interval(Fields(Kind.FAULT, flags=Flag.INJECTED), start_ns, stall_ns)
-
-    def _read_commands(self) -> None:
-        document = self._control.read_new()
-        if document is None:
-            return
-        try:
-            self._plan.command([Fault.from_json(fault) for fault in document.get("faults", ())])
-        except UsageError as error:
-            log.warning("the control page is ignored: %s", error)
 
 
 def _samples(metrics: StepMetrics) -> list[tuple[Metric, float]]:
