@@ -8,6 +8,7 @@ Signals have their default meaning: a shell that starts us in the background, or
 every process that a test starts would inherit and honour.
 """
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -34,6 +35,19 @@ _FORK_SERVER = pathlib.Path(__file__).parent / "support" / "torch_forkserver.py"
 @pytest.fixture(scope="session")
 def forkserver() -> Iterator[Any]:
     """The fork server of this test session, started at its first use."""
+    with torch_forkserver() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def device_forkserver() -> Iterator[Any]:
+    """The same for ranks that use the NVIDIA devices of this machine."""
+    with torch_forkserver(devices=True) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def torch_forkserver(**options: Any) -> Iterator[Any]:
     spec = importlib.util.spec_from_file_location("torch_forkserver", _FORK_SERVER)
     assert spec is not None
     assert spec.loader is not None
@@ -41,7 +55,7 @@ def forkserver() -> Iterator[Any]:
     sys.modules["torch_forkserver"] = module
     spec.loader.exec_module(module)
     with tempfile.TemporaryDirectory() as directory:  # a socket's path must be short, pytest's are not
-        server = module.ForkServer(pathlib.Path(directory))
+        server = module.ForkServer(pathlib.Path(directory), **options)
         yield server
         server.stop()
 

@@ -28,10 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., list[Any]]:
+def run_ranks(device_forkserver: Any) -> Callable[..., list[Any]]:
     """Run a top-level function of the test's file on ranks with a device each."""
-    from device_ranks import run_ranks as run
-
+    run: Callable[..., list[Any]] = device_forkserver.run
     return run
 
 

@@ -8,8 +8,8 @@ import pytest
 from device_training import STEPS, train
 
 RunRanks = Callable[..., list[Any]]
-TOLERANCE = 2e-5
-"""Relative, in fp32: kernels of devices and of processors add in other orders, and so do layouts."""
+TOLERANCE = 1e-4
+"""Relative, in fp32 over eight steps of Adam: kernels of devices and processors, and layouts, add in other orders."""
 
 
 def losses_of(results: list[dict[str, Any]]) -> list[float]:

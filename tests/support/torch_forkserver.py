@@ -48,6 +48,10 @@ _IMPORTED_LATE = (
 it stays away where it is off is tested."""
 
 
+_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""With the first, torch asks NVML whether there are devices, and CUDA stays unused until a rank uses it."""
+
+
 class RanksFailedError(Exception):
     """Some rank raised, died or was late. The text holds each one's traceback and output."""
 
@@ -74,10 +78,15 @@ class Outcome:
 
 
 class ForkServer:
-    """The client: starts the server at the first use and sends requests."""
+    """The client: starts the server at the first use and sends requests.
 
-    def __init__(self, directory: pathlib.Path) -> None:
+    `devices`: ranks use the NVIDIA devices of this machine, which the server itself must not touch: a process that
+    was forked after CUDA had started cannot use it.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, devices: bool = False) -> None:
         self._path = directory / "torch.sock"
+        self._devices = devices
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(
@@ -125,9 +134,10 @@ class ForkServer:
     def _ensure_started(self) -> None:
         if self._process is not None:
             return
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment |= _DEVICES if self._devices else {"CUDA_VISIBLE_DEVICES": ""}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(self._path)],
+            [sys.executable, __file__, str(self._path), "devices" if self._devices else "processor"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -166,14 +176,19 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def serve(path: str) -> None:
+def serve(path: str, *, devices: bool) -> None:
     """Import, then fork a handler for each request, for ever."""
 
     from megatronapp_trainer.device import cpu
+    from megatronapp_trainer.quiet import importing_megatron
 
-    cpu.install()
-    for name in _IMPORTED_LATE:
-        importlib.import_module(name)
+    if not devices:
+        cpu.install()
+    with importing_megatron():
+        for name in _IMPORTED_LATE:
+            importlib.import_module(name)
+    if importlib.import_module("torch").cuda.is_initialized():
+        raise RuntimeError("an import has started CUDA; ranks that are forked now could not use it")
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -297,4 +312,4 @@ def _outcome(answer: bytes | None, status: int, output: str) -> Outcome:
 
 if __name__ == "__main__":
     _die_with_parent(os.getppid())
-    serve(sys.argv[1])
+    serve(sys.argv[1], devices=sys.argv[2] == "devices")
