@@ -325,3 +325,59 @@ def test_the_command_line_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def typed(*words: str) -> int:
+    parser = argparse.ArgumentParser(prog="megatronapp")
+    cli.register(parser.add_subparsers())
+    args = parser.parse_args(["data", "prepare", *words])
+    return int(args.func(args))
+
+
+def test_the_options_of_preprocess_data_make_the_same_files(
+    corpus: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    trained = tokenizers.train([*WORDS * 10], 300).backend
+    trained.model.save(str(folder))
+    files = ["--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+    common = ["--input", str(corpus), "--workers", "1", *files]
+    spelled = [
+        "--json-key",
+        "text",
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--partitions",
+        "1",
+        "--log-interval",
+        "1000",
+    ]
+    assert typed(*common, "--output-prefix", str(tmp_path / "theirs"), *spelled, "--keep-sequential-samples") == 0
+    said = capsys.readouterr().err
+    assert all(f"note: {flag}: " in said for flag in ("--partitions", "--log-interval", "--keep-sequential-samples"))
+    assert typed(*common, "--output", str(tmp_path / "ours")) == 0
+    one, other = (tmp_path / f"{name}_text_document.bin" for name in ("theirs", "ours"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_tokenizer_may_be_named_by_its_folder(
+    corpus: pathlib.Path, tokenizer_file: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--input", str(corpus), "--output", str(tmp_path / "out"), "--tokenizer-type", "HuggingFaceTokenizer"]
+    assert typed(*words, "--tokenizer-model", str(tokenizer_file.parent), "--workers", "1") == 0
+    assert f"--tokenizer-file {tokenizer_file}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--tokenizer-type BertWordPieceLowerCase", "BERT cannot be trained here yet"),
+        ("--split-sentences", "--split-sentences: BERT cannot be trained here yet"),
+        ("--tokenizer-type Llama2Tokenizer", "only tokenizers of tokenizer.json"),
+    ],
+)
+def test_what_has_no_meaning_here_is_answered(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        typed("--input", "in", "--output-prefix", "out", *words.split())
+    assert reason in capsys.readouterr().err

@@ -104,6 +104,8 @@ _PER_REQUEST = "belongs to a request now; say it there"
 SPELLINGS: Final = (
     *(Spelling(flag, takes, passed=True) for flag, takes in _SHAPE),
     Spelling("--enable-ws-server", always="the pages are served beside the API (--no-pages: not)"),
+    Spelling("--use-rotary-position-embeddings", always="the checkpoint tells which positions its model has"),
+    Spelling("--no-position-embedding", always="the checkpoint tells which positions its model has"),
     Spelling("--return-log-probs", always="a request that gives logprobs gets them"),
     Spelling("--use-checkpoint-args", always="the checkpoint tells the shape of its model"),
     Spelling("--micro-batch-size", "N", always="prompts of any number and length go together"),
@@ -123,6 +125,20 @@ SPELLINGS: Final = (
     Spelling("--num-tokens-to-generate", "N", belongs=f'{_PER_REQUEST}: "max_tokens"'),
     Spelling("--seed", "N", belongs=f'{_PER_REQUEST}: "seed"'),
     Spelling("--tokenizer-type", "TYPE", belongs="files tell it: --tokenizer-file, or --vocab-file and --merge-file"),
+    Spelling(
+        "--max-tokens-to-oom", "N", belongs="memory is checked at the start; --max-batch-size and --max-length bound it"
+    ),
+    Spelling(
+        "--rotary-seq-len-interpolation-factor",
+        "N",
+        answer="rotary positions are not interpolated; a model for long contexts has --use-rope-scaling: leave it out",
+    ),
+    Spelling(
+        "--exit-duration-in-mins",
+        "N",
+        answer="a server runs until its job is deleted; a manifest bounds its time: add "
+        "spec.runPolicy.activeDeadlineSeconds to what megatronapp serve --load CHECKPOINT --manifest prints",
+    ),
     Spelling("--prompts", "TEXT", answer=f"prompts are sent to the server: {ACCESS}; {ASK}"),
     Spelling("--fp16", answer="weights are fp32 or bf16: give --precision bf16"),
     Spelling(

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import pathlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatronapp_trainer.data.prepare import PrepareOptions, Summary
@@ -36,18 +38,26 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_files(prepare)
     _add_tokenizer(prepare)
+    _add_spellings(prepare)
     prepare.set_defaults(func=run_prepare)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE|DIR|GLOB", help="text to read; directories recursively")
-    add("--output", required=True, metavar="PREFIX", help="writes PREFIX_text_document.bin and .idx")
+    add("--output", "--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX_text_document.bin and .idx")
     add(
         "--pattern", action="append", metavar="GLOB", help="files to take from directories, such as '*.py' (repeatable)"
     )
     add("--format", choices=("auto", "jsonl", "text"), default="auto", help="default: by the file's suffix")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys that hold text (default: text)")
+    add(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys that hold text (default: text)",
+    )
     add("--skip-bad-lines", action="store_true", help="leave out lines that cannot be read, and count them")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
     add(
@@ -62,11 +72,73 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tokenizer (one of)").add_argument
-    add("--tokenizer-file", "--tokenizer-model", metavar="FILE", help="a tokenizer.json")
+    text = "a tokenizer.json, or the folder that holds it"
+    add("--tokenizer-file", "--tokenizer-model", type=_tokenizer_file, metavar="FILE", help=text)
     add("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, with --merge-file")
     add("--merge-file", metavar="FILE", help="GPT-2's merges.txt, with --vocab-file")
     add("--train-tokenizer", action="store_true", help="learn a byte-level BPE; saved as tokenizer.json beside PREFIX")
     add("--vocab-size", type=_positive, metavar="N", help="size of the learned vocabulary")
+
+
+_BERT = "BERT cannot be trained here yet; a corpus for GPT is prepared with the tokenizer that its model has"
+_NO_TYPE = "only tokenizers of tokenizer.json, and GPT-2's of vocab.json and merges.txt, are read"
+_TYPES: Mapping[str, str | None] = {
+    "GPT2BPETokenizer": None,
+    "HuggingFaceTokenizer": None,
+    "BertWordPieceLowerCase": _BERT,
+    "BertWordPieceCase": _BERT,
+}
+"""Of --tokenizer-type; None: the files say the same."""
+
+
+def _add_spellings(parser: argparse.ArgumentParser) -> None:
+    """Options of Megatron-LM's tools/preprocess_data.py beyond those that have the same name here."""
+    add = parser.add_argument
+    add("--tokenizer-type", action=_TokenizerType, help=argparse.SUPPRESS)
+    notes = {
+        "--partitions": "workers share all files, and one run writes one corpus: --workers alone says how many",
+        "--log-interval": "progress is shown all the time",
+    }
+    for flag, text in notes.items():
+        add(flag, action=_Noted, text=text, help=argparse.SUPPRESS)
+    add("--keep-sequential-samples", action=_Noted, nargs=0, text="documents keep their order", help=argparse.SUPPRESS)
+    for flag, nargs in (("--split-sentences", 0), ("--keep-newlines", 0), ("--lang", None)):
+        add(flag, action=_Refused, nargs=nargs, text=_BERT, help=argparse.SUPPRESS)
+
+
+class _Noted(argparse.Action):
+    """Takes an option that is not needed here, and says why."""
+
+    def __init__(self, *words: Any, text: str, **keywords: Any) -> None:  # noqa: ANN401 - argparse's own
+        super().__init__(*words, **keywords)
+        self.text = text
+
+    def __call__(self, _parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
+        """Say so."""
+        print(f"note: {option}: {self.text}", file=sys.stderr)
+
+
+class _Refused(_Noted):
+    """Refuses an option with the reason."""
+
+    def __call__(self, parser: Any, _namespace: Any, _values: Any, option: str | None = None) -> None:  # noqa: ANN401
+        """End the command."""
+        parser.error(f"{option}: {self.text}")
+
+
+class _TokenizerType(argparse.Action):
+    """Takes the types whose files say what they are."""
+
+    def __call__(self, parser: Any, _namespace: Any, values: Any, option: str | None = None) -> None:  # noqa: ANN401
+        """End the command for another type."""
+        reason = _TYPES.get(values, f"{_NO_TYPE}; give --tokenizer-file, or --vocab-file and --merge-file")
+        if reason is not None:
+            parser.error(f"{option} {values}: {reason}")
+
+
+def _tokenizer_file(given: str) -> str:
+    """The file of a tokenizer that is named by its folder, too."""
+    return str(pathlib.Path(given) / "tokenizer.json") if os.path.isdir(given) else given
 
 
 def _positive(text: str) -> int:
