@@ -33,6 +33,11 @@ def _own(name: str, value: Any, words: str) -> list[Example]:
     ]
 
 
+def _shm(size: str | None, container: str, memory: str) -> Changes:
+    """A size of shared memory beside a container's memory limit."""
+    return _container(container, resources={"limits": {"memory": memory}}) | {"spec.shm.sizeLimit": size}
+
+
 ADMISSION_EXAMPLES = (
     *_refused("restartPolicy", "OnFailure", "is Never, as the operator restarts all workers together; leave it out"),
     *_refused("hostname", "me", "is how the ranks find each other"),
@@ -107,6 +112,18 @@ ADMISSION_EXAMPLES = (
         field=_CONTAINERS,
         words="mounts a volume where",
         server_words="resulted in error",
+    ),
+    *good(
+        "shm-within-template-memory",
+        _shm("2Gi", "trainer", "3Gi"),
+        _shm("2Gi", "agent", "1Gi"),
+        _shm(None, "trainer", "1"),
+    ),
+    *bad(
+        "shm-within-template-memory",
+        "spec.shm.sizeLimit",
+        (_shm("16Gi", "trainer", "8Gi"), "must be below the memory limit of the trainer in podTemplate"),
+        (_shm("2Gi", "trainer", "2Gi"), "must be below the memory limit of the trainer in podTemplate"),
     ),
     *good(
         "failure-rule-regex",

@@ -17,7 +17,16 @@ ACTIVE_S = 60
 
 
 @pytest.fixture(scope="module")
-def client(plane: kube.ControlPlane) -> Any:
+def older(plane: kube.ControlPlane) -> str:
+    """Address of a job that was taken before the policy came into force, which would refuse it."""
+    document = changed({"spec.podTemplate.spec": {"hostname": "a"}}) | {"metadata": {"name": "older"}}
+    with plane.client() as client:
+        assert client.post(JOBS.path("default"), json=document).is_success
+    return JOBS.path("default", "older")
+
+
+@pytest.fixture(scope="module")
+def client(plane: kube.ControlPlane, older: str) -> Any:
     """A client of an API server on which the policy holds; it is gone afterwards."""
     assert plane.kubectl("apply", "--server-side", "-f", str(FILE)).returncode == 0
     with plane.client() as client:
@@ -45,3 +54,16 @@ def test_a_pod_template_is_judged_as_locally(client: httpx.Client, example: Exam
     assert POLICY in said
     assert (example.server_words or f"{example.field}: ") in said
     assert (example.server_words or example.words) in said
+
+
+def test_a_job_from_before_the_policy_keeps_its_metadata_editable_and_its_spec_not(
+    client: httpx.Client, older: str
+) -> None:
+    headers = {"Content-Type": "application/merge-patch+json"}
+    label = client.patch(
+        older, json={"metadata": {"labels": {"team": "a"}, "finalizers": ["example.com/a"]}}, headers=headers
+    )
+    assert label.is_success, label.text
+    assert client.patch(older, json={"metadata": {"finalizers": []}}, headers=headers).is_success
+    spec = client.patch(older, json={"spec": {"suspend": True}}, headers=headers)
+    assert spec.status_code == 422 and "hostname" in spec.text

@@ -143,6 +143,21 @@ def test_shared_memory_fits_the_memory_limit(shm: str | None, memory: str | None
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
 
 
+@pytest.mark.parametrize(
+    ("template", "size"),
+    [
+        ({"containers": [{"name": "trainer", "resources": {"limits": {"memory": "8Gi"}}}]}, str(4 << 30)),
+        ({"containers": [{"name": "trainer", "resources": {"limits": {"memory": None}}}]}, "16Gi"),
+        ({"containers": [{"name": "logs", "resources": {"limits": {"memory": "1Gi"}}}]}, str(5 << 30)),
+        ({"resources": {"limits": {"memory": "6Gi"}}}, str(3 << 30)),
+    ],
+)
+def test_shared_memory_fits_the_memory_limit_of_the_template(template: rendered.Object, size: str) -> None:
+    job = rendered.with_template(rendered.make_job({"resources": {"limits": {"memory": "10Gi"}}}), template)
+    volumes = {one["name"]: one for one in rendered.make_worker(job)["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"]["sizeLimit"] == size
+
+
 def test_gpus_are_asked_for_and_their_taint_is_stood() -> None:
     spec = spec_of({**rendered.GPUS, "gpuResourceName": "example.com/gpu", "resources": {"limits": {"cpu": "9"}}})
     trainer = spec["containers"][0]

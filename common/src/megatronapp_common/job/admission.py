@@ -14,6 +14,8 @@ from megatronapp_common.names import GROUP, VERSION
 
 POLICY = f"pod-templates.{GROUP}"
 """Name of the policy and of its binding."""
+SPEC_IS_NEW = "request.operation == 'CREATE' || object.spec != oldObject.spec"
+"""A rule that came later leaves alone who changes labels or finalizers of an older job, the garbage collector too."""
 OUR_CONTAINERS = ("trainer", "agent")
 _SPEC = "object.spec.podTemplate.spec"
 _HINTS = {
@@ -60,6 +62,8 @@ _OURS = f"({_list('containers')} + {_list('initContainers')}).filter(one, {_NAME
 _RESERVED = f"variable.name in [{', '.join(repr(str(name)) for name in RESERVED_ENV)}]"
 _VARIABLES = f"{_OURS}.filter(one, has(one.env)).map(one, one.env)"
 _MOUNTS = f"{_OURS}.filter(one, has(one.volumeMounts)).map(one, one.volumeMounts)"
+_SHM = "object.spec.shm.sizeLimit"
+_LIMITED = "has(one.resources) && has(one.resources.limits) && 'memory' in one.resources.limits"
 
 
 def _of_ours(name: str, instead: str) -> Rule:
@@ -92,6 +96,13 @@ ADMISSION_RULES = (
         "write another mountPath",
     ),
     Rule(
+        id="shm-within-template-memory",
+        field=".shm.sizeLimit",
+        rule=f"!has({_SHM}) || !({_OURS}.exists(one, one.name == 'trainer' && {_LIMITED} && "
+        f"!quantity(string({_SHM})).isLessThan(quantity(string(one.resources.limits['memory'])))))",
+        says="must be below the memory limit of the trainer in podTemplate, which it is charged to",
+    ),
+    Rule(
         id="failure-rule-regex",
         field=".runPolicy.rules",
         rule="object.spec.runPolicy.rules.all(one, !has(one.match.messageRegex) || "
@@ -121,6 +132,7 @@ def _policy() -> dict[str, Any]:
         "spec": {
             "failurePolicy": "Fail",
             "matchConstraints": {"resourceRules": [jobs]},
+            "matchConditions": [{"name": "spec-is-new", "expression": SPEC_IS_NEW}],
             "validations": [_validation(rule) for rule in ADMISSION_RULES],
         },
     }

@@ -2,13 +2,14 @@
 
 import fractions
 import posixpath
+from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.cluster import Initializer, Volume
 from megatronapp_common.job.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render.quantities import text_of
-from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.worker_draft import TRAINER, Draft
 
 SHM = "/dev/shm"
 RUN = "/run/megatronapp/run"
@@ -25,10 +26,22 @@ def shm_size(draft: Draft) -> str:
     given = draft.spec.shm.size_limit
     if given is not None:
         return given
-    limit = draft.group.resources.limits.get("memory")
-    if limit is None or quantity_value(limit) / 2 >= quantity_value(DEFAULT_SHM):
+    limit = min(map(quantity_value, _memory_limits(draft)), default=None)
+    if limit is None or limit / 2 >= quantity_value(DEFAULT_SHM):
         return DEFAULT_SHM
-    return text_of(fractions.Fraction(int(quantity_value(limit) / 2)))
+    return text_of(fractions.Fraction(int(limit / 2)))
+
+
+def _memory_limits(draft: Draft) -> list[Any]:
+    """What shared memory is charged to: the trainer's limit, which a template may replace, and the pod's."""
+    own: Any = draft.group.resources.limits.get("memory")
+    template = draft.spec.pod_template.spec
+    for one in template.get("containers") or ():
+        given = (one.get("resources") or {}).get("limits") or {}
+        if one["name"] == TRAINER and "memory" in given:
+            own = given["memory"]
+    pod = ((template.get("resources") or {}).get("limits") or {}).get("memory")
+    return [limit for limit in (own, pod) if limit is not None]
 
 
 def shm_bytes(draft: Draft) -> int:
