@@ -1,5 +1,6 @@
 """A manifest in, a MegatronJob out, or every problem at once."""
 
+import copy
 import json
 import re
 from collections.abc import Hashable, Mapping
@@ -36,6 +37,40 @@ def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
     if problems:
         raise JobError(*problems)
     return job
+
+
+def load_stored_job(document: Mapping[str, Any]) -> tuple[MegatronJob, tuple[str, ...]]:
+    """The job in an object that an API server has stored, and the fields of it that this release does not know.
+
+    The server has judged it by its own definition, which may be of a newer release and fills in defaults of that: such
+    fields are ignored, because an operator that refuses them would manage no job at all. Raises JobError as `load_job`.
+    """
+    try:
+        return load_job(document), ()
+    except JobError:
+        unknown = _unknown_fields(document)
+        if not unknown:
+            raise
+    return load_job(_without(document, unknown)), tuple(".".join(map(str, path)) for path in unknown)
+
+
+def _unknown_fields(document: Mapping[str, Any]) -> list[tuple[int | str, ...]]:
+    try:
+        MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        return [one["loc"] for one in found if one["type"] == "extra_forbidden"]
+    return []
+
+
+def _without(document: Mapping[str, Any], paths: list[tuple[int | str, ...]]) -> dict[str, Any]:
+    made: dict[str, Any] = copy.deepcopy(dict(document))
+    for path in paths:
+        place: Any = made
+        for step in path[:-1]:
+            place = place[step]
+        del place[path[-1]]
+    return made
 
 
 def parse_manifest(text: str) -> Any:  # noqa: ANN401

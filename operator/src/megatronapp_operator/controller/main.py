@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from megatronapp_common import __version__
 from megatronapp_operator.backends.kubernetes.api import Api, connect
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, LeaseLostError
+from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
+from megatronapp_operator.controller.capabilities import has_container_restarts
 from megatronapp_operator.controller.probes import create_app, create_server, served
 from megatronapp_operator.controller.service import Health, Service, namespaces_words
 from megatronapp_operator.controller.settings import Settings, parse
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 USAGE, LOST, FAILED = 2, 3, 1
 WATCH_CHECK_S = 1.0
-CONTAINER_RESTARTS = 35
-"""Minor version of the servers from which on a container may have a restart policy of its own by default."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,10 +90,8 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
     metrics.leader(True)
     health.leads = True
-    try:
-        restarts = await api.minor_version() >= CONTAINER_RESTARTS
-    except ForbiddenError:  # everybody may ask, unless the cluster took that away
-        restarts = False
+    place = settings.namespaces[0] if settings.namespaces else settings.render.operator_namespace
+    restarts = await has_container_restarts(api, place)
     settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
     guarded = api.guarded(
         _guard(lease),

@@ -42,6 +42,7 @@ class Errands:
 
     async def run(self, memory: Memory, work: Work) -> float | None:
         """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
+        await self._report_unknown(memory, work)
         for name, errand in (("places", self._tell_places), ("agents", self._tell_of_agents), ("tend", self._tend)):
             retry_at, known = memory.errands.get(name, (0.0, ""))
             if self._clock() < retry_at:
@@ -59,6 +60,15 @@ class Errands:
         if "tend" not in memory.errands and memory.tend_at > self._clock():
             times.append(memory.tend_at)
         return min(times, default=None) if _lives(memory) else None
+
+    async def _report_unknown(self, memory: Memory, work: Work) -> None:
+        """Name the fields of a newer definition that have no effect here, once for each set of them."""
+        if memory.unknown_fields and memory.unknown_fields != memory.ignored:
+            fields = ", ".join(memory.unknown_fields)
+            message = f"the definition is newer than this operator, which ignores {fields}; upgrade it"
+            event = RecordEvent(type=EventType.WARNING, reason="UnknownFields", message=message)
+            await self._executor.tell(work.owner, event)
+        memory.ignored = memory.unknown_fields
 
     async def _report(self, work: Work, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)

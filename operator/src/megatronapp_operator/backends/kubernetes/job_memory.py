@@ -41,5 +41,9 @@ class Memory:
     """When they are applied again, in case something was deleted or changed."""
     errands: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     """Errands that failed: when each is tried again, and what went wrong."""
+    unknown_fields: tuple[str, ...] = ()
+    """Fields of the spec that this release does not know and ignores."""
+    ignored: tuple[str, ...] = ()
+    """Those of them that were reported."""
     told: Told = dataclasses.field(default_factory=Told)
     refusal: Refusal | None = None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
-from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
@@ -116,13 +116,14 @@ class Reconciler:
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
-            job = load_job(document)
+            job, unknown = load_stored_job(document)
             known = Memory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
-            known.since = self._clock()
+            known.since, known.unknown_fields = self._clock(), unknown
             known.pinned = read_pinned(status)
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
-            known.job, known.generation = load_job(document), metadata["generation"]
+            known.job, known.unknown_fields = load_stored_job(document)
+            known.generation = metadata["generation"]
         if status != known.written:  # somebody else wrote it
             known.status, known.written, known.sent = read_status(status), status, status
         return known

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatronapp_common.job import load_job
+from megatronapp_common.job import load_stored_job
 from megatronapp_common.texts import plain
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import doors, tokens
@@ -16,7 +16,8 @@ def main(arguments: argparse.Namespace) -> int:
         job = cluster.view(arguments.job)
         if job.ended:
             raise OperatorError(f"{job.name} has ended ({job.phase}); faults act in running jobs only")
-        inject.check(load_job({key: value for key, value in job.document.items() if key != "status"}), arguments)
+        document = {key: value for key, value in job.document.items() if key != "status"}
+        inject.check(load_stored_job(document)[0], arguments)
         with doors.reached(cluster) as door:
             token = tokens.token_for(cluster, door, job)
             path = f"/api/v1/jobs/{job.namespace}/{job.name}/faults"

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
 from megatronapp_common.texts import plain
 from megatronapp_common.topology import Placement
@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Print a log; returns the exit code."""
     with opened(arguments) as cluster:
         job = cluster.view(arguments.job)
-        loaded = load_job({key: value for key, value in job.document.items() if key != "status"})
+        loaded = load_stored_job({key: value for key, value in job.document.items() if key != "status"})[0]
         log = WorkerLog(cluster, job, *_wanted(loaded, arguments))
         if arguments.follow:
             _follow(log, arguments)

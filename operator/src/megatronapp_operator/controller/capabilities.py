@@ -1,0 +1,54 @@
+"""What a cluster can do that its version alone does not tell: providers switch features on and off."""
+
+import logging
+
+from megatronapp_operator.backends.kubernetes.api import PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import ApiError, InvalidError
+
+log = logging.getLogger(__name__)
+
+CONTAINER_RESTARTS = 35
+"""Minor version of the servers from which on a container may have a restart policy of its own by default."""
+
+
+async def has_container_restarts(api: Api, namespace: str) -> bool:
+    """Whether a container may have a restart policy of its own: asked by a pod that is never stored.
+
+    Where the question itself is refused (a quota, a policy, no such namespace), the server's version decides.
+    """
+    try:
+        made = await api.create(PODS, _pod(namespace), dry_run=True)
+    except InvalidError:
+        return False
+    except ApiError as error:
+        log.info("whether containers may restart is judged by the server's version: %s", error)
+        return await _by_version(api)
+    return any(one.get("restartPolicy") for one in made["spec"]["containers"])
+
+
+async def _by_version(api: Api) -> bool:
+    try:
+        return await api.minor_version() >= CONTAINER_RESTARTS
+    except ApiError:  # everybody may ask, unless the cluster took that away
+        return False
+
+
+def _pod(namespace: str) -> Object:
+    """A pod that every pod security standard allows."""
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    resources = {"requests": {"cpu": "1m", "memory": "1Mi"}, "limits": {"cpu": "1m", "memory": "1Mi"}}
+    containers = [
+        {"name": name, "image": "none", "resources": resources, "securityContext": security} for name in ("one", "two")
+    ]
+    containers[1]["restartPolicy"] = "OnFailure"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "megatronapp-capabilities", "namespace": namespace},
+        "spec": {"restartPolicy": "Never", "automountServiceAccountToken": False, "containers": containers},
+    }

@@ -1,0 +1,84 @@
+"""An operator that is older than the definition, and what a cluster can do beside its version."""
+
+from typing import Any, cast
+
+import kube
+import pytest
+from operator_play import manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, Api, Object
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, InvalidError
+from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS, has_container_restarts
+
+pytestmark = pytest.mark.asyncio
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+NAME = "megatronjobs.megatronapp.io"
+
+
+async def test_fields_of_a_newer_definition_are_ignored_and_named(plane: kube.ControlPlane, namespace: str) -> None:
+    """The definition of a newer release has a default for a field that this release does not know."""
+    with plane.client() as client:
+        definition = client.get(f"{CRDS}/{NAME}").raise_for_status().json()
+        schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        policy = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/runPolicy"
+        newer = {"type": "integer", "default": 3}
+        assert "newerField" not in schema["properties"]["runPolicy"]["properties"]
+        patch = [{"op": "add", "path": f"{policy}/properties/newerField", "value": newer}]
+        headers = {"Content-Type": "application/json-patch+json"}
+        client.patch(f"{CRDS}/{NAME}", json=patch, headers=headers).raise_for_status()
+        try:
+            async with play(plane, namespace) as stage:
+                made: Object = {}
+                while "newerField" not in made.get("spec", {}).get("runPolicy", {}):
+                    if made:
+                        await stage.machines.api.delete(JOBS, made)
+                    made = await stage.machines.api.create(JOBS, manifest(namespace))
+                await stage.begin()
+                await stage.rest()
+                assert set(await stage.machines.pods()) == {"job-worker-0", "job-worker-1"}
+                events = (await stage.machines.api.list_objects(EVENTS, namespace)).items
+                assert [one["note"] for one in events if one["reason"] == "UnknownFields"] == [
+                    "the definition is newer than this operator, which ignores spec.runPolicy.newerField; upgrade it"
+                ]
+        finally:
+            undo = [{"op": "remove", "path": f"{policy}/properties/newerField"}]
+            client.patch(f"{CRDS}/{NAME}", json=undo, headers=headers).raise_for_status()
+
+
+async def test_a_server_says_itself_whether_containers_may_restart(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as stage:
+        found = await has_container_restarts(stage.machines.api, namespace)
+        assert found == (await stage.machines.api.minor_version() >= CONTAINER_RESTARTS)
+        assert await stage.machines.pods() == {}
+
+
+class Server:
+    """Answers a dry run with an error, or as a server that drops the field."""
+
+    def __init__(self, error: Exception | None, minor: int) -> None:
+        self._error, self._minor = error, minor
+
+    async def create(self, _resource: Any, obj: Object, *, dry_run: bool) -> Object:
+        assert dry_run
+        if self._error is not None:
+            raise self._error
+        containers = [{"name": one["name"]} for one in obj["spec"]["containers"]]
+        return obj | {"spec": obj["spec"] | {"containers": containers}}
+
+    async def minor_version(self) -> int:
+        return self._minor
+
+
+@pytest.mark.parametrize(
+    ("error", "minor", "expected"),
+    [
+        (None, 36, False),
+        (InvalidError("may not be set"), 36, False),
+        (ForbiddenError("exceeded quota"), 35, True),
+        (ForbiddenError("exceeded quota"), 34, False),
+    ],
+)
+async def test_a_feature_that_a_provider_switched_off_is_not_used(
+    error: Exception | None, minor: int, expected: bool
+) -> None:
+    assert await has_container_restarts(cast(Api, Server(error, minor)), "n") is expected
