@@ -57,10 +57,22 @@ class Screen:
 
     def ask(self, prompt: str, tokens: int) -> None:
         """Fill the form in, greedily, so that no sampled end of text ends a long run first, and press Generate."""
+        self.fill(prompt, tokens)
+        self.go.click(timeout=PATIENCE_MS)
+
+    def fill(self, prompt: str, tokens: int) -> None:
+        """A greedy run, in the form."""
         self.page.get_by_label("Prompt 1").fill(prompt)
         self.page.get_by_label("New tokens").fill(str(tokens))
         self.page.get_by_label("Temperature", exact=True).fill("0")
+
+    def generate(self, text: str) -> dict[str, Any]:
+        """Press Generate, and wait until the new run is so far. Returns what the hub tells of it."""
+        before = urllib.parse.urlsplit(self.page.url).query
         self.go.click(timeout=PATIENCE_MS)
+        self.page.wait_for_url(lambda url: urllib.parse.urlsplit(url).query != before, timeout=PATIENCE_MS)
+        self.until(text)
+        return self.header()
 
     def until(self, text: str) -> None:
         """Wait until the run is so far."""
@@ -104,6 +116,29 @@ def test_a_prompt_becomes_tokens_attention_and_probabilities(page: pw.Page, job:
     screen.until("Done: 4 new tokens")
     page.locator("body").press("4")
     pw.expect(page.get_by_test_id("pca")).to_be_visible()
+
+
+def test_a_run_without_a_seed_is_repeated_by_its_settings_after_a_reload(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.fill("hello world", 12)
+    page.get_by_label("Temperature", exact=True).fill("2")
+    page.get_by_label("Seed").fill("")
+    first = screen.generate("Done: 12 new tokens")
+    seed = first["sampling"]["seed"]
+    assert 0 <= seed < 2**53
+    page.reload()
+    pw.expect(page.get_by_test_id("settings")).to_contain_text(f"temperature 2, top-p 0.95, seed {seed}")
+    page.get_by_label("Prompt 1").fill("something else")
+    page.get_by_label("New tokens").fill("3")
+    page.get_by_role("button", name="Use these settings").click()
+    pw.expect(page.get_by_label("Prompt 1")).to_have_value("hello world")
+    pw.expect(page.get_by_label("Seed")).to_have_value(str(seed))
+    again = screen.generate("Done: 12 new tokens")
+    assert again["run"] != first["run"]
+    assert [token["id"] for token in again["generated"][0]] == [token["id"] for token in first["generated"][0]]
+    page.get_by_label("Seed").fill(str(seed + 1))
+    other = screen.generate("Done: 12 new tokens")
+    assert [token["id"] for token in other["generated"][0]] != [token["id"] for token in first["generated"][0]]
 
 
 def check_attention(screen: Screen, query: int) -> None:

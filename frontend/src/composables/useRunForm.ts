@@ -1,7 +1,14 @@
 /** What the next run is asked for, and the actions on runs; shared by the controls and the panels that pin. */
 import { computed, inject, provide, reactive, ref, shallowRef, type InjectionKey } from "vue";
 import { asApiError, type ApiError } from "../api/client";
-import { DEFAULT_CAPTURE, DEFAULT_SAMPLING, isActive, type Capture, type Head } from "../scope/protocol";
+import {
+  DEFAULT_CAPTURE,
+  DEFAULT_SAMPLING,
+  isActive,
+  type Capture,
+  type Head,
+  type RunHeader,
+} from "../scope/protocol";
 import { problemPlaces } from "../scope/problems";
 import { useScope } from "./useScope";
 import { useSelection } from "./useSelection";
@@ -21,15 +28,29 @@ function initial() {
 }
 type Draft = ReturnType<typeof initial>;
 
-/** What was typed last in this tab; anything unreadable counts as nothing. */
+/** What the last run of this tab was asked for; anything unreadable counts as nothing. */
 function kept(): Draft {
   try {
-    const { prompts } = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}") as Partial<Draft>;
+    const { prompts, tokens, sampling } = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}") as Partial<Draft>;
     const known = Array.isArray(prompts) && prompts.every((text) => typeof text === "string");
-    return known && prompts.length > 0 ? { ...initial(), prompts } : initial();
+    const counted = typeof tokens === "number" && Array.isArray(sampling?.stop);
+    return known && prompts.length > 0 && counted
+      ? { ...initial(), prompts, tokens, sampling: { ...initial().sampling, ...sampling } }
+      : initial();
   } catch {
     return initial();
   }
+}
+
+/** What a run was asked for; the seed is the one that it got. */
+export function settingsOf({ prompts = [], tokens, sampling, capture }: RunHeader): Draft {
+  const fresh = initial();
+  return {
+    prompts: prompts.map(({ text }) => text),
+    tokens: tokens ?? fresh.tokens,
+    sampling: { ...fresh.sampling, ...sampling, stop: [...(sampling?.stop ?? [])] },
+    capture: structuredClone({ ...fresh.capture, ...capture }) as Writable<Capture>,
+  };
 }
 
 const sameHead = (a: Head, b: Head): boolean => a.layer === b.layer && a.head === b.head;
@@ -55,12 +76,6 @@ function createForm() {
     }
     busy.value = false;
   }
-  const request = () => ({
-    prompts: draft.prompts,
-    tokens: draft.tokens,
-    sampling: draft.sampling,
-    capture: draft.capture as Capture,
-  });
   /** What is looked at changes from the next step on. */
   const applyCapture = async (): Promise<void> => {
     const { value: run } = running;
@@ -78,10 +93,16 @@ function createForm() {
     applyCapture,
     generate: () =>
       attempt(async () => {
-        sessionStorage.setItem(KEPT, JSON.stringify({ prompts: draft.prompts }));
-        const { run } = await scope.client.start(request());
+        const { prompts, tokens, sampling } = draft;
+        sessionStorage.setItem(KEPT, JSON.stringify({ prompts, tokens, sampling }));
+        const { run } = await scope.client.start({ ...draft, capture: draft.capture as Capture });
         select({ run, prompt: 0, token: null });
       }),
+    /** The next run is asked for as the one that is shown: with the same seed it gives the same tokens. */
+    takeSettings: () => {
+      const shown = scope.run.value?.header;
+      if (shown?.prompts?.length) Object.assign(draft, settingsOf(shown));
+    },
     stop: () =>
       attempt(async () => {
         if (running.value !== null) await scope.client.stop(running.value);

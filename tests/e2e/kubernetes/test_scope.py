@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,11 +120,19 @@ def to_scope(page: pw.Page) -> None:
 
 
 def generate(page: pw.Page) -> None:
+    """A new run: the one before it, which the page shows until the new one has a name, may say the same."""
     page.get_by_label("Prompt 1").fill(PROMPT, timeout=PAGE_MS)
     page.get_by_label("New tokens").fill(str(TOKENS))
     page.get_by_label("Temperature", exact=True).fill("0")
+    before = run_of(page.url)
     page.get_by_role("button", name="Generate").click()
+    page.wait_for_url(lambda url: run_of(url) not in {before, None}, timeout=PAGE_MS)
     pw.expect(page.get_by_test_id("run-state")).to_contain_text(f"Done: {TOKENS} new tokens", timeout=PAGE_MS)
+
+
+def run_of(url: str) -> str | None:
+    """The run that an address names."""
+    return dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(url).query)).get("run")
 
 
 def see(page: pw.Page, completion: dict[str, Any], folder: pathlib.Path) -> None:

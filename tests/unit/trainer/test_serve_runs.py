@@ -12,6 +12,7 @@ from megatronapp_trainer.generate.errors import EngineLostError
 from megatronapp_trainer.generate.events import FinishedEvent, FinishReason, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.desk import QueueEvent, Ticket
+from megatronapp_trainer.serve.model import new_seed
 from megatronapp_trainer.serve.runs import Record
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
@@ -92,3 +93,11 @@ async def test_a_lost_engine_fails_the_run() -> None:
     await followed(record, [end(0, "error", error=lost), end(1, "error", error=lost)])
     assert [state for state, _ in told.states] == ["failed"]
     assert record.error is not None and "a rank was lost" in record.error["message"]
+
+
+async def test_a_seed_that_is_drawn_can_be_asked_for_again() -> None:
+    seeds = [new_seed(None) for _ in range(64)]
+    assert len(set(seeds)) > 1
+    for seed in seeds:
+        again = RunRequest.model_validate({"prompts": ["a"], "sampling": {"seed": seed}})
+        assert int(float(seed)) == again.sampling.seed == new_seed(seed)
