@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Make the images that ours stand on from Debian's packages, for a machine that reaches no image registry:
-#   localhost/megatronapp-base      Debian with python3, its headers and a C compiler, which the trainer's image needs
+#   localhost/megatronapp-base      Debian with python3, its headers, a C compiler and the libraries of InfiniBand, which
+#                                   the trainer's image needs
 #   localhost/megatronapp-builder   the same with a C++ compiler
 # Kept in buildah's storage; made again only where they are missing. Needs root, debootstrap and buildah.
 set -euo pipefail
 suite=$(. /etc/os-release && echo "$VERSION_CODENAME")
-base=localhost/megatronapp-base:$suite
+base=localhost/megatronapp-base:$suite-verbs
 builder=localhost/megatronapp-builder:$suite
 buildah inspect --type image "$base" >/dev/null 2>&1 && buildah inspect --type image "$builder" >/dev/null 2>&1 && exit 0
 
@@ -16,7 +17,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 echo "base_images.sh: $base" >&2
-debootstrap --variant=minbase --include=python3,python3-dev,python3-venv,ca-certificates,gcc,libc6-dev "$suite" "$work/tree" "$mirror" >"$work/log" ||
+packages=python3,python3-dev,python3-venv,ca-certificates,gcc,libc6-dev,libibverbs1,ibverbs-providers,librdmacm1,libnuma1
+debootstrap --variant=minbase --include="$packages" "$suite" "$work/tree" "$mirror" >"$work/log" ||
   { tail -20 "$work/log" >&2 && exit 1; }
 rm -rf "$work"/tree/{etc/apt/sources.list,etc/hostname,etc/resolv.conf,var/lib/apt/lists,var/cache/apt,var/log,usr/share/doc,usr/share/man}
 mkdir -p "$work"/tree/{var/lib/apt/lists/partial,var/cache/apt/archives/partial,var/log}

@@ -107,6 +107,10 @@ VARIETY: dict[str, Object] = {
     },
     "rdma": RDMA,
     "rdma-analyzed": {**RDMA, **ANALYZED},
+    "rdma-host-devices": {
+        **GPUS,
+        "network": {"mode": "HostNetwork", "policy": "None", "rdma": {"enabled": True, "devices": "HostPath"}},
+    },
     "rdma-unpinned": {
         **GPUS,
         "network": {

@@ -220,12 +220,35 @@ _NETWORK = [
     *good(
         "rdma-needs-a-resource",
         {"spec.network.rdma": _RDMA},
-        {**_HOST, "spec.network.rdma.enabled": True},
+        {**_HOST, "spec.network.rdma": {"enabled": True, "devices": "HostPath"}},
     ),
     *bad(
         "rdma-needs-a-resource",
         "spec.network.rdma.resourceName",
         ({"spec.network.rdma.enabled": True}, "is missing; write the resource of the cluster's device plugin"),
+        ({**_HOST, "spec.network.rdma.enabled": True}, "or network.mode: HostNetwork with network.rdma.devices"),
+    ),
+    *good("host-path-devices-need-host-network", {**_HOST, "spec.network.rdma": _RDMA}),
+    *bad(
+        "host-path-devices-need-host-network",
+        "spec.network.rdma.devices",
+        ({"spec.network.rdma": {"enabled": True, "devices": "HostPath"}}, "HostPath needs network.rdma.enabled"),
+        ({**_HOST, "spec.network.rdma.devices": "HostPath"}, "HostPath needs network.rdma.enabled"),
+    ),
+    *good("devices-from-one-place", {"spec.network.rdma": _RDMA | {"devices": "Resource"}}),
+    *bad(
+        "devices-from-one-place",
+        "spec.network.rdma.resourceName",
+        ({**_HOST, "spec.network.rdma": _RDMA | {"devices": "HostPath"}}, "has no effect with network.rdma.devices"),
+    ),
+    *good("host-path-devices-need-root", {"spec.network.rdma": _RDMA | {"ipcLock": False}}),
+    *bad(
+        "host-path-devices-need-root",
+        "spec.network.rdma.ipcLock",
+        (
+            {**_HOST, "spec.network.rdma": {"enabled": True, "devices": "HostPath", "ipcLock": False}},
+            "must be true for network.rdma.devices: HostPath",
+        ),
     ),
     *good("shared-device-needs-rdma", {"spec.network": {"mode": "SharedDevice", "rdma": _RDMA}}),
     *bad(

@@ -30,6 +30,9 @@ _RUN = [
         "reserved-variable",
         "spec.env",
         ({"spec.env": [{"name": "A"}, {"name": "MASTER_ADDR"}]}, "MASTER_ADDR is set by the launcher; leave it out"),
+        ({"spec.env": [{"name": "NNODES", "value": "4"}]}, "NNODES is set by the launcher; leave it out"),
+        ({"spec.env": [{"name": "NPROC_PER_NODE"}]}, "NPROC_PER_NODE is set by the launcher; leave it out"),
+        ({"spec.env": [{"name": "MEGATRON_NODE_IPS"}]}, "MEGATRON_NODE_IPS is set by the launcher; leave it out"),
         ({"spec.env": [{"name": "MEGATRONAPP_JOB"}]}, "MEGATRONAPP_JOB is set by the launcher; leave it out"),
         (
             {"spec.env": [{"name": "RANK"}, {"name": "A"}, {"name": "WORLD_SIZE"}]},

@@ -48,6 +48,14 @@ def closure(wanted: list[Requirement]) -> set[str]:
     return names
 
 
+def test_the_trainers_image_has_what_nccl_needs_for_infiniband() -> None:
+    """NCCL opens these when it starts and says nothing of those that are missing; the build loads each."""
+    text = (ROOT / "images" / "trainer" / "Dockerfile").read_text(encoding="utf-8")
+    assert {"libibverbs1", "ibverbs-providers", "librdmacm1", "libnuma1"} <= set(text.split())
+    assert 'LIBRARIES="libibverbs.so.1 libmlx5.so.1 librdmacm.so.1 libnuma.so.1"' in text
+    assert 'RUN python3 -c "$LOADS" $LIBRARIES' in text
+
+
 @pytest.mark.parametrize("image", PARTS)
 def test_an_image_lists_all_that_its_parts_need(image: str) -> None:
     listed = pins(ROOT / "images" / image / "requirements.txt")

@@ -53,7 +53,10 @@ class Builder:
         """Build our images and what they stand on."""
         self._run([ROOT / "scripts" / "cluster" / "base_images.sh"])
         suite = _suite()
-        stand = {"BASE": f"localhost/megatronapp-base:{suite}", "BUILDER": f"localhost/megatronapp-builder:{suite}"}
+        stand = {
+            "BASE": f"localhost/megatronapp-base:{suite}-verbs",
+            "BUILDER": f"localhost/megatronapp-builder:{suite}",
+        }
         words = ["nice", ROOT / "scripts" / "build_images.sh", *OURS]
         self._run(words, {"ENGINE": "buildah", "TAG": version(), **stand})
 

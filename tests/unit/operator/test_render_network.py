@@ -1,5 +1,8 @@
 """InfiniBand, attached networks, the node's own network, and the order of ranks."""
 
+import base64
+import gzip
+import json
 import os
 import pathlib
 import subprocess
@@ -9,8 +12,9 @@ import pytest
 import rendered
 
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.kubernetes.render import annotations
+from megatronapp_operator.backends.kubernetes.render import annotations, gang
 from megatronapp_operator.backends.kubernetes.render.network import LABEL_HOST_NETWORK, ucx_devices
+from megatronapp_operator.backends.kubernetes.render.settings import Owner
 
 
 def network(patch: rendered.Object, **spec: object) -> rendered.Object:
@@ -27,6 +31,7 @@ def test_rdma_asks_for_its_devices_and_tells_the_libraries() -> None:
     assert resources["limits"] == resources["requests"] == {"nvidia.com/gpu": "8", "rdma/ib": "2"}
     told = rendered.environment(pod)
     assert {name: value for name, value in told.items() if name.startswith(("NCCL_", "UCX_", "GLOO_"))} == {
+        "NCCL_NET": "IB",
         "NCCL_IB_HCA": "mlx5_0,mlx5_1:2",
         "NCCL_IB_GID_INDEX": "3",
         "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:2",
@@ -50,9 +55,11 @@ def test_adapters_in_the_spelling_of_ucx(hca: str, devices: str | None) -> None:
 
 def test_what_the_user_says_is_never_overridden() -> None:
     env = [{"name": "NCCL_IB_HCA", "value": "mine"}, {"name": "UCX_NET_DEVICES", "value": "mine:1"}]
+    env.append({"name": "NCCL_NET", "value": "Socket"})
     pod = network({"mode": "SharedDevice", "rdma": IB, "nccl": {"NCCL_IB_GID_INDEX": "0"}}, env=env)
     told = rendered.environment(pod)
     assert [told[name] for name in ("NCCL_IB_HCA", "UCX_NET_DEVICES", "NCCL_IB_GID_INDEX")] == ["mine", "mine:1", "0"]
+    assert told["NCCL_NET"] == "Socket"
 
 
 def test_without_rdma_nothing_is_said_to_the_libraries() -> None:
@@ -69,6 +76,20 @@ def test_pinning_needs_root_and_one_capability() -> None:
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},
     }
+
+
+def test_the_nodes_own_devices_are_named_and_privileged() -> None:
+    """A host network gives no device, and an unprivileged container may not open one that a host path shows."""
+    pod = network({"mode": "HostNetwork", "policy": "None", "rdma": {"enabled": True, "devices": "HostPath"}})
+    trainer = rendered.container(pod)
+    assert trainer["securityContext"] == {"privileged": True, "runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+    assert {"name": "infiniband", "mountPath": "/dev/infiniband"} in trainer["volumeMounts"]
+    path = {"path": "/dev/infiniband", "type": "Directory"}
+    assert {"name": "infiniband", "hostPath": path} in pod["spec"]["volumes"]
+    assert trainer["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    plugin = network({"mode": "HostNetwork", "policy": "None", "rdma": IB})
+    assert "privileged" not in rendered.container(plugin)["securityContext"]
+    assert not [one for one in plugin["spec"]["volumes"] if "hostPath" in one]
 
 
 def test_root_keeps_its_own_home() -> None:
@@ -163,3 +184,27 @@ def test_ports_of_a_pods_own_network_are_not_the_nodes() -> None:
     assert not any("hostPort" in one for one in spec["containers"][0]["ports"])
     assert "hostNetwork" not in spec
     assert "affinity" not in spec
+
+
+def test_a_rank_table_of_any_gang_fits_into_a_config_map() -> None:
+    """The largest gang that the CRD allows, with the longest names of nodes, would have more than its 1 MiB."""
+    owner = Owner(namespace="team", name="gpt", uid="u")
+    for workers, key in ((64, "rank-table.json"), (4096, "rank-table.json.gz")):
+        entries = [
+            {
+                "index": one,
+                "address": "10.128.200.200",
+                "node": f"{one:063}",
+                "ranks": [64 * one + k for k in range(64)],
+            }
+            for one in range(workers)
+        ]
+        table = {"attempt": 0, "digest": "d", "workers": entries}
+        _, made = gang.ranks(owner, table)
+        assert len(json.dumps(made)) < 1 << 20
+        stored = made.get("data") or {name: unpacked(text) for name, text in made["binaryData"].items()}
+        assert {name: json.loads(text) for name, text in stored.items()} == {key: table}
+
+
+def unpacked(text: str) -> bytes:
+    return gzip.decompress(base64.b64decode(text))

@@ -10,7 +10,10 @@ import pytest
 from megatronapp_common.names import Env
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.launch import interface
+from megatronapp_trainer.launch.environment import rank_environment
 from megatronapp_trainer.launch.interface import Place, attachment, find_place, pick_interface
+from megatronapp_trainer.launch.messages import Join
+from megatronapp_trainer.launch.table import build_table
 
 FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.168.1.5",), "ib0": (), "v6": ()}
 
@@ -47,6 +50,15 @@ def test_who_finds_no_interface_is_told_what_there_is() -> None:
         pick_interface("v6", FOUND)
     with pytest.raises(UsageError, match="no regular expression"):
         pick_interface("ib(", FOUND)
+
+
+def test_the_interface_of_the_own_address_is_the_libraries_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to themselves gloo and NCCL take what the host's name leads to, or any bridge of a node."""
+    monkeypatch.setattr(interface, "own_interfaces", lambda: FOUND | {"cni0": ("10.244.0.1",), "bond0": ("10.7.0.3",)})
+    table = build_table([Join(uid="u", attempt=0, index=0, address="10.7.0.3", node="n", num_ranks=1, port=1)])
+    place = find_place({Env.ADDRESS: "10.7.0.3"}, "x")
+    made = rank_environment({"NCCL_SOCKET_IFNAME": "mine"}, table, worker=0, local_rank=0, place=place)
+    assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("bond0", "mine")
 
 
 def test_the_interfaces_of_this_machine() -> None:
@@ -100,9 +112,9 @@ def test_the_ways_to_an_address_in_their_order(monkeypatch: pytest.MonkeyPatch) 
     assert find_place({**told, Env.NETWORK_STATUS: status}, "x") == Place(
         address="192.168.3.9", interface="net1", door="10.0.0.5"
     )
-    assert find_place({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == Place(
-        address="10.0.0.5", door="10.0.0.5"
-    )
+    own = Place(address="10.0.0.5", interface="eth0", door="10.0.0.5")
+    assert find_place({**told, Env.NETWORK_STATUS: json.dumps([POD])}, "x") == own
+    assert find_place({Env.ADDRESS: "10.0.0.9"}, "x").interface is None, "no interface lists it"
     assert find_place({}, "localhost").address == socket.gethostbyname("localhost")
     with pytest.raises(UsageError, match="IPv6"):
         find_place({Env.ADDRESS: "fe80::2", Env.INTERFACE: "ib1"}, "x")

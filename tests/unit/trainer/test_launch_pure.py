@@ -6,6 +6,7 @@ import json
 import pathlib
 import signal
 import string
+import subprocess
 from typing import Any
 
 import pytest
@@ -204,6 +205,20 @@ def test_a_rank_knows_its_place_in_another_order() -> None:
     assert made["MEGATRON_NODE_IPS"] == "10.0.0.2,10.0.0.1,10.0.0.1"
     assert (made["MASTER_ADDR"], made["MASTER_PORT"]) == ("10.0.0.2", "29501")
     assert (made["GLOO_SOCKET_IFNAME"], made["NCCL_SOCKET_IFNAME"]) == ("lo", "=ib0")
+
+
+@pytest.mark.parametrize(("workers", "told"), [(400, True), (2048, False)])
+def test_a_rank_starts_however_large_its_gang_is(workers: int, told: bool) -> None:
+    """Linux refuses a program with a variable of more than 128 KiB."""
+    address = "10.128.{}.{}"
+    joins = [join(one, num_ranks=8, address=address.format(*divmod(one, 256))) for one in range(workers)]
+    table = build_table(joins)
+    base = {"PATH": "/usr/bin:/bin", "MEGATRON_NODE_IPS": "from elsewhere"}
+    made = rank_environment(base, table, worker=0, local_rank=0, place=PLACE)
+    assert made["WORLD_SIZE"] == str(workers * 8)
+    assert ("MEGATRON_NODE_IPS" in made) is told
+    assert len(made["NODE_IPS"].split(",")) == workers
+    subprocess.run(["true"], env=made, check=True)
 
 
 def test_a_table_without_us_or_of_another_attempt_is_not_believed() -> None:

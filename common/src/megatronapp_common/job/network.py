@@ -17,9 +17,13 @@ class Rdma(ManifestModel):
     """InfiniBand or RoCE devices of the workers."""
 
     enabled: bool = False
-    """Ask for devices and set NCCL and UCX up for them."""
+    """Ask for devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails where it would fall
+    back to TCP; another value under nccl or env wins."""
     resource_name: QualifiedName | None = None
-    """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless mode is HostNetwork."""
+    """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""
+    devices: Literal["Resource", "HostPath"] = "Resource"
+    """Where the devices are from: the device plugin's resource, or, with mode HostNetwork, all of the node's
+    /dev/infiniband, for which the trainer is privileged and sees all devices of the node, GPUs included."""
     count: Annotated[int, Field(ge=1, le=64)] = 1
     """Devices of each worker."""
     ipc_lock: bool = True

@@ -12,6 +12,9 @@ DEFAULTS = {
     "PYTHONUNBUFFERED": "1",  # the last lines before a crash are the evidence
 }
 """What a rank gets unless its job sets it."""
+NODE_IPS = "MEGATRON_NODE_IPS"
+NODE_IPS_BYTES = 64 << 10
+"""Linux starts no program with a variable of more than 128 KiB (MAX_ARG_STRLEN, execve(2))."""
 
 
 def rank_environment(
@@ -23,7 +26,8 @@ def rank_environment(
     return {
         **DEFAULTS,
         **_interface(place),
-        **base,
+        **{name: value for name, value in base.items() if name != NODE_IPS},
+        **_node_ips(table),
         Env.ADDRESS: place.address,
         Env.NODE_NAME: entry.node,
         "RANK": str(entry.ranks[local_rank]),
@@ -35,10 +39,15 @@ def rank_environment(
         "NODE_RANK": node_rank,
         "NNODES": str(len(table.workers)),
         "NODE_IPS": ",".join(one.address for one in table.workers),
-        "MEGATRON_NODE_IPS": ",".join(one.address for one in table.workers for _ in one.ranks),
         "MASTER_ADDR": table.master_address,
         "MASTER_PORT": str(table.master_port),
     }
+
+
+def _node_ips(table: RankTable) -> dict[str, str]:
+    """The address of each rank, where they fit; the table in RUN_DIR has them in any case."""
+    addresses = ",".join(one.address for one in table.workers for _ in one.ranks)
+    return {NODE_IPS: addresses} if len(addresses) <= NODE_IPS_BYTES else {}
 
 
 def _interface(place: Place) -> dict[str, str]:

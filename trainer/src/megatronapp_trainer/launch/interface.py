@@ -24,7 +24,7 @@ class Place:
     address: str
     """IPv4 address of its ranks."""
     interface: str | None = None
-    """The interface that has it, where that is how it was chosen."""
+    """The interface that has it; None: no interface lists it, as with most addresses of the loopback."""
     door: str
     """Where it listens for other launchers, if it is worker 0: they look for it by name, which is that of the pod's
     first address. Empty: at all addresses."""
@@ -46,7 +46,12 @@ def find_place(environment: Mapping[str, str], host_name: str) -> Place:
         found, interface = attached
         return Place(address=found, interface=interface, door=door)
     own = address.own_address(given, host_name)
-    return Place(address=own, door=own)
+    return Place(address=own, interface=interface_of(own, own_interfaces()), door=own)
+
+
+def interface_of(wanted: str, interfaces: Interfaces) -> str | None:
+    """The first interface, by name, that has this address."""
+    return next((name for name, found in sorted(interfaces.items()) if wanted in found), None)
 
 
 def own_interfaces() -> Interfaces:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import psutil
 
 from megatronapp_trainer.launch.devices import DeviceReader
+from megatronapp_trainer.launch.verbs import verbs_faults
 from megatronapp_trainer.launch.wanted import Preflight
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
@@ -26,6 +27,7 @@ def find_faults(wanted: Preflight, *, shm: pathlib.Path, interface: str | None) 
     if wanted.rdma:
         yield from memlock_faults(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], PROC_STATUS.read_text())
         yield from link_faults(wanted.hca, INFINIBAND)
+        yield from verbs_faults(wanted.hca, is_chosen)
     if interface is not None and not _is_up(interface):
         yield f"the interface {interface} is down"
 

@@ -9,9 +9,28 @@ NETWORK_RULES = (
     Rule(
         id="rdma-needs-a-resource",
         field=".network.rdma.resourceName",
-        rule=f"!{_RDMA}.enabled || {_MODE} == 'HostNetwork' || has({_RDMA}.resourceName)",
+        rule=f"!{_RDMA}.enabled || {_RDMA}.devices == 'HostPath' || has({_RDMA}.resourceName)",
         says="is missing; write the resource of the cluster's device plugin, such as rdma/hca_shared_devices_a, "
-        "or network.mode: HostNetwork",
+        "or network.mode: HostNetwork with network.rdma.devices: HostPath (a privileged container)",
+    ),
+    Rule(
+        id="host-path-devices-need-host-network",
+        field=".network.rdma.devices",
+        rule=f"{_RDMA}.devices != 'HostPath' || ({_RDMA}.enabled && {_MODE} == 'HostNetwork')",
+        says="HostPath needs network.rdma.enabled: true and network.mode: HostNetwork; for other modes write the "
+        "resource of the device plugin (resourceName)",
+    ),
+    Rule(
+        id="devices-from-one-place",
+        field=".network.rdma.resourceName",
+        rule=f"{_RDMA}.devices != 'HostPath' || !has({_RDMA}.resourceName)",
+        says="has no effect with network.rdma.devices: HostPath; leave one of them out",
+    ),
+    Rule(
+        id="host-path-devices-need-root",
+        field=".network.rdma.ipcLock",
+        rule=f"{_RDMA}.devices != 'HostPath' || {_RDMA}.ipcLock",
+        says="must be true for network.rdma.devices: HostPath, whose container is root and privileged",
     ),
     Rule(
         id="shared-device-needs-rdma",

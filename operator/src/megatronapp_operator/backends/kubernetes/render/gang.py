@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import gzip
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from megatronapp_operator.backends.kubernetes.render.worker import render_worker
 from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 RANKS_KEY = "rank-table.json"
+RANKS_BYTES = 512 << 10
+"""The data of a ConfigMap may have 1 MiB."""
 
 
 class _Plain(yaml.CSafeDumper):
@@ -50,9 +53,14 @@ def secret(owner: Owner, secret_hex: str, settings: RenderSettings) -> Rendered:
 
 
 def ranks(owner: Owner, table: Mapping[str, Any]) -> Rendered:
-    """A rank table that is too long for the status."""
+    """A rank table that is too long for the status; compressed where it is too long for a ConfigMap, too."""
     meta = metadata(owner, Names(owner.name).ranks, labels(owner, "ranks"))
-    return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANKS_KEY: json.dumps(table)})
+    text = json.dumps(table)
+    if len(text) <= RANKS_BYTES:
+        return CONFIG_MAPS, make(CONFIG_MAPS.api_version, "ConfigMap", meta, data={RANKS_KEY: text})
+    packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    made = make(CONFIG_MAPS.api_version, "ConfigMap", meta, binaryData={f"{RANKS_KEY}.gz": packed})
+    return CONFIG_MAPS, made
 
 
 def _service(owner: Owner) -> Rendered:

@@ -6,6 +6,7 @@ from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
+INFINIBAND, INFINIBAND_PATH = "infiniband", "/dev/infiniband"
 SERVE = "serve"
 """Name of the port of a served model's API."""
 LABEL_HOST_NETWORK = "megatronapp.io/host-network"
@@ -17,7 +18,7 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     rdma = draft.spec.network.rdma
     if not rdma.enabled:
         return {}
-    made: dict[str, str] = {}
+    made = {"NCCL_NET": "IB"}  # NCCL would take TCP without a word where the adapters cannot be used
     if rdma.hca is not None:
         made["NCCL_IB_HCA"] = rdma.hca
     if (devices := ucx_devices(rdma.hca or "")) is not None:
@@ -40,6 +41,18 @@ def rdma_resources(draft: Draft) -> dict[str, str]:
     rdma = draft.spec.network.rdma
     wanted = rdma.enabled and rdma.resource_name is not None
     return {rdma.resource_name: str(rdma.count)} if wanted and rdma.resource_name is not None else {}
+
+
+def device_volumes(draft: Draft) -> list[Object]:
+    """The node's own devices, where no plugin gives them."""
+    if not draft.privileged:
+        return []
+    return [{"name": INFINIBAND, "hostPath": {"path": INFINIBAND_PATH, "type": "Directory"}}]
+
+
+def device_mounts(draft: Draft) -> list[Object]:
+    """Where they are mounted."""
+    return [{"name": INFINIBAND, "mountPath": INFINIBAND_PATH}] if draft.privileged else []
 
 
 def network_annotations(draft: Draft) -> dict[str, str]:

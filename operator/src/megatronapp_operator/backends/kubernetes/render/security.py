@@ -24,6 +24,11 @@ def container_security(*, read_only: bool = False) -> Object:
     return made | ({"readOnlyRootFilesystem": True} if read_only else {})
 
 
+def privileged_security() -> Object:
+    """Of a container with the node's own devices."""
+    return {"privileged": True, "runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+
+
 def pinning_security() -> Object:
     """Of a container that pins memory for RDMA.
 

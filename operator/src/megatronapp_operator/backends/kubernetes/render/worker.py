@@ -25,6 +25,7 @@ from megatronapp_operator.backends.kubernetes.render.security import (
     container_security,
     pinning_security,
     pod_security,
+    privileged_security,
 )
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker_draft import TRAINER, Draft
@@ -84,7 +85,11 @@ def _chosen(draft: Draft) -> Object:
         "securityContext": pod_security(),
         "containers": [_trainer(draft), *([agent(draft)] if spec.analyzer.enabled else [])],
         "initContainers": [*waiting_containers(draft, _trainer_image(draft)), *node_containers(draft)],
-        "volumes": [*storage.claim_volumes(draft.job), *storage.local_volumes(draft.job)],
+        "volumes": [
+            *storage.claim_volumes(draft.job),
+            *storage.local_volumes(draft.job),
+            *network.device_volumes(draft),
+        ],
         **identity(draft.job),
         "tolerations": tolerations(draft),
         "nodeSelector": dict(draft.group.node_selector),
@@ -118,10 +123,20 @@ def _trainer(draft: Draft) -> Object:
         **_trainer_image(draft),
         "env": user_environment(draft),
         "resources": _resources(draft),
-        "securityContext": pinning_security() if draft.pins_memory else container_security(),
+        "securityContext": _security(draft),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [*storage.claim_mounts(draft.job), *storage.local_mounts(draft.job)],
+        "volumeMounts": [
+            *storage.claim_mounts(draft.job),
+            *storage.local_mounts(draft.job),
+            *network.device_mounts(draft),
+        ],
     }
+
+
+def _security(draft: Draft) -> Object:
+    if draft.privileged:
+        return privileged_security()
+    return pinning_security() if draft.pins_memory else container_security()
 
 
 def _reserved_trainer(draft: Draft) -> Object:

@@ -60,6 +60,12 @@ class Draft:
         return rdma.enabled and rdma.ipc_lock
 
     @property
+    def privileged(self) -> bool:
+        """Whether its trainer has the node's own adapters, which no unprivileged container may open."""
+        rdma = self.spec.network.rdma
+        return rdma.enabled and rdma.devices == "HostPath"
+
+    @property
     def serves(self) -> bool:
         """Whether its job serves a model."""
         return self.spec.mode == "serve"
