@@ -27,14 +27,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} NVIDIA devices, and this machine has {found}"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_ranks(device_forkserver: Any) -> Callable[..., list[Any]]:
     """Run a top-level function of the test's file on ranks with a device each."""
     run: Callable[..., list[Any]] = device_forkserver.run
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def on_processor(run_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """The same on ranks without a device, over gloo."""
 

@@ -3,7 +3,7 @@
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,41 +21,54 @@ from generating_ranks import (
 from megatronapp_trainer.generate.request import GenerationRequest
 
 RunRanks = Callable[..., list[Any]]
+Tokens = list[list[int]]
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 LENGTHS = (3, 17, 9, 1, 30, 2)
 
 
-def generate(flags: str, variant: str, options: dict[str, Any]) -> list[list[int]] | None:
-    """Tokens of greedy and sampled requests, on rank 0."""
+def generate(flags: str, variants: dict[str, str], graphs: Sequence[bool]) -> list[dict[str, Tokens]] | None:
+    """Tokens of greedy and sampled requests by variant of the model, with CUDA graphs and without; on rank 0."""
     with groups_of(flags) as (layout, device):
-        config = config_of(f"{flags} {variant}")
-        gang, engine = open_engine(model_of(config, layout, device), config, layout, device, fuse=False, **options)
-        if engine is None:
-            gang.follow()
-            return None
-        requests = [
-            GenerationRequest(id=str(place), prompt=prompt, max_new_tokens=14, temperature=float(place % 2), seed=place)
-            for place, prompt in enumerate(prompts(LENGTHS))
+        answers = [
+            {name: generate_with(f"{flags} {variant}", layout, device, enabled) for name, variant in variants.items()}
+            for enabled in graphs
         ]
-        engine.submit(*requests)
-        events = drain(engine)
-        engine.close()
+    return answers if layout.rank == 0 else None
+
+
+def generate_with(flags: str, layout: Any, device: Any, graphs: bool) -> Tokens:
+    config = config_of(flags)
+    model = model_of(config, layout, device)
+    gang, engine = open_engine(model, config, layout, device, fuse=False, cuda_graphs=graphs)
+    if engine is None:
+        gang.follow()
+        return []
+    requests = [
+        GenerationRequest(id=str(place), prompt=prompt, max_new_tokens=14, temperature=float(place % 2), seed=place)
+        for place, prompt in enumerate(prompts(LENGTHS))
+    ]
+    engine.submit(*requests)
+    events = drain(engine)
+    engine.close()
     return [generated(events, request.id) for request in requests]
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
-def test_tokens_are_those_of_the_processor(run_ranks: RunRanks, on_processor: RunRanks, variant: str) -> None:
-    (wanted,) = on_processor(1, generate, "", variant, {})  # which the unit tests compare with plain PyTorch
-    for graphs in (True, False):
-        assert run_ranks(1, generate, "", variant, {"cuda_graphs": graphs}) == [wanted]
+@pytest.fixture(scope="module")
+def wanted(on_processor: RunRanks) -> dict[str, Tokens]:
+    """Tokens of the processor, which the unit tests compare with those of plain PyTorch."""
+    ((answers,),) = on_processor(1, generate, "", VARIANTS, [False])
+    return dict(answers)
+
+
+def test_tokens_are_those_of_the_processor(run_ranks: RunRanks, wanted: dict[str, Tokens]) -> None:
+    assert run_ranks(1, generate, "", VARIANTS, [True, False]) == [[wanted, wanted]]
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_layouts_generate_the_tokens_of_one_device(run_ranks: RunRanks, split: str) -> None:
-    variant = VARIANTS["rotary-grouped"]
-    (alone,) = run_ranks(1, generate, "", variant, {})
-    assert run_ranks(2, generate, f"--{split}-model-parallel-size 2", variant, {})[0] == alone
+def test_layouts_generate_the_same_tokens(run_ranks: RunRanks, wanted: dict[str, Tokens], split: str) -> None:
+    (answers, _) = run_ranks(2, generate, f"--{split}-model-parallel-size 2", VARIANTS, [True])
+    assert answers == [wanted]
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.gpus(2))])

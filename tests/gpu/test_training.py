@@ -27,15 +27,22 @@ def on_device(flags: str) -> dict[str, Any]:
     return result
 
 
+@pytest.fixture(scope="module")
+def alone(run_ranks: RunRanks) -> list[float]:
+    """Losses on one device, in fp32."""
+    return losses_of(run_ranks(1, on_device, ""))
+
+
 @pytest.mark.parametrize("flags", ["", "--transformer-impl local", "--swiglu --normalization RMSNorm"])
 def test_losses_are_those_of_the_processor(run_ranks: RunRanks, on_processor: RunRanks, flags: str) -> None:
     device = losses_of(run_ranks(1, on_device, flags))
     assert device == pytest.approx(losses_of(on_processor(1, train, flags)), rel=TOLERANCE)
 
 
-def test_bf16_follows_fp32(run_ranks: RunRanks) -> None:
+def test_bf16_follows_fp32(run_ranks: RunRanks, alone: list[float]) -> None:
     device = losses_of(run_ranks(1, on_device, "--bf16"))
-    assert device == pytest.approx(losses_of(run_ranks(1, on_device, "")), abs=0.03)
+    assert device == pytest.approx(alone, abs=0.03)
+    assert device != alone
 
 
 def test_a_resumed_run_is_equal_to_the_bit(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
@@ -64,6 +71,5 @@ def test_synchronisations_of_a_step_do_not_grow_with_parameters(run_ranks: RunRa
     ],
     ids=["TP2", "TP2-SP", "PP2", "VPP2", "DP2", "DP2-overlap"],
 )
-def test_layouts_agree_with_one_device(run_ranks: RunRanks, layout: str) -> None:
-    alone = run_ranks(1, on_device, "--num-layers 4")
-    assert losses_of(run_ranks(2, on_device, layout)) == pytest.approx(losses_of(alone), rel=TOLERANCE)
+def test_layouts_agree_with_one_device(run_ranks: RunRanks, alone: list[float], layout: str) -> None:
+    assert losses_of(run_ranks(2, on_device, layout)) == pytest.approx(alone, rel=TOLERANCE)

@@ -63,14 +63,15 @@ def train(flags: str) -> dict[str, Any]:
         observer=observer,
     )
     trainer.train()
+    losses, norms = list(recorder.losses), list(recorder.grad_norms)
     synchronisations = _count_synchronisations(trainer) if device.is_cuda and not config.checkpoint.save else 0
     if observer is not None:
         observer.close()
     destroy_groups()
     return {
         "device": device.name,
-        "losses": recorder.losses,
-        "norms": recorder.grad_norms,
+        "losses": losses,
+        "norms": norms,
         "synchronisations": synchronisations,
         **_ring(layout.rank),
     }
