@@ -15,6 +15,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.job.admission import admission_policy
 from megatronapp_common.job.crd import custom_resource_definition
 from megatronapp_common.job.reference import render_reference
+from megatronapp_common.migration.page import render_page
 from megatronapp_common.scope.codes import Code, decode, encode
 from megatronapp_common.trace import RECORD, Flag, Kind
 
@@ -58,6 +59,7 @@ def render() -> dict[str, bytes]:
         "crds/megatronjob.yaml": definition,
         "charts/megatronapp/files/megatronjob.yaml": definition,
         "docs/reference-megatronjob.md": render_reference().encode(),
+        "docs/from-megatronapp.md": render_page().encode(),
         "README.md": counted_readme(),
         **render_vectors(),
         "tests/fixtures/scope/codes.json": (json.dumps(render_codes(), indent=1) + "\n").encode(),

@@ -110,6 +110,8 @@ def build_parser(entry_points: Iterable[importlib.metadata.EntryPoint]) -> RootP
     before = set(parser.commands.choices)
     _add_completion(parser)
     parser.add_section("shell", set(parser.commands.choices) - before)
+    _add_translate(parser)
+    parser.add_section("from MegatronApp and Megatron-LM", ["translate"])
     return parser
 
 
@@ -149,6 +151,25 @@ def _add_completion(parser: RootParser) -> None:
     def show(values: argparse.Namespace) -> int:
         print(shtab.complete(parser, shell=values.shell, preamble=_PREAMBLE))
         return 0
+
+    command.set_defaults(func=show)
+
+
+def _add_translate(parser: RootParser) -> None:
+    text = """Say what to run here instead of a command, script, flag or variable of MegatronApp or Megatron-LM; nothing
+is run. Give a command as one word in quotes, or without quotes behind --.
+Exit code: 0 all was known, 1 something was not."""
+    command: CommandParser = parser.commands.add_parser(
+        "translate", help="say what to run instead of an old command", description=text
+    )
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND", help="as it would be typed there")
+
+    def show(values: argparse.Namespace) -> int:
+        from megatronapp_common.migration.answer import report
+
+        told, known = report([word for word in values.words if word != "--"])
+        print(told, file=sys.stdout if known else sys.stderr)
+        return 0 if known else FAILURE_EXIT_CODE
 
     command.set_defaults(func=show)
 

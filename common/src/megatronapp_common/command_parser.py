@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from megatronapp_common.migration.answer import instead
+
 USAGE_EXIT_CODE = 2
 LISTED_NAMES = 12
 JOB_NAMES = "_megatronapp_job_names"
@@ -107,6 +109,8 @@ class RootParser(CommandParser):
     def _unknown_command(self, word: str, known: Iterable[str]) -> NoReturn:
         if word in self._absent:
             self.error(f"{word!r} is not available: {self._absent[word]}")
+        if (answer := instead(word)) is not None:
+            self.error(f"unknown command {word!r}; write: {answer}")
         super()._unknown_command(word, [*known, *self._absent])
 
 

@@ -1,0 +1,126 @@
+"""Flags, variables, files, fields and controls that the pages of MegatronApp name, and what there is here instead."""
+
+from typing import Final
+
+_NOT_YET = "not yet"
+_DPP = f"{_NOT_YET}: comes with MegaDPP"
+_FBD = f"{_NOT_YET}: comes with MegaFBD"
+_SPANS = "every step of a traced job is recorded and kept by its hub"
+_LAUNCHER = "the launcher sets it; leave it out"
+_SAME = "the same"
+
+FLAGS: Final[dict[str, str]] = {
+    "--trace": f"{_SAME}; in a manifest spec.trace.enabled",
+    "--trace-dir": f"{_SPANS}: leave it out, and write them with megatronapp trace export JOB -o FILE",
+    "--trace-interval": f"{_SPANS}: leave it out; megatronapp trace export JOB -o FILE --from N --to M takes some",
+    "--continuous-trace-iterations": f"{_SPANS}: leave it out; megatronapp trace export takes --from N --to M",
+    "--trace-granularity": f"{_SPANS} in phases, transfers and waits: leave it out; spans of layers are {_NOT_YET}",
+    "--transformer-impl": f"{_SAME}: torch (ours), local or transformer_engine",
+    "--tranformer-impl": "a misprint of --transformer-impl",
+    "--use-dpp": _DPP,
+    "--workload": _DPP,
+    "--node-ips": f"{_DPP}; addresses are found by the launcher",
+    "--num-gpus": "GPUs of a node are spec.gpusPerNode, ranks spec.procPerNode; leave it out of the flags",
+    "--multi-node": "several nodes are spec.nodes; leave it out of the flags",
+    "--forward-backward-disaggregating": _FBD,
+    "--ignore-forward-tensor-parallel": _FBD,
+    "--training-ws-port": f"MegaScope while a model trains is {_NOT_YET}; the page of a job: megatronapp ui JOB",
+    "--enable-ws-server": "the pages are served beside megatronapp serve anyway; taken there",
+    "--tensor-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.tensor",
+    "--sequence-parallel": f"{_SAME}; in a manifest spec.parallelism.sequenceParallel",
+    "--pipeline-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.pipeline",
+    "--num-layers-per-virtual-pipeline-stage": f"{_SAME}; in a manifest spec.parallelism.virtualPipeline (chunks)",
+    "--overlap-grad-reduce": f"{_SAME}; in a manifest spec.training.overlapGradReduce",
+    "--use-distributed-optimizer": f"{_SAME}; in a manifest spec.training.useDistributedOptimizer",
+    "--recompute-activations": _SAME,
+    "--recompute-granularity": f"{_SAME}; in a manifest spec.training.recompute",
+    "--recompute-method": _SAME,
+    "--recompute-num-layers": _SAME,
+    "--use-flash-attn": "the fastest attention that the device has is taken in any case",
+    "--num-experts": "mixtures of experts are not trained here; leave it out",
+    "--expert-model-parallel-size": "mixtures of experts are not trained here; leave it out",
+    "--context-parallel-size": f"{_NOT_YET}; leave it out, or raise --tensor-model-parallel-size",
+    "--fp8-format": f"{_NOT_YET}; leave it out, and write --bf16",
+    "--fp16": "write --bf16, which needs no scale of the loss; megatronapp serve has --precision bf16",
+    "--loss-scale": "belongs to fp16; write --bf16 without it",
+    "--tokenizer-type": "the files say it: --vocab-file with --merge-file, or --tokenizer-file",
+    "--tokenizer-model": "a training takes --tokenizer-file tokenizer.json; checkpoint convert and serve take it",
+    "--vocab-file": f"{_SAME}; in a manifest spec.data.vocabFile",
+    "--merge-file": f"{_SAME}; in a manifest spec.data.mergeFile",
+    "--split": f"{_SAME}; in a manifest spec.data.split",
+    "--data-path": f"{_SAME}; in a manifest spec.data.path",
+    "--save": f"{_SAME}; in a manifest spec.checkpoint.save",
+    "--load": f"{_SAME}; in a manifest spec.checkpoint.load",
+    "--enable-experimental": "nothing here is switched on by it; leave it out",
+}
+
+VARIABLES: Final[dict[str, str]] = {
+    "MASTER_ADDR": _LAUNCHER,
+    "MASTER_PORT": _LAUNCHER,
+    "WORLD_SIZE": _LAUNCHER,
+    "NODE_RANK": _LAUNCHER,
+    "RANK": _LAUNCHER,
+    "NODE_IPS": _LAUNCHER,
+    "MEGATRON_NODE_IPS": _LAUNCHER,
+    "NNODES": "spec.nodes",
+    "NPROC_PER_NODE": "spec.procPerNode",
+    "GPUS_PER_NODE": "spec.gpusPerNode",
+    "TP": "spec.parallelism.tensor, or --tensor-model-parallel-size",
+    "PP": "spec.parallelism.pipeline, or --pipeline-model-parallel-size",
+    "tensor_parallel": "spec.parallelism.tensor",
+    "pipeline_parallel": "spec.parallelism.pipeline",
+    "model_chunks": "spec.parallelism.virtualPipeline",
+    "virtual_stage_layer": "follows from spec.parallelism.virtualPipeline; or --num-layers-per-virtual-pipeline-stage",
+    "TRACE_FLAGS": "spec.trace.enabled; the scripts never read it",
+    "NCCL_DEBUG": f"{_SAME}, in spec.env",
+    "CUDA_DEVICE_MAX_CONNECTIONS": f"{_SAME}, in spec.env; 1 where it is not given",
+}
+
+FILES: Final[dict[str, str]] = {
+    "benchmark-data-{}-pipeline-{}-tensor-{}.json": "spans of all ranks: megatronapp trace export JOB -o FILE",
+    "trace_output": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
+    "benchmark/": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
+    "abnormal.txt": "megatronapp describe JOB names slow ranks, links and hosts with their cause",
+    "latest_checkpointed_iteration.txt": f"{_SAME}, in spec.checkpoint.save",
+    "iter_0000020": "the same name; of Megatron-LM's own, megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
+    "mp_rank_00_000/model_optim_rng.pt": "megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
+    "gpt_text_document.bin": f"{_SAME}, by megatronapp data prepare",
+    "dataset.json": "read as it is: one JSON object a line",
+    "Dockerfile": "images/trainer/Dockerfile and its neighbours; make images builds them",
+    "requirements.txt": "pyproject.toml and constraints.txt; make setup",
+}
+
+FIELDS: Final[dict[str, str]] = {
+    "ContainerImage": "spec.image",
+    "GPU": "spec.gpusPerNode",
+    "CPU": "spec.resources",
+    "memory": "spec.resources",
+    "NVMEStorage": "spec.volumes",
+    "UseShm": "/dev/shm is always there",
+    "ShmSize": "spec.shm.sizeLimit",
+    "UseIB": "spec.network.rdma",
+}
+"""Of the pod profile."""
+
+CONTROLS: Final[dict[str, str]] = {
+    "prompts": "on the page of a served model, side by side",
+    "number of tokens": "there",
+    "QKV": "there",
+    "attention": "there, by layer and head",
+    "MLP1": "there",
+    "MLP2": "there",
+    "output probabilities": "there",
+    "PCA": "there, with the choice of a layer",
+    "pixels": "there",
+    "filter expression": "there (docs/expressions.md)",
+    "weight perturbation": f"{_NOT_YET}: answered with 501",
+    "calculation perturbation": f"{_NOT_YET}: answered with 501",
+    "system perturbation": f"{_NOT_YET}: answered with 501",
+    "noise1": f"{_NOT_YET}: comes with perturbations",
+    "noise2": f"{_NOT_YET}: comes with perturbations",
+    "coefficient": f"{_NOT_YET}: comes with perturbations",
+    "training mode": f"{_NOT_YET}: answered with 501",
+    "mode switch": "spec.mode of a job",
+}
+
+NAMES: Final = {**FLAGS, **VARIABLES, **FILES, **FIELDS, **CONTROLS}

@@ -1,0 +1,170 @@
+"""Everything that MegatronApp's pages print is answered, and every command in an answer is one that passes.
+
+The list is tests/fixtures/megatronapp-pages.txt, apart from the table that answers.
+"""
+
+import argparse
+import importlib.metadata
+import pathlib
+import re
+import shlex
+
+import pytest
+
+from megatronapp_common.cli import GROUP, build_parser, main
+from megatronapp_common.job import load_job
+from megatronapp_common.migration.answer import answers
+from megatronapp_common.migration.commands import COMMANDS
+from megatronapp_common.migration.names import NAMES
+from megatronapp_operator.cli.serve import manifest_of
+from megatronapp_trainer.config import parse
+from megatronapp_trainer.convert.cli import options_from as convert_options
+from megatronapp_trainer.data.cli import options_from as prepare_options
+
+ROOT = pathlib.Path(__file__).parents[2]
+LATER = "not yet"
+
+
+def listed(title: str) -> list[str]:
+    """The lines of one section of the list."""
+    text = (ROOT / "tests" / "fixtures" / "megatronapp-pages.txt").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^\[([^]]+)]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL))
+    return [line for line in sections[title].splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return build_parser(importlib.metadata.entry_points(group=GROUP))
+
+
+def check_ours(words: list[str], parser: argparse.ArgumentParser) -> None:
+    """Parse a command of `megatronapp`, and look at its options as the command itself does before it begins."""
+    values = parser.parse_args(words)
+    if words[0] == "checkpoint":
+        convert_options(values)
+    elif words[:2] == ["data", "prepare"]:
+        prepare_options(values)
+    elif words[0] == "serve" and values.load is not None:
+        load_job(manifest_of(values))
+    elif words[0] == "run":
+        load_job((ROOT / values.file).read_text(encoding="utf-8"))
+
+
+def check(command: str, parser: argparse.ArgumentParser) -> None:
+    """Fail unless a command of an answer would begin."""
+    words = shlex.split(command.replace("$(nproc)", "2"))
+    if words[0] == "megatronapp":
+        check_ours(words[1:], parser)
+    elif words[0] == "torchrun":
+        place = words.index("-m")
+        assert words[place + 1] == "megatronapp_trainer.pretrain"
+        parse(words[place + 2 :])
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif words[0] == "kubectl":
+        load_job((ROOT / words[words.index("-f") + 1]).read_text(encoding="utf-8"))
+    elif words[0] == "helm":
+        assert (ROOT / words[-1] / "Chart.yaml").is_file()
+    else:
+        assert words[0] in {"huggingface-cli", "mkdir", "ls", "cd"}, command  # they are none of ours
+
+
+@pytest.mark.parametrize("printed", listed("commands"))
+def test_a_printed_command_is_answered_with_one_that_passes(printed: str, parser: argparse.ArgumentParser) -> None:
+    found = [answer for answer in answers(printed) if answer.here]
+    assert found
+    assert found[-1].why
+    for answer in found:
+        for command in answer.here:
+            check(command, parser)
+
+
+@pytest.mark.parametrize("printed", listed(LATER))
+def test_what_cannot_be_had_yet_says_so(
+    printed: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (answer,) = answers(printed)
+    if not answer.here:
+        assert answer.later == "BERT and T5"
+        return
+    with pytest.raises(SystemExit):
+        check(answer.here[0], parser)
+    assert "cannot be trained here yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", [name for kind in ("flags", "variables", "files", "fields", "controls") for name in listed(kind)]
+)
+def test_a_name_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "--", name]) == 0
+    assert capsys.readouterr().out == f"{name}: {NAMES[name]}\n"
+
+
+SAME = [name for name in listed("flags") if NAMES[name].startswith("the same")]
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1 "
+    "--train-iters 1"
+)
+TOGETHER = {
+    "--transformer-impl": "--transformer-impl local",
+    "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
+    "--sequence-parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
+    "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2 "
+    "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4",
+    "--recompute-granularity": "--recompute-granularity selective",
+    "--recompute-method": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "--recompute-num-layers": "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    "--vocab-file": "--data-path corpus --vocab-file v --merge-file m",
+    "--merge-file": "--data-path corpus --vocab-file v --merge-file m",
+    "--split": "--data-path corpus --split 98,2,0",
+    "--data-path": "--data-path corpus",
+    "--save": "--save there",
+    "--load": "--load there",
+}
+
+
+@pytest.mark.parametrize("flag", SAME)
+def test_a_flag_that_is_called_the_same_is_taken(flag: str) -> None:
+    words = TOGETHER.get(flag, flag)
+    data = "" if "--data-path" in words else "--mock-data"
+    tokens = "" if "--vocab-file" in words else "--vocab-size 60"
+    parse(f"{FLAGS} {data} {tokens} {words}".split())
+
+
+def test_the_broken_lines_of_the_pages_are_understood() -> None:
+    text = "python scripts/aggregate.py \\\n    -b . \\ # Equivalent to --benchmark\n    -d # Enable the detection"
+    (answer,) = answers(text)
+    assert answer.here[0].startswith("megatronapp trace export JOB")
+    text = (
+        "cd datasets\npython ../tools/preprocess_data.py \\\n  --input a.json \\\n  --append-eod\n  --workers $(nproc)"
+    )
+    (_, answer) = answers(text)
+    assert answer.here == ('megatronapp data prepare --input a.json --append-eod --workers "$(nproc)"',)
+    flags = "\\\n --trace \\\n --trace-interval 5 \\\n --transformer-impl local"
+    text = f'TRACE_FLAGS="{flags}"\nbash ./scripts/DockerUsage_MegaScan.sh'
+    assert [answer.theirs for answer in answers(text)][:4] == [
+        "TRACE_FLAGS",
+        "--trace",
+        "--trace-interval",
+        "--transformer-impl",
+    ]
+
+
+def test_no_two_entries_answer_one_command() -> None:
+    for old in COMMANDS:
+        for printed in old.printed.splitlines():
+            assert answers(printed)[-1].why == old.why, printed
+
+
+def test_what_is_unknown_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["translate", "bash something_else.sh"]) == 1
+    assert "docs/from-megatronapp.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["train", "pretrain", "convert", "preprocess_data", "aggregate"])
+def test_a_subcommand_of_theirs_is_answered(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    said = capsys.readouterr().err
+    assert f"unknown command {word!r}; write: megatronapp " in said
+    assert "did you mean" not in said
