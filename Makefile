@@ -92,6 +92,10 @@ bench: setup ## Short forms of the measurements; full counts: docs/benchmarks.md
 bench-demo: setup ## Named right and false alarms on warm jobs (about an hour)
 	$(BIN)/python bench/bench_demo.py
 
+.PHONY: fuzz
+fuzz: setup ## 50,000 generated histories of the operator's plan (about 15 minutes of one processor)
+	$(BIN)/python bench/fuzz_plan.py --histories 50000
+
 .PHONY: bench-operator
 bench-operator: setup ## The operator with 1,000 to 10,000 pods of kwok, beside the Job controller (about 20 minutes)
 	scripts/kube_tools.sh cluster

@@ -41,8 +41,9 @@ class Draft:
         return tuple(one for one in self.observed.workers if one.live)
 
     def update(self, **changes: Any) -> None:  # noqa: ANN401 - fields of Status
-        """Replace fields of the status."""
-        self.status = dataclasses.replace(self.status, **changes)
+        """Replace fields of the status. Most looks change none, and a copy costs more than the comparison."""
+        if any(getattr(self.status, name) != value for name, value in changes.items()):
+            self.status = dataclasses.replace(self.status, **changes)
 
     def set_condition(self, kind: ConditionType, status: bool, reason: str, message: str) -> None:
         """Set a condition; `since` moves only when its status changes (metav1.Condition).

@@ -1,0 +1,207 @@
+"""What queues, schedulers and kubelets do to the model within one tick."""
+
+import dataclasses
+import random
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import Deletion, HubPhase, Progress, WorkerPhase
+from plan_fuzz.pods import Node, Pod, whole
+from plan_fuzz.world import World
+
+EVICTED_AFTER_S = 300.0
+"""The cluster deletes the pods of a node that is not heard of for so long."""
+EVICTION_GRACE_S = 30.0
+STATES = ("training", "training", "training", "training", "saving", "starting")
+
+
+def tick(world: World) -> None:
+    """Everybody does a part of what is to be done."""
+    admit(world)
+    place(world)
+    for pod in list(world.pods.values()):
+        evict(world, pod)
+        run(world, pod)
+        go(world, pod)
+    lose_peers(world)
+    initialize(world)
+    serve_hub(world)
+    crash(world)
+    make_progress(world)
+
+
+def admit(world: World) -> None:
+    """A queue takes a gang that is whole."""
+    gated = [one for one in world.pods.values() if one.gated and one.deletion is None]
+    if world.admits and len(gated) == world.spec.workers and world.random.random() < 0.7:
+        for pod in gated:
+            pod.gated = False
+
+
+def place(world: World) -> None:
+    """The scheduler gives pods a node, each alone or all of them together."""
+    waiting = [one for one in world.pods.values() if waits_for_node(one)]
+    if not waiting or world.random.random() < 0.3:
+        return
+    chosen = _choose(world, waiting)
+    if world.queue == "whole" and (len(chosen) < world.spec.workers or not world.admits):
+        chosen = {}
+    for pod in waiting:
+        pod.node = chosen.get(pod.index)
+        pod.unplaced = pod.node is None
+        if pod.node is not None:
+            world.note("placed", pod.index, pod.attempt, pod.node)
+
+
+def waits_for_node(pod: Pod) -> bool:
+    """Whether a scheduler has to do with it."""
+    return pod.node is None and pod.live and pod.deletion is None and not pod.gated
+
+
+def _choose(world: World, waiting: list[Pod]) -> dict[int, str]:
+    used = {one.node for one in world.pods.values() if one.live}
+    free = [one.name for one in world.nodes.values() if one.up and one.name not in used]
+    world.random.shuffle(free)
+    chosen: dict[int, str] = {}
+    for pod in waiting:
+        fits = next((name for name in free if name not in pod.avoids), None)
+        if fits is not None:
+            free.remove(fits)
+            chosen[pod.index] = fits
+    return chosen
+
+
+def evict(world: World, pod: Pod) -> None:
+    """The node controller deletes pods of nodes that are not heard of."""
+    node = None if pod.node is None else world.nodes[pod.node]
+    if node is None or node.down_since is None or pod.deletion is not None:
+        return
+    if world.now >= node.down_since + EVICTED_AFTER_S and world.random.random() < 0.5:
+        delete(world, pod, EVICTION_GRACE_S)
+        pod.disrupted = "DeletionByTaintManager"
+
+
+def delete(world: World, pod: Pod, grace_s: float) -> None:
+    """Somebody other than the operator asks a pod to go."""
+    if pod.deletion is None:
+        pod.deletion = Deletion(since=whole(world.now), grace_s=grace_s)
+        world.note("deleted by others", pod.index, pod.attempt)
+
+
+def run(world: World, pod: Pod) -> None:
+    """A kubelet starts containers."""
+    if pod.phase is not WorkerPhase.PENDING or pod.deletion is not None or not world.healthy(pod):
+        return
+    if world.image_fails or not _node(world, pod).starts_pods:
+        pod.waiting = "ImagePullBackOff: no such image"
+        return
+    if pod.preparing or world.random.random() < 0.3:
+        return
+    pod.phase, pod.waiting = WorkerPhase.RUNNING, None
+    pod.started = pod.heard = whole(world.now)
+
+
+def _node(world: World, pod: Pod) -> Node:
+    assert pod.node is not None
+    return world.nodes[pod.node]
+
+
+def go(world: World, pod: Pod) -> None:
+    """A pod that is to go does so: with its trainer, or when its grace is over; on a dead node it stays."""
+    if pod.deletion is None:
+        return
+    if pod.node is None:
+        world.try_remove(pod)
+        return
+    if not world.healthy(pod):
+        return
+    if pod.runs and world.random.random() < 0.5:
+        world.end(pod, world.random.choice([75, 75, 75, 1, 0, 69]))
+    if world.now >= pod.deletion.since + pod.deletion.grace_s or (not pod.live and world.random.random() < 0.7):
+        world.try_remove(pod)
+
+
+def lose_peers(world: World) -> None:
+    """Ranks end when a peer is gone, where they notice it."""
+    if not world.peers_notice:
+        return
+    for pod in list(world.pods.values()):
+        lost = pod.attempt in world.broken or not _all_alive(world, pod.attempt)
+        if pod.runs and world.healthy(pod) and lost and world.random.random() < 0.5:
+            stopped = any(
+                one.outcome is not None and one.outcome.code == ExitCode.PREEMPTED for one in _gang(world, pod)
+            )
+            world.end(pod, ExitCode.PREEMPTED if stopped else ExitCode.PEER_LOST)
+
+
+def _gang(world: World, pod: Pod) -> list[Pod]:
+    return [one for one in world.pods.values() if one.attempt == pod.attempt]
+
+
+def _all_alive(world: World, attempt: int) -> bool:
+    """Whether no running pod of the gang is on a machine that is down."""
+    gang = [one for one in world.pods.values() if one.attempt == attempt and one.runs]
+    return all(map(world.healthy, gang))
+
+
+def initialize(world: World) -> None:
+    """The initializer pod goes its way."""
+    init = world.init
+    if init is None or world.random.random() < 0.5:
+        return
+    if init.deleting:
+        world.init = None
+    elif init.live and init.unreachable_since is None:
+        ends = [WorkerPhase.SUCCEEDED, WorkerPhase.SUCCEEDED, WorkerPhase.FAILED]
+        phase = WorkerPhase.RUNNING if init.phase is WorkerPhase.PENDING else world.random.choice(ends)
+        world.init = dataclasses.replace(init, phase=phase, begun_at=world.now, finished_at=world.now)
+
+
+def serve_hub(world: World) -> None:
+    """The hub starts, or goes."""
+    hub = world.hub
+    if hub is None:
+        return
+    if hub.deletion is not None and world.random.random() < 0.7:
+        world.hub = None
+    elif hub.phase is HubPhase.STARTING and world.random.random() < 0.6:
+        world.hub = dataclasses.replace(hub, phase=HubPhase.READY)
+
+
+def crash(world: World) -> None:
+    """A program with a fault of its own ends with it, again and again."""
+    if world.crashes_with is None or not world.trains() or world.random.random() < 0.5:
+        return
+    gang = [one for one in world.pods.values() if one.attempt == world.job.status.attempt]
+    world.end(world.random.choice(gang), world.crashes_with)
+
+
+def make_progress(world: World) -> None:
+    """A gang that trains says so, to hub and launcher."""
+    if world.polled and world.random.random() < 0.6:
+        world.heard = world.now
+    if not world.trains() or world.random.random() < 0.4:
+        return
+    world.iteration += 1
+    state = "serving" if world.spec.serves else world.random.choice(STATES)
+    attempt = world.job.status.attempt
+    world.progress = Progress(attempt=attempt, iteration=world.iteration, state=state, updated_at=whole(world.now))
+    if world.polled:
+        world.heard = world.now
+
+
+def set_down(world: World, node: Node, random_: random.Random) -> None:
+    """A machine is not heard of any more."""
+    node.down_since = world.now
+    for pod in world.pods.values():
+        if pod.node == node.name and pod.live:
+            pod.unreachable = whole(world.now - random_.choice([0, 0, 40]))
+    world.note("down", node.name)
+
+
+def set_up(world: World, node: Node) -> None:
+    """It is heard of again, with the pods that are still on it."""
+    node.down_since = None
+    for pod in world.pods.values():
+        if pod.node == node.name and pod.unreachable is not None:
+            pod.unreachable, pod.heard = None, whole(world.now)
+    world.note("up", node.name)

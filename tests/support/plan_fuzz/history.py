@@ -1,0 +1,146 @@
+"""One generated history: a job, its cluster, what goes wrong, and whether the job comes to its end."""
+
+import dataclasses
+import random
+
+from megatronapp_operator.plan import (
+    Backoff,
+    CleanPodPolicy,
+    FailureAction,
+    Job,
+    JobSpec,
+    Match,
+    NodeExclusion,
+    Rule,
+    RunPolicy,
+    SlowNodeAction,
+    SlowNodePolicy,
+    SuccessPolicy,
+)
+from plan_fuzz import liveness
+from plan_fuzz.cluster import tick
+from plan_fuzz.look import Operator
+from plan_fuzz.pods import Node
+from plan_fuzz.promises import Broken
+from plan_fuzz.trouble import TROUBLES
+from plan_fuzz.world import World
+
+STEPS = 60
+BEGIN = 1_700_000_000.0
+RULES: tuple[tuple[Rule, ...], ...] = (
+    (),
+    (),
+    (),
+    (Rule(match=Match(exit_codes=(137,)), action=FailureAction.IGNORE),),
+    (Rule(match=Match(workers=(0,)), action=FailureAction.EXCLUDE_AND_RESTART),),
+    (Rule(match=Match(exit_codes=(1,)), action=FailureAction.FAIL_JOB),),
+)
+
+
+def play(seed: int) -> str:
+    """Play one history; returns the kind of its end. Raises Broken with the seed and what happened last."""
+    draw = random.Random(seed)
+    world = make_world(draw, seed)
+    operator = Operator(world)
+    try:
+        for _ in range(draw.randrange(STEPS)):
+            if world.gone:
+                break
+            step(world, operator)
+        operator.wait_frozen()
+        return liveness.end(world, operator)
+    except Exception as error:
+        happened = "\n".join(world.log)
+        raise Broken(f"history {seed}: {error}\n{describe(world)}\n{happened}") from error
+
+
+def step(world: World, operator: Operator) -> None:
+    """Something may go wrong, the cluster may move, the operator may look, and time goes on."""
+    draw = world.random
+    if draw.random() < 0.35:
+        draw.choice(TROUBLES)(world)
+    if draw.random() < 0.75:
+        tick(world)
+    if draw.random() < 0.8:
+        cut_after = None if draw.random() < 0.85 else draw.randrange(4)
+        operator.look(cut_after=cut_after, stale=draw.random() < 0.3)
+    due = operator.wake_at
+    if due is None or due <= world.now or draw.random() < 0.6:
+        world.now += draw.choice([0.001, 0.3, 1, 5, 5, 20])
+    else:
+        world.now += min(due - world.now, 4000.0)
+
+
+def make_world(draw: random.Random, seed: int) -> World:
+    """A job and its cluster; of the nodes there may be none to spare."""
+    workers = draw.choice([1, 1, 2, 2, 3, 4])
+    queue = draw.choice(["none", "none", "gated", "whole"])
+    now = BEGIN + draw.random()
+    world = World(
+        random=draw,
+        job=Job(spec=make_spec(draw, seed, workers, queue)),
+        now=now,
+        since=now,
+        nodes={name: Node(name) for name in (f"n{one}" for one in range(workers + draw.choice([0, 0, 1, 3])))},
+        queue=queue,
+        peers_notice=draw.random() < 0.7,
+        polled=draw.random() < 0.8,
+        table_known=draw.random() < 0.8,
+        image_fails=draw.random() < 0.05,
+    )
+    if draw.random() < 0.15:
+        world.crashes_with = draw.choice([1, 137, 66, 69, 75, 64, 201])
+    return world
+
+
+def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSpec:
+    """What the user wants."""
+    return JobSpec(
+        name="job",
+        uid=f"uid-{seed}",
+        workers=workers,
+        hub=draw.random() < 0.5,
+        hub_retain_s=30,
+        initializers=draw.random() < 0.25,
+        gang=queue != "none",
+        serves=draw.random() < 0.1,
+        success=draw.choice([SuccessPolicy.ALL_WORKERS] * 3 + [SuccessPolicy.RANK0]),
+        rank_zero=draw.choice([0, None]),
+        template="first",
+        slow_node=SlowNodePolicy(action=draw.choice(list(SlowNodeAction)), min_s=30),
+        policy=make_policy(draw),
+    )
+
+
+def make_policy(draw: random.Random) -> RunPolicy:
+    """Limits, short and long ones."""
+    exclusion = NodeExclusion(
+        enabled=draw.random() < 0.8, max_nodes=draw.choice([1, 2, 5]), ttl_s=draw.choice([200, 86400])
+    )
+    policy = RunPolicy(
+        max_restarts=draw.choice([0, 1, 3]),
+        backoff=Backoff(initial_s=draw.choice([0, 5, 10]), max_s=draw.choice([20, 600])),
+        reset_after_s=draw.choice([50, 3600]),
+        active_deadline_s=draw.choice([None, None, 2000]),
+        start_deadline_s=draw.choice([60, 900]),
+        progress_deadline_s=draw.choice([None, 90, 1800]),
+        grace_s=draw.choice([30, 600]),
+        failed_grace_s=30,
+        lost_worker_s=draw.choice([60, 300]),
+        rules=draw.choice(RULES),
+        exclusion=exclusion,
+    )
+    clean, ttl_s = draw.choice(list(CleanPodPolicy)), draw.choice([None, None, None, 0, 100])
+    return dataclasses.replace(policy, clean=clean, ttl_s=ttl_s)
+
+
+def describe(world: World) -> str:
+    """The state of the world for a report."""
+    pods = [(one.index, one.attempt, one.phase.value, one.node, one.deletion) for one in world.pods.values()]
+    nodes = [(one.name, one.up) for one in world.nodes.values()]
+    status = world.job.status
+    lines = [f"spec {world.spec}", f"queue {world.queue}, nodes {nodes}", f"pods {pods}, init {world.init}"]
+    lines += [f"phase {status.phase}, attempt {status.attempt}, released {status.released}"]
+    lines += [f"excluded {status.excluded_nodes}, tolerated {status.tolerated_nodes}"]
+    lines += [f"{one.type.value}={one.status} {one.reason}: {one.message}" for one in status.conditions]
+    return "\n".join(lines)

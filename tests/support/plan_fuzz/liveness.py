@@ -1,0 +1,289 @@
+"""Whether a job comes to its end, or trains, in a world that stays as bad as it is.
+
+A world stays healthy, or keeps nodes that are dead, a node that is slow, an image that nobody can pull, too few nodes
+for a while, or a quota that is used up for a while. That a gang trains is asked of the world, never of the status.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    ConditionType,
+    HubPhase,
+    NodeExclusion,
+    Phase,
+    SlowNodeAction,
+    SuccessPolicy,
+    WorkerPhase,
+)
+from plan_fuzz.cluster import set_down, set_up, tick
+from plan_fuzz.look import Operator
+from plan_fuzz.pods import Node
+from plan_fuzz.promises import broken
+from plan_fuzz.trouble import edit, slow_node
+from plan_fuzz.world import World
+
+LOOKS = 600
+TRAINED_LOOKS = 5
+SHORTAGE_S = 5400.0
+SLACK_S = 360.0
+SLOW_S = 6 * 3600.0
+TRAINED_SHARE = 0.6
+
+
+def end(world: World, operator: Operator) -> str:
+    """Play the history to its end in one of the worlds; returns which, and how it ended."""
+    if world.gone:
+        return "gone"
+    calm(world)
+    kind, keep = world.random.choice(WORLDS)
+    world.note("from here on the world is", kind)
+    if not keep(world, operator):
+        return f"{kind}: {settle(world, operator)}"
+    return f"{kind}: kept"
+
+
+def calm(world: World) -> None:
+    """No more trouble than the world is to keep."""
+    if world.spec.suspend and world.random.random() < 0.5:
+        edit(world, suspend=False)
+    world.crashes_with, world.refuses, world.refusal = None, "", None
+    world.hung_ranks, world.slow_ranks, world.missing = None, (), ()
+    world.polled = world.admits = True
+    world.image_fails = False
+    for pod in world.pods.values():
+        pod.waiting, pod.preparing, pod.occupies = None, False, False
+
+
+def heal(world: World) -> None:
+    """All machines work."""
+    for node in world.nodes.values():
+        set_up(world, node)
+        node.starts_pods = True
+    if world.init is not None and world.init.unreachable_since is not None:
+        world.init = None
+
+
+def keep_healthy(world: World, _: Operator) -> bool:
+    heal(world)
+    return False
+
+
+def keep_dead_nodes(world: World, operator: Operator) -> bool:
+    """What is dead stays so, and one more node dies under a worker; for every worker there is a node that works."""
+    world.polled = world.random.random() < 0.5
+    under = [one.node for one in world.pods.values() if one.node is not None and world.healthy(one)]
+    if under:
+        set_down(world, world.nodes[world.random.choice(under)], world.random)
+    while sum(one.up for one in world.nodes.values()) < world.spec.workers:
+        name = f"n{len(world.nodes)}"
+        world.nodes[name] = Node(name)
+    return False
+
+
+def keep_slow_node(world: World, operator: Operator) -> bool:
+    """One of the nodes is slow for ever, and the hub says so whenever a worker is on it: the gang must still train."""
+    heal(world)
+    if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
+        return False
+    limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
+    policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)
+    action = world.random.choice([*SlowNodeAction, SlowNodeAction.EXCLUDE_AND_RESTART])
+    edit(world, policy=policy, slow_node=dataclasses.replace(world.spec.slow_node, action=action))
+    slow, began, trained = world.random.choice(list(world.nodes)), world.now, 0.0
+    for _ in range(20 * LOOKS):
+        tick(world)
+        operator.look()
+        if not _may_train(world) or _some_succeeded(world):
+            return False
+        trains = world.trains()
+        on_it = any(one.node == slow and one.runs for one in world.pods.values())
+        world.slow_ranks = (slow_node(world, slow, since=world.now - 100),) if trains and on_it else ()
+        passed = _leap(world, operator)
+        trained += passed if trains and world.now > began + SLOW_S / 2 else 0.0
+        if world.now >= began + SLOW_S:
+            break
+    if trained < TRAINED_SHARE * SLOW_S / 2:
+        broken("a slow node keeps the gang from training", f"{trained:.0f} s of {SLOW_S / 2:.0f} s")
+    spare = len(world.nodes) > world.spec.workers
+    if spare and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
+        broken("a slow node is used though another is free")
+    world.slow_ranks = ()
+    return False
+
+
+def _may_train(world: World) -> bool:
+    """Whether nothing but the cluster keeps the gang from training."""
+    status = world.job.status
+    failing = status.phase in TERMINAL_PHASES or status.is_true(ConditionType.FAILURE_TARGET)
+    return not (failing or world.spec.suspend or world.job.deletion_requested or world.gone)
+
+
+def keep_hanging(world: World, operator: Operator) -> bool:
+    """Its ranks hang, or some never come to the gathering: where a deadline says so, the gang is restarted."""
+    heal(world)
+    status = world.job.status
+    gathers = status.told is None and (world.progress is None or world.progress.attempt != status.attempt)
+    if not gathers and world.spec.policy.progress_deadline_s is None:
+        return False
+    world.peers_notice = False
+    world.broken.add(status.attempt)
+    if gathers:
+        world.missing, world.missing_in = (world.spec.workers - 1,), status.attempt
+    return False
+
+
+def keep_denied(world: World, operator: Operator) -> bool:
+    """Something denies all new pods for ever: a job that has never run fails, another one goes on trying."""
+    heal(world)
+    world.refuses = "denied"
+    until = world.now + 2 * SHORTAGE_S
+    for _ in range(LOOKS):
+        tick(world)
+        operator.look()
+        if rest_of(world) is not None or world.trains() or world.now > until:
+            break
+        pass_time(world, operator)
+    has_run = world.job.status.condition(ConditionType.RUNNING) is not None
+    if not has_run and not world.trains() and _may_train(world):
+        broken("a job whose pods are denied does not fail", world.job.status.phase)
+    world.refuses = ""
+    return False
+
+
+def keep_image_away(world: World, operator: Operator) -> bool:
+    """No container of a new gang ever starts: the job fails, it does not hold its machines for ever."""
+    heal(world)
+    world.image_fails = True
+    return False
+
+
+def keep_short_of_nodes(world: World, operator: Operator) -> bool:
+    """There is a node too few for a while: what is placed is given back in time, and the gang comes when there is."""
+    up = [one for one in world.nodes.values() if one.up]
+    for node in up[world.spec.workers - 1 :]:
+        set_down(world, node, world.random)
+    until, holding_since, attempt = world.now + SHORTAGE_S, world.now, -1
+    bound = 2 * (world.spec.policy.start_deadline_s or 0.0) + world.spec.policy.lost_worker_s + SLACK_S
+    for _ in range(LOOKS):
+        tick(world)
+        operator.look()
+        status = world.job.status
+        held = any(one.node and one.live and one.attempt == status.attempt for one in world.pods.values())
+        if status.attempt != attempt or not held or status.running_time is not None:
+            attempt, holding_since = status.attempt, world.now
+        if world.now > holding_since + bound and _may_train(world):
+            broken("a gang that is not whole holds machines", f"{world.now - holding_since:.0f} s")
+        _leap(world, operator)
+        if world.now > until:
+            break
+    heal(world)
+    return False
+
+
+def keep_quota_full(world: World, operator: Operator) -> bool:
+    """No pod is taken for a while, and then they are."""
+    heal(world)
+    world.refuses, until = "quota", world.now + SHORTAGE_S
+    for _ in range(LOOKS):
+        tick(world)
+        operator.look()
+        _leap(world, operator)
+        if world.now > until:
+            break
+    world.refuses = ""
+    return False
+
+
+WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
+    ("healthy", keep_healthy),
+    ("dead nodes", keep_dead_nodes),
+    ("dead nodes", keep_dead_nodes),
+    ("slow node", keep_slow_node),
+    ("no image", keep_image_away),
+    ("short of nodes", keep_short_of_nodes),
+    ("hanging ranks", keep_hanging),
+    ("denied pods", keep_denied),
+    ("quota", keep_quota_full),
+)
+
+
+def settle(world: World, operator: Operator) -> str:
+    """Go on until the job rests. Raises Broken where it never does."""
+    trained = 0
+    for _ in range(LOOKS):
+        tick(world)
+        operator.look()
+        rests = rest_of(world)
+        if rests is not None:
+            return rests
+        trained += world.trains()
+        if trained and (why := failing_for(world)) == "StartDeadlineExceeded":
+            broken("a gang that trains is said not to have started", why)
+        if trained == TRAINED_LOOKS and world.spec.hub and world.hub is None and _may_train(world):
+            broken("a gang trains without its hub")
+        if trained > TRAINED_LOOKS or _some_succeeded(world):
+            finish(world)
+        pass_time(world, operator)
+    broken("the job does not settle", world.job.status.phase)
+
+
+def rest_of(world: World) -> str | None:
+    """How the job rests; None: it does not yet."""
+    status = world.job.status
+    if world.gone:
+        return "gone"
+    if world.job.deletion_requested:
+        hub_goes = world.hub is None or world.hub.deleting or world.hub.phase is HubPhase.ENDED
+        return "deleted" if not world.pods and world.init is None and hub_goes else None
+    if status.phase in TERMINAL_PHASES:
+        lives = any(one.live for one in world.pods.values())
+        return status.phase.value if world.spec.policy.ttl_s is None and not lives else None
+    if world.spec.suspend:
+        return "Suspended" if status.phase is Phase.SUSPENDED and not world.pods else None
+    if world.spec.serves and world.trains() and status.phase is Phase.RUNNING:
+        return "serves"
+    return None
+
+
+def failing_for(world: World) -> str | None:
+    """Why the job is failing, in a word."""
+    target = world.job.status.condition(ConditionType.FAILURE_TARGET)
+    return None if target is None else target.reason
+
+
+def finish(world: World) -> None:
+    """The training is done: all ranks end, or only rank 0 where its success is that of the job."""
+    status = world.job.status
+    first = status.rank_zero if world.spec.rank_zero is None else world.spec.rank_zero
+    alone = world.spec.success is SuccessPolicy.RANK0 and first is not None and status.attempt not in world.broken
+    for pod in world.pods.values():
+        if pod.runs and world.healthy(pod) and (not alone or pod.index == first):
+            world.end(pod, 0)
+
+
+def _some_succeeded(world: World) -> bool:
+    """The others of a gang end with it, once all of it has started."""
+    if world.spec.serves:
+        return False
+    phases = [one.phase for one in world.pods.values()]
+    return WorkerPhase.SUCCEEDED in phases and WorkerPhase.PENDING not in phases
+
+
+def _leap(world: World, operator: Operator) -> float:
+    """Go on to the next look that the plan asked for, or by minutes; returns the seconds."""
+    due = world.now + 300.0 if operator.wake_at is None else operator.wake_at
+    seconds = min(max(due - world.now, 5.0), 300.0)
+    world.now += seconds
+    return seconds
+
+
+def pass_time(world: World, operator: Operator) -> None:
+    """Go on a little, or to the next look that the plan asked for."""
+    due = operator.wake_at
+    if due is None or due <= world.now or world.random.random() < 0.5:
+        seconds = float(world.random.choice([1, 2, 5, 30]))
+    else:
+        seconds = due - world.now
+    world.now += seconds

@@ -1,0 +1,104 @@
+"""The operator in the model: it looks, checks its promises, and does part of what it should."""
+
+import dataclasses
+
+from megatronapp_operator.document import status_document
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    Action,
+    ConditionType,
+    CreateInit,
+    CreateWorker,
+    Made,
+    Observed,
+    Plan,
+    Status,
+    plan,
+)
+from megatronapp_operator.status_reader import read_status
+from plan_fuzz import promises
+from plan_fuzz.world import World
+
+FROZEN_LOOKS = 40
+
+
+class Operator:
+    """One operator after another; its only memory is the job's status."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._stale: Observed | None = None
+        self.wake_at: float | None = None
+
+    def look(self, *, cut_after: int | None = None, stale: bool = False) -> Plan:
+        """One look at the job. `cut_after`: the operator ends after so many actions."""
+        world = self._world
+        seen = self._stale if stale and self._stale is not None else world.observe()
+        made = plan(world.job, seen, world.now)
+        if _ends_attempt(world.job.status, made.status):
+            seen = world.observe()
+            made = plan(world.job, seen, world.now)
+        promises.check(world, seen, made)
+        self._stale = seen if world.random.random() < 0.7 else None
+        ran = made.status.running_time is not None
+        world.used |= {(one.attempt, one.index) for one in seen.workers if ran or not one.live}
+        news = made.status != world.job.status or bool(made.actions)
+        world.job = dataclasses.replace(world.job, status=made.status)
+        if news:
+            self._check_memory(seen, made)
+        self._pin()
+        if made.actions:
+            world.refusal = None
+            self._carry_out(made.actions, cut_after)
+        promises.check_pods(world)
+        self.wake_at = made.wake_at
+        return made
+
+    def _pin(self) -> None:
+        """As the reconciler does: what a gang is made of is settled with the decision to create it."""
+        world, status = self._world, self._world.job.status
+        if status.attempt_time is not None and (world.made is None or world.made.attempt != status.attempt):
+            world.made = Made(attempt=status.attempt, template=world.spec.template, generation=world.spec.generation)
+
+    def _carry_out(self, actions: tuple[Action, ...], cut_after: int | None) -> None:
+        """What is removed goes first."""
+        starts = (CreateWorker, CreateInit)
+        ordered = sorted(actions, key=lambda one: isinstance(one, starts))
+        for action in ordered[:cut_after]:
+            self._stale = None  # what an operator does itself it knows at once
+            self._world.do(action)
+
+    def _check_memory(self, seen: Observed, made: Plan) -> None:
+        """The status can be written and read, and feeding it back changes nothing and tells nothing again."""
+        world = self._world
+        if read_status(status_document(made.status)) != made.status:
+            promises.broken("the status is read otherwise than it was written")
+        again = plan(world.job, seen, world.now)
+        if again.status != made.status:
+            changed = [
+                one.name
+                for one in dataclasses.fields(Status)
+                if getattr(again.status, one.name) != getattr(made.status, one.name)
+            ]
+            promises.broken("the status is no fixpoint", changed)
+        if len(promises.deeds(again)) < len(again.actions):
+            promises.broken("an event is told again", again.actions)
+
+    def wait_frozen(self) -> None:
+        """Nothing happens for long: every look has a later next one, or none."""
+        world = self._world
+        job, seen, now = world.job, world.observe(), world.now
+        for _ in range(FROZEN_LOOKS):
+            made = plan(job, seen, now)
+            job = dataclasses.replace(job, status=made.status)
+            if made.wake_at is None:
+                return
+            if made.wake_at <= now:
+                promises.broken("the next look at a world that stands still is in the past")
+            now = made.wake_at
+
+
+def _ends_attempt(before: Status, after: Status) -> bool:
+    ends = after.phase in TERMINAL_PHASES and before.phase not in TERMINAL_PHASES
+    fails = after.is_true(ConditionType.FAILURE_TARGET) and not before.is_true(ConditionType.FAILURE_TARGET)
+    return ends or fails or after.attempt != before.attempt

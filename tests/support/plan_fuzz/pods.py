@@ -1,0 +1,101 @@
+"""Pods and nodes of the model."""
+
+import dataclasses
+import itertools
+
+from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
+
+LIVE = frozenset({WorkerPhase.PENDING, WorkerPhase.RUNNING})
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Pod:
+    """A worker's pod as the cluster knows it."""
+
+    uid: str
+    index: int
+    attempt: int
+    template: str
+    created: float
+    avoids: frozenset[str]
+    """Nodes that it may not go to."""
+    gated: bool = False
+    """A queue has not admitted its gang."""
+    kept: bool = False
+    """A queue's finalizer keeps it from going."""
+    phase: WorkerPhase = WorkerPhase.PENDING
+    node: str | None = None
+    unplaced: bool = False
+    started: float | None = None
+    finished: float | None = None
+    outcome: Outcome | None = None
+    deletion: Deletion | None = None
+    unreachable: float | None = None
+    heard: float | None = None
+    disrupted: str | None = None
+    waiting: str | None = None
+    preparing: bool = False
+    prepared: float | None = None
+    occupies: bool = False
+
+    @property
+    def live(self) -> bool:
+        """Whether its trainer may still run."""
+        return self.phase in LIVE
+
+    @property
+    def runs(self) -> bool:
+        """Whether its trainer runs, as far as the API server knows."""
+        return self.phase is WorkerPhase.RUNNING
+
+    def view(self) -> Worker:
+        """The pod as the plan sees it."""
+        return Worker(
+            index=self.index,
+            attempt=self.attempt,
+            phase=self.phase,
+            started_at=self.started,
+            finished_at=self.finished,
+            outcome=self.outcome,
+            deletion=self.deletion,
+            node=self.node,
+            uid=self.uid,
+            occupies=self.occupies or self.live,
+            scheduled=self.node is not None,
+            unplaced=self.unplaced,
+            waiting=self.waiting,
+            preparing=self.preparing,
+            prepared_at=self.prepared,
+            unreachable_since=self.unreachable,
+            heard_since=self.heard,
+            disrupted=self.disrupted,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """A machine with room for one worker."""
+
+    name: str
+    down_since: float | None = None
+    """Its kubelet is not heard of."""
+    starts_pods: bool = True
+    """False: no container ever starts on it."""
+
+    @property
+    def up(self) -> bool:
+        """Whether its kubelet works."""
+        return self.down_since is None
+
+
+_UIDS = itertools.count()
+
+
+def new_uid() -> str:
+    """A uid that no other pod has."""
+    return f"pod-{next(_UIDS)}"
+
+
+def whole(seconds: float) -> float:
+    """A time as the API server writes it."""
+    return float(int(seconds))

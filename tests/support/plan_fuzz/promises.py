@@ -1,0 +1,153 @@
+"""What must hold at every look at the job, whatever has happened."""
+
+from typing import NoReturn
+
+from megatronapp_operator.plan import (
+    TERMINAL_PHASES,
+    Action,
+    ConditionType,
+    CreateInit,
+    CreateWorker,
+    EnsureHub,
+    Observed,
+    Phase,
+    Plan,
+    RecordEvent,
+    Status,
+)
+from plan_fuzz.world import World
+
+RESTING = {Phase.SUCCEEDED: ConditionType.COMPLETE, Phase.FAILED: ConditionType.FAILED,
+           Phase.SUSPENDED: ConditionType.SUSPENDED, Phase.RUNNING: ConditionType.RUNNING}  # fmt: skip
+
+
+class Broken(AssertionError):
+    """A promise of the plan does not hold."""
+
+
+def broken(what: str, *details: object) -> NoReturn:
+    """Say which."""
+    raise Broken(": ".join(map(str, (what, *details))))
+
+
+def deeds(made: Plan) -> list[Action]:
+    """Actions that change the cluster."""
+    return [one for one in made.actions if not isinstance(one, RecordEvent)]
+
+
+def check(world: World, seen: Observed, made: Plan) -> None:
+    """All promises about one plan; `world` is as it was before its actions."""
+    before, after = world.job.status, made.status
+    check_creation(world, seen, made)
+    check_counters(world, before, after)
+    check_end(before, after)
+    check_deadline(world, after)
+    check_conditions(world, before, after)
+    check_waking(world, seen, made)
+    check_exclusion(world, after)
+
+
+def check_creation(world: World, seen: Observed, made: Plan) -> None:
+    """Gangs are made whole, of one attempt, and only while the job may run."""
+    created = [one for one in made.actions if isinstance(one, CreateWorker)]
+    starts = [one for one in made.actions if isinstance(one, CreateWorker | CreateInit)]
+    status = made.status
+    if starts and (world.spec.suspend or world.job.deletion_requested):
+        broken("something is created though the job is suspended or deleted")
+    if starts and status.is_true(ConditionType.FAILURE_TARGET):
+        broken("something is created though the job is failing")
+    if status.phase in TERMINAL_PHASES and any(
+        isinstance(one, CreateWorker | CreateInit | EnsureHub) for one in made.actions
+    ):
+        broken("something is created after the end")
+    if not created:
+        return
+    if any(one.attempt != status.attempt for one in seen.workers):
+        broken("a gang is created beside workers of another attempt")
+    if any(one.attempt != status.attempt for one in created):
+        broken("a worker of another attempt is created")
+    if world.spec.initializers and not status.initialized:
+        broken("a gang is created before the initializers are done")
+    if any((one.attempt, one.index) in world.used for one in created):
+        broken("a worker that has run is created again in the same attempt")
+    known = {one.index for one in created} | {one.index for one in seen.workers}
+    known |= set(status.succeeded) | {one.index for one in status.ended}
+    if known != set(range(world.spec.workers)):
+        broken("not all workers are created together", known)
+
+
+def check_counters(world: World, before: Status, after: Status) -> None:
+    """Counters only grow; the budget is not passed."""
+    if after.attempt < before.attempt or after.restarts < before.restarts:
+        broken("a counter fell")
+    spent = before.restarts_towards_max
+    if after.restarts_towards_max not in {0, 1, spent, spent + 1}:  # a budget that is whole again may be used at once
+        broken("the spent budget fell, or jumped", spent, after.restarts_towards_max)
+    if after.restarts_towards_max > world.spec.policy.max_restarts:
+        broken("the budget is passed")
+
+
+def check_end(before: Status, after: Status) -> None:
+    """An end stays, and a job that is failing fails."""
+    if before.phase in TERMINAL_PHASES and after.phase is not before.phase:
+        broken("a terminal phase was left", before.phase, after.phase)
+    if before.is_true(ConditionType.FAILURE_TARGET):
+        if not after.is_true(ConditionType.FAILURE_TARGET):
+            broken("FailureTarget was taken back")
+        if after.phase is Phase.SUCCEEDED:
+            broken("a failing job has succeeded")
+
+
+def check_deadline(world: World, after: Status) -> None:
+    """A job without a queue lives no longer than it may."""
+    limit, start = world.spec.policy.active_deadline_s, after.start_time
+    over = limit is not None and start is not None and world.now >= start + limit and not world.spec.gang
+    ends = after.phase in TERMINAL_PHASES or after.is_true(ConditionType.FAILURE_TARGET)
+    if over and not ends and after.phase is not Phase.SUSPENDED and not world.job.deletion_requested:
+        broken("the job lives longer than it may", world.now - (start or 0.0))
+
+
+def check_conditions(world: World, before: Status, after: Status) -> None:
+    """Conditions say the same as the phase, and their times do not fall."""
+    for phase, kind in RESTING.items():
+        if (after.phase is phase) != after.is_true(kind):
+            broken("phase and condition differ", after.phase, kind, after.is_true(kind))
+    if after.condition(ConditionType.CREATED) is None and not world.job.deletion_requested:
+        broken("nobody has said that the job was seen")
+    for condition in after.conditions:
+        old = before.condition(condition.type)
+        if condition.since > world.now or (old is not None and condition.since < old.since):
+            broken("a transition time is in the future, or fell", condition.type)
+
+
+def check_waking(world: World, seen: Observed, made: Plan) -> None:
+    """A look that waits for something has a time at which it looks again, unless news will come."""
+    if made.wake_at is not None and made.wake_at <= world.now:
+        broken("the next look is in the past", made.wake_at - world.now)
+    status = made.status
+    if status.phase in TERMINAL_PHASES | {Phase.SUSPENDED} or world.job.deletion_requested:
+        return
+    news = any(one.live or one.deletion for one in seen.workers) or seen.init is not None
+    if not news and made.wake_at is None and not deeds(made):
+        broken("nothing is pending", status.phase)
+
+
+def check_exclusion(world: World, after: Status) -> None:
+    """The list of nodes keeps to its bound, and to what the user allows."""
+    limits = world.spec.policy.exclusion
+    avoided = [one.node for one in after.excluded_nodes]
+    tolerated = {one.node for one in after.tolerated_nodes}
+    if len(avoided) > limits.max_nodes or len(set(avoided)) < len(avoided):
+        broken("the list of excluded nodes is too long, or names one twice", avoided)
+    if limits.allowed & set(avoided) or tolerated & set(avoided):
+        broken("a node is avoided that is allowed or tolerated", avoided)
+
+
+def check_pods(world: World) -> None:
+    """What the cluster holds: one attempt at a time, of one template."""
+    live = [one for one in world.pods.values() if one.live]
+    if len({one.attempt for one in live}) > 1:
+        broken("two attempts are alive")
+    current = {one.template for one in live if one.attempt == world.job.status.attempt}
+    if len(current) > 1:
+        broken("a gang is made of two templates", current)

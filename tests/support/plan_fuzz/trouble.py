@@ -1,0 +1,197 @@
+"""What goes wrong in the model, one thing at a time; each function is named after it."""
+
+import dataclasses
+from collections.abc import Callable
+
+from megatronapp_operator.document import status_document
+from megatronapp_operator.plan import Deletion, HubPhase, Phase, SlowRank, WorkerPhase
+from megatronapp_operator.plan.spec import NodeExclusion
+from megatronapp_operator.status_reader import read_status
+from plan_fuzz.cluster import delete, set_down, set_up
+from plan_fuzz.pods import Node, Pod, whole
+from plan_fuzz.world import World
+
+CODES = (1, 137, 66, 69, 68, 75, 70, 64, 65, 201, 2, 0, 143)
+
+
+def _pod(world: World) -> Pod | None:
+    pods = list(world.pods.values())
+    return world.random.choice(pods) if pods else None
+
+
+def pod_ends(world: World) -> None:
+    if (pod := _pod(world)) is not None:
+        world.end(pod, world.random.choice(CODES))
+
+
+def pod_vanishes(world: World) -> None:
+    if (pod := _pod(world)) is not None:
+        world.remove(pod)
+
+
+def pod_is_deleted(world: World) -> None:
+    if (pod := _pod(world)) is not None and pod.live:
+        delete(world, pod, float(world.random.choice([0, 30, 600])))
+        pod.disrupted = world.random.choice([None, "PreemptionByScheduler", "EvictionByEvictionAPI"])
+
+
+def node_changes(world: World) -> None:
+    node = world.random.choice(list(world.nodes.values()))
+    if node.up:
+        set_down(world, node, world.random)
+    else:
+        set_up(world, node)
+
+
+def all_down(world: World) -> None:
+    for node in world.nodes.values():
+        if node.up:
+            set_down(world, node, world.random)
+
+
+def all_up(world: World) -> None:
+    for node in world.nodes.values():
+        set_up(world, node)
+
+
+def node_joins(world: World) -> None:
+    if len(world.nodes) < world.spec.workers + 3:
+        name = f"n{len(world.nodes)}"
+        world.nodes[name] = Node(name)
+
+
+def hub_ends(world: World) -> None:
+    if world.hub is not None and not world.hub.deleting:
+        world.hub = dataclasses.replace(world.hub, phase=HubPhase.ENDED, ended_at=world.now)
+
+
+def hub_is_deleted(world: World) -> None:
+    if world.hub is not None:
+        going = Deletion(since=world.now, grace_s=10.0)
+        world.hub = dataclasses.replace(world.hub, deleting=True, deletion=going)
+
+
+def refusals_change(world: World) -> None:
+    world.refuses = world.random.choice(["", "", "quota", "quota", "denied", "denied", "final"])
+
+
+def queue_changes(world: World) -> None:
+    world.admits = not world.admits
+
+
+def hub_judges(world: World) -> None:
+    node = world.random.choice(list(world.nodes))
+    cause = world.random.choice(["compute", "hang"])
+    since = world.now - world.random.choice([0, 100])
+    verdict = slow_node(world, node, cause=cause, since=since)
+    world.slow_ranks = world.random.choice([None, (), (verdict,), (verdict,)])
+
+
+def slow_node(world: World, node: str, *, cause: str = "compute", since: float) -> SlowRank:
+    """The hub's verdict about a node in this attempt."""
+    return SlowRank(
+        id=f"v-{node}", subject="node", ranks=(0,), cause=cause, state="confirmed", sentence="slow", slowdown=1.5,
+        node=node, since_attempt=world.job.status.attempt, since_time=round(since, 6),
+    )  # fmt: skip
+
+
+def ranks_hang(world: World) -> None:
+    world.hung_ranks = world.random.choice([None, (), (0,)])
+
+
+def suspend(world: World) -> None:
+    if not world.gone and world.random.random() < 0.5:
+        edit(world, suspend=not world.spec.suspend)
+
+
+def template_is_edited(world: World) -> None:
+    if not world.gone:
+        edit(world, template=f"template-{world.spec.generation}")
+
+
+def node_is_allowed(world: World) -> None:
+    limits = world.spec.policy.exclusion
+    names = frozenset(world.random.sample(sorted(world.nodes), k=world.random.choice([0, 1])))
+    exclusion = NodeExclusion(enabled=limits.enabled, max_nodes=limits.max_nodes, ttl_s=limits.ttl_s, allowed=names)
+    edit(world, policy=dataclasses.replace(world.spec.policy, exclusion=exclusion))
+
+
+def edit(world: World, **changes: object) -> None:
+    """Somebody edits the job."""
+    generation = world.spec.generation + 1
+    spec = dataclasses.replace(world.spec, generation=generation, **changes)  # type: ignore[arg-type]
+    world.job = dataclasses.replace(world.job, spec=spec)
+    world.note("edit", sorted(changes))
+
+
+def job_is_deleted(world: World) -> None:
+    if world.random.random() < 0.15:
+        world.job = dataclasses.replace(world.job, deletion_requested=True)
+        world.note("job deleted")
+
+
+def all_succeed(world: World) -> None:
+    for pod in world.pods.values():
+        if pod.runs:
+            world.end(pod, 0)
+
+
+def init_changes(world: World) -> None:
+    if world.init is None:
+        return
+    changes = world.random.choice(
+        [
+            {"deleting": True},
+            {"disrupted": "Evicted", "phase": WorkerPhase.FAILED},
+            {"unreachable_since": world.now},
+            {"preparing": True},
+        ]
+    )
+    world.init = dataclasses.replace(world.init, **changes) if world.random.random() < 0.8 else None  # type: ignore[arg-type]
+
+
+def operator_restarts(world: World) -> None:
+    """A new process remembers the status alone, as it was written down."""
+    world.since = world.now
+    world.refusal = world.heard = None
+    world.job = dataclasses.replace(world.job, status=read_status(status_document(world.job.status)))
+    world.note("operator restarts")
+
+
+def polls_change(world: World) -> None:
+    world.polled = not world.polled
+
+
+def gathering_changes(world: World) -> None:
+    world.missing = world.random.choice([(), (0,), (world.spec.workers - 1,)])
+
+
+def pod_waits(world: World) -> None:
+    if (pod := _pod(world)) is not None:
+        pod.waiting = world.random.choice([None, "ImagePullBackOff: x"])
+
+
+def pod_prepares(world: World) -> None:
+    pod = _pod(world)
+    if pod is not None and pod.phase is WorkerPhase.PENDING and pod.node is not None:
+        pod.preparing, pod.prepared = not pod.preparing, whole(world.now)
+
+
+def agent_stays(world: World) -> None:
+    if (pod := _pod(world)) is not None:
+        pod.occupies = world.random.random() < 0.5
+
+
+def resize(world: World) -> None:
+    if world.spec.suspend and world.job.status.phase is Phase.SUSPENDED:
+        edit(world, workers=world.random.choice([1, 2, 3, 4]))
+        while len(world.nodes) < world.spec.workers:
+            node_joins(world)
+
+
+TROUBLES: tuple[Callable[[World], None], ...] = (
+    pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
+    refusals_change, queue_changes, hub_judges, ranks_hang, suspend, template_is_edited, node_is_allowed,
+    job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change, gathering_changes, pod_waits,
+    pod_prepares, agent_stays, resize,
+)  # fmt: skip

@@ -1,0 +1,217 @@
+"""The model's state, what the plan sees of it, and what its actions do to it."""
+
+import collections
+import dataclasses
+import random
+
+from megatronapp_operator.plan import (
+    Action,
+    CreateInit,
+    CreateWorker,
+    DeleteHub,
+    DeleteInit,
+    DeleteJob,
+    DeleteWorker,
+    Deletion,
+    EnsureHub,
+    EnsureSecret,
+    Hub,
+    HubPhase,
+    Init,
+    Job,
+    JobSpec,
+    Made,
+    Observed,
+    Outcome,
+    Progress,
+    RecordEvent,
+    Refusal,
+    SlowRank,
+    WorkerPhase,
+)
+from plan_fuzz.pods import Node, Pod, new_uid, whole
+
+HUB_GRACE_S = 10.0
+
+
+@dataclasses.dataclass(slots=True)
+class World:
+    """One job, its cluster, and the operator's memory of it."""
+
+    random: random.Random
+    job: Job
+    now: float
+    nodes: dict[str, Node]
+    queue: str = "none"
+    """none; gated: pods wait for admission, then are placed one by one; whole: all are placed together or none."""
+    admits: bool = True
+    """Whether the queue has room."""
+    refuses: str = ""
+    """What the API server does to new pods: nothing, "quota", "denied" or "final"."""
+    image_fails: bool = False
+    """No container of the job ever starts."""
+    peers_notice: bool = True
+    """Whether ranks notice that a peer is gone; else they hang."""
+    crashes_with: int | None = None
+    """Exit code that ends every gang soon."""
+    polled: bool = True
+    """Whether hub and launcher can be asked."""
+    table_known: bool = True
+    pods: dict[int, Pod] = dataclasses.field(default_factory=dict)
+    broken: set[int] = dataclasses.field(default_factory=set)
+    """Attempts that have lost a rank: they never train again."""
+    hub: Hub | None = None
+    hub_starts: int = 0
+    init: Init | None = None
+    refusal: Refusal | None = None
+    made: Made | None = None
+    progress: Progress | None = None
+    slow_ranks: tuple[SlowRank, ...] | None = None
+    hung_ranks: tuple[int, ...] | None = None
+    missing: tuple[int, ...] = ()
+    missing_in: int | None = None
+    """Attempt that they are missing in; None: whichever."""
+    heard: float | None = None
+    since: float = 0.0
+    iteration: int = 0
+    gone: bool = False
+    """The job object."""
+    used: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    """Attempt and index of workers that a look has seen to end, or in a gang that has run whole."""
+    log: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=60))
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job's spec."""
+        return self.job.spec
+
+    def note(self, *words: object) -> None:
+        """Keep what happened for the report of a broken promise."""
+        self.log.append(f"{self.now - self.since:10.1f} {' '.join(map(str, words))}")
+
+    def observe(self) -> Observed:
+        """Everything of the job as a look sees it now."""
+        workers = tuple(one.view() for one in sorted(self.pods.values(), key=lambda one: (one.attempt, one.index)))
+        return Observed(
+            secret=True,
+            hub=self.hub,
+            workers=workers,
+            init=self.init,
+            made=self.made,
+            rank_zero=self._rank_zero(),
+            refusal=self.refusal,
+            since=self.since,
+            heard=self.heard if self.polled else 0.0,
+            missing=self._missing(),
+            progress=self.progress if self.polled else None,
+            slow_ranks=self.slow_ranks,
+            hung_ranks=self.hung_ranks,
+        )
+
+    def _missing(self) -> tuple[int, ...]:
+        of_this = self.missing_in in {None, self.job.status.attempt}
+        return self.missing if self.polled and of_this else ()
+
+    def _rank_zero(self) -> int | None:
+        attempt = self.job.status.attempt
+        told = self.table_known and self.job.status.running_time is not None
+        return attempt % self.spec.workers if told else None
+
+    def healthy(self, pod: Pod) -> bool:
+        """Whether the pod is on a machine that works."""
+        return pod.node is not None and self.nodes[pod.node].up
+
+    def trains(self) -> bool:
+        """Whether the whole gang runs on machines that work, and has lost nobody."""
+        gang = [one for one in self.pods.values() if one.attempt == self.job.status.attempt and one.runs]
+        whole_gang = len(gang) == self.spec.workers and all(map(self.healthy, gang))
+        return whole_gang and self.job.status.attempt not in self.broken
+
+    def end(self, pod: Pod, code: int, *, disrupted: str | None = None) -> None:
+        """Its trainer ends."""
+        if not pod.live:
+            return
+        ran = pod.runs
+        pod.phase = WorkerPhase.SUCCEEDED if code == 0 else WorkerPhase.FAILED
+        pod.outcome = Outcome(code=code, signal=9 if code == 137 else None, message="words", reason="Because")
+        pod.finished, pod.disrupted = whole(self.now), disrupted or pod.disrupted
+        pod.occupies = False
+        if ran and code:
+            self.broken.add(pod.attempt)
+        self.note("ends", pod.index, pod.attempt, code)
+
+    def remove(self, pod: Pod) -> None:
+        """The object goes."""
+        if self.pods.get(pod.index) is pod:
+            del self.pods[pod.index]
+            if pod.runs:
+                self.broken.add(pod.attempt)
+            self.note("gone", pod.index, pod.attempt)
+
+    def do(self, action: Action) -> None:
+        """Carry out what the plan asks for. An action that comes twice does no harm."""
+        if isinstance(action, RecordEvent):
+            return
+        self.note("do", action)
+        match action:
+            case CreateWorker():
+                self._create(action)
+            case DeleteWorker():
+                self._delete(action)
+            case EnsureHub():
+                self._ensure_hub()
+            case CreateInit() if self.init is None and not self._refused():
+                self.init = Init(phase=WorkerPhase.PENDING, created_at=self.now)
+            case DeleteHub() if self.hub is not None:
+                going = Deletion(since=self.now, grace_s=HUB_GRACE_S)
+                self.hub = dataclasses.replace(self.hub, deleting=True, deletion=going)
+            case DeleteInit() if self.init is not None:
+                self.init = None if action.force else dataclasses.replace(self.init, deleting=True)
+            case DeleteJob():
+                self.gone = True
+            case EnsureSecret():
+                pass
+
+    def _refused(self) -> bool:
+        if not self.refuses:
+            return False
+        self.refusal = Refusal(
+            attempt=self.job.status.attempt,
+            final=self.refuses == "final",
+            denied=self.refuses == "denied",
+            reason=self.refuses,
+            message=self.refuses,
+        )
+        return True
+
+    def _create(self, action: CreateWorker) -> None:
+        if action.index in self.pods or self._refused():
+            return
+        self.pods[action.index] = Pod(
+            uid=new_uid(),
+            index=action.index,
+            attempt=action.attempt,
+            template=self.spec.template,
+            created=self.now,
+            avoids=frozenset(one.node for one in self.job.status.excluded_nodes if one.until > self.now),
+            gated=self.queue == "gated",
+        )
+
+    def _delete(self, action: DeleteWorker) -> None:
+        pod = self.pods.get(action.index)
+        if pod is None or pod.attempt != action.attempt:
+            return
+        if pod.deletion is None or action.grace_s < pod.deletion.grace_s:
+            pod.deletion = Deletion(since=whole(self.now), grace_s=float(action.grace_s))
+        if pod.node is None or action.grace_s == 0:
+            self.try_remove(pod)
+
+    def try_remove(self, pod: Pod) -> None:
+        """The API server forgets a pod that is to go, unless a finalizer keeps it."""
+        if not pod.kept:
+            self.remove(pod)
+
+    def _ensure_hub(self) -> None:
+        if self.hub is None or self.hub.phase is HubPhase.ENDED or self.hub.deletion is not None:
+            self.hub_starts += 1
+            self.hub = Hub(phase=HubPhase.STARTING, starts=self.hub_starts)
