@@ -15,15 +15,20 @@ from megatronapp_common.tokens import Role, derive, new_secret
 DEADLINE_S = 90.0
 VOCABULARY = 300
 POSITIONS = 2048
+TEMPLATE = (
+    "{% for one in messages %}<{{ one.role }}>{{ one.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 TEXTS = ["hello world, this is a small text about whales and ships. " * 20, "né à Paris, 日本語 " * 10]
 
 
 def write_model(folder: str) -> None:
-    """A tokenizer, and a checkpoint after one step on random tokens. Runs where torch is imported."""
+    """A tokenizer, a chat template, and a checkpoint after one step on random tokens. Runs where torch is imported."""
     from megatronapp_trainer.data.tokenizer import train
     from megatronapp_trainer.pretrain import main
 
     train(TEXTS, VOCABULARY).backend.save(f"{folder}/tokenizer.json")
+    pathlib.Path(folder, "chat_template.jinja").write_text(TEMPLATE)
     shape = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
     steps = "--micro-batch-size 1 --train-iters 1 --lr 0.001 --eval-iters 0 --mock-data"
     words = f"{shape} {steps} --max-position-embeddings {POSITIONS} --vocab-size {VOCABULARY} --save {folder}/saved"

@@ -141,7 +141,9 @@ def check_scores(choice: dict[str, Any], text: str, tokens: list[int], plain: li
 
 def test_the_first_piece_of_a_text_is_its_prompt(run_ranks: RunRanks, root: pathlib.Path, plain: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 3, "temperature": 0, "seed": 1, "n": 2, "ignore_eos": True, "logprobs": 0}
-    alone, echoed, stream = run_ranks(1, asked_thrice, str(root), body)[0]
+    alone, echoed, stream, (status, refusal) = run_ranks(1, asked_thrice, str(root), body)[0]
+    assert (status, refusal["code"]) == (422, "no-chat-template")
+    assert "messages need the model's chat template, and ours has none" in refusal["error"]["message"]
     for one, other in zip(alone["choices"], echoed["choices"], strict=True):
         assert other["text"] == "hello" + one["text"]
         assert other["token_ids"][-3:] == one["token_ids"]
@@ -176,6 +178,7 @@ def asked_thrice(root: str, body: dict[str, Any]) -> list[Any]:
             ]
             streamed = await client.post("/v1/completions", json=body | {"echo": True, "stream": True})
             data = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: {")]
-            return [*whole, [json.loads(one) for one in data]]
+            chat = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+            return [*whole, [json.loads(one) for one in data], (chat.status_code, chat.json())]
 
     return asyncio.run(answers())

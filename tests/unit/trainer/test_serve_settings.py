@@ -198,22 +198,61 @@ def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
     assert len(tally._recent) < 20
 
 
+def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
+    from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
+
+    now = 10.0
+    tally = Tally(lambda: now)
+
+    def token(request_id: str, index: int) -> TokenEvent:
+        return TokenEvent(
+            request_id=request_id, index=index, token=1, logprob=-1.0, candidates=(), text=None, logits=None
+        )
+
+    tally.submitted(["a", "b"])
+    tally.admitted("probe")
+    tally.count([token("probe", 0), token("probe", 1)])
+    now = 10.5
+    tally.admitted("a")
+    now = 12.0
+    tally.count([token("a", 0)])
+    now = 12.25
+    tally.count([token("a", 1)])
+    now = 400.0
+    tally.count(
+        [FinishedEvent(request_id=one, reason="cancelled", prompt_tokens=0, generated_tokens=0) for one in "ab"]
+    )
+    tally.admitted("b")
+    tally.count([token("a", 2), token("b", 0)])
+    text = tally.exposition(waiting=0, running=0).decode()
+    for name, bounds, seconds in (
+        ("queue", ('0.25"} 0', '0.5"} 1', '+Inf"} 1'), 0.5),
+        ("time_to_first_token", ('1.0"} 0', '2.5"} 1', '+Inf"} 1'), 2.0),
+        ("time_per_output_token", ('0.15"} 0', '0.25"} 1', '+Inf"} 1'), 0.25),
+    ):
+        metric = f"megatronapp_serve_{name}_seconds"
+        assert f"# TYPE {metric} histogram\n" in text
+        for bound in bounds:
+            assert f'{metric}_bucket{{le="{bound}.0\n' in text
+        assert f"{metric}_count 1.0\n{metric}_sum {seconds}\n" in text
+
+
 def test_tokens_per_second_forget_what_is_old() -> None:
     from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
 
     times = [1.0, 2.0, 3.0, 3.0, 12.5]
-    tally = Tally(lambda: times.pop(0))
+    tally = Tally(lambda: times.pop(0) if times else 13.0)
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(3):
         tally.count([token, token])
     assert tally.tokens_per_second() == 0.6
     assert tally.tokens_per_second() == 0.2
     tally.count([FinishedEvent(request_id="a", reason="stop", prompt_tokens=5, generated_tokens=6)])
-    text = tally.exposition(waiting=3, running=1)
+    text = tally.exposition(waiting=3, running=1).decode()
     for line in (
-        "megatronapp_serve_queue_length 3",
-        'megatronapp_serve_prompts_total{reason="stop"} 1',
-        'megatronapp_serve_tokens_total{kind="prompt"} 5',
-        'megatronapp_serve_tokens_total{kind="generated"} 6',
+        "megatronapp_serve_queue_length 3.0",
+        'megatronapp_serve_prompts_total{reason="stop"} 1.0',
+        'megatronapp_serve_tokens_total{kind="prompt"} 5.0',
+        'megatronapp_serve_tokens_total{kind="generated"} 6.0',
     ):
         assert f"{line}\n" in text

@@ -35,11 +35,16 @@ class Engine:
         decode: Decode | None = None,
         end_tokens: Iterable[int] = (),
         most_waiting: int = 64,
+        admitted: Callable[[str], None] | None = None,
     ) -> None:
-        """`decode` gives the text of tokens, for events and stop texts; `end_tokens` end a document."""
+        """`decode` gives the text of tokens, for events and stop texts; `end_tokens` end a document.
+
+        `admitted` hears the id of each request that waits no more, in the thread of `step`.
+        """
         self._gang = gang
         self._decode = decode
         self._end_tokens = frozenset(end_tokens)
+        self._admitted = admitted
         options = gang.stage.options
         self._board = Board(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
         self._lock = threading.Lock()
@@ -171,7 +176,9 @@ class Engine:
         with self._lock:
             while self._board.next_admissible():
                 stops = self._board.next_in_line.stop_texts
-                self._board.admit(None if self._decode is None else TextStream(self._decode, stops))
+                one = self._board.admit(None if self._decode is None else TextStream(self._decode, stops))
+                if self._admitted is not None:
+                    self._admitted(one.request.id)
 
     def _told(self, planned: Planned, readings: tuple[Reading, ...]) -> list[Event]:
         """Bring the sequences up to date with a step that has been done."""

@@ -1,4 +1,4 @@
-"""From the engine's events to the answers of /v1/completions, whole or in pieces."""
+"""From the engine's events to the answers of /v1/completions and /v1/chat/completions, whole or in pieces."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import anyio.to_thread
+from pydantic import BaseModel
 
 from megatronapp_trainer.generate.events import Candidate, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.serve.desk import Gone, PromptPart, QueueEvent, Ticket
 from megatronapp_trainer.serve.model import Echo, ServedModel
 from megatronapp_trainer.serve.problems import api_error, error_body
-from megatronapp_trainer.serve.schemas import Choice, Completion, Logprobs, StreamOptions, Usage
+from megatronapp_trainer.serve.schemas import Choice, Completion, Logprobs, QueueNotice, StreamOptions, Usage
 
 KEEP_ALIVE_S = 10.0
 DONE = "data: [DONE]\n\n"
@@ -67,8 +68,12 @@ class Answer:
         self._echoed.add(index)
         return [self._prompt(index), piece]
 
-    def completion(self, choices: list[Choice], usage: Usage | None = None) -> Completion:
-        """An answer, or a chunk of one, with these texts."""
+    def whole(self, choices: list[Choice]) -> BaseModel:
+        """The answer with these texts."""
+        return self.chunk(choices, self.usage())
+
+    def chunk(self, choices: list[Choice], usage: Usage | None = None) -> BaseModel:
+        """A chunk of a stream, with these pieces."""
         return Completion(
             id=self.name, created=self.created, model=self.model.name, seed=self.seed, choices=choices, usage=usage
         )
@@ -136,7 +141,7 @@ def _transposed(scored: Sequence[_Scored]) -> Logprobs:
     return Logprobs(**dict(zip(_Scored._fields, map(list, columns), strict=True)))
 
 
-async def whole(answer: Answer, ticket: Ticket) -> Completion:
+async def whole(answer: Answer, ticket: Ticket) -> BaseModel:
     """The answer once all texts have ended. Raises GenerationError, GoneError."""
     pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
     while not answer.is_complete:
@@ -146,7 +151,7 @@ async def whole(answer: Answer, ticket: Ticket) -> Completion:
         if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
             for piece in await _made(answer, item):
                 pieces[piece.index].append(piece)
-    return answer.completion([_joined(parts) for parts in pieces.values()], answer.usage())
+    return answer.whole([_joined(parts) for parts in pieces.values()])
 
 
 async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> AsyncIterator[str]:
@@ -165,12 +170,12 @@ async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> Asyn
             case _:
                 try:
                     for piece in await _made(answer, item):
-                        yield _event(answer.completion([piece]).model_dump_json())
+                        yield _event(answer.chunk([piece]).model_dump_json())
                 except Exception as error:
                     yield _failure(error)
                     return
     if options.include_usage:
-        yield _event(answer.completion([], answer.usage()).model_dump_json())
+        yield _event(answer.chunk([], answer.usage()).model_dump_json())
     yield DONE
 
 
@@ -189,7 +194,7 @@ def _failure(error: Exception) -> str:
 
 def _queue_event(answer: Answer, event: QueueEvent, options: StreamOptions) -> str:
     if options.include_queue:
-        return _event(json.dumps({"id": answer.name, "position": event.position}), name="queue")
+        return _event(QueueNotice(id=answer.name, position=event.position).model_dump_json(), name="queue")
     return ": generating\n\n" if event.position is None else f": queue {event.position}\n\n"
 
 

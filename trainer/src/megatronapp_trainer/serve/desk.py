@@ -147,6 +147,8 @@ class Desk:
             assert self._engine is not None
             self._check_room(ticket)
             self._tickets |= dict.fromkeys(ticket.ids, ticket)
+            if not ticket.is_background:
+                self.tally.submitted(ticket.ids)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
         return ticket
@@ -205,6 +207,7 @@ class Desk:
         except GenerationError:
             for request in requests:
                 self._tickets.pop(request.id, None)
+            self.tally.refuse(request.id for request in requests)
             raise
 
     def _deliver(self, events: Sequence[Event]) -> None:

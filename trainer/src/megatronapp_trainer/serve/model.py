@@ -13,9 +13,12 @@ from megatronapp_trainer.data.tokenizer import Tokenizer
 from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.text import Decode, TextStream
+from megatronapp_trainer.serve.chat import ChatTemplate, TemplateError
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.schemas import CompletionRequest
+from megatronapp_trainer.serve.schemas import CompletionRequest, GenerationBody
+from megatronapp_trainer.serve.schemas_chat import ChatRequest, Message
 
+Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
 SEEDS = 2**63
 _DRAWN_SEEDS = 2**53 - 2**17
@@ -23,8 +26,13 @@ _DRAWN_SEEDS = 2**53 - 2**17
 MOST_TEXTS = 1 << 16
 """Texts of single tokens that are remembered."""
 _PIECE = "\ufffd"
-_BY_ID = "id:"
+BY_ID = "id:"
 _ANCHOR = "a"
+_NO_TEMPLATE = (
+    "Ask /v1/completions with a prompt, or serve with --tokenizer-file in a folder that holds chat_template.jinja or "
+    "a tokenizer_config.json with chat_template."
+)
+_TEMPLATE_REFUSED = "Change the messages to what the template takes; /tokenizer_info shows it."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +62,7 @@ class ServedModel:
     tokenizer: Tokenizer | None = None
     tokens: TextTokens = dataclasses.field(default_factory=TextTokens)
     """What the model expects around a text, and what ends one."""
+    chat: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -84,8 +93,8 @@ class ServedModel:
         names: list[str] = []
         for token in tokens:
             text = self.text_of(token)
-            plain = text and _PIECE not in text and text not in names and not text.startswith(_BY_ID)
-            names.append(text if plain else f"{_BY_ID}{token}")
+            plain = text and _PIECE not in text and text not in names and not text.startswith(BY_ID)
+            names.append(text if plain else f"{BY_ID}{token}")
         return names
 
     def ids_of(self, prompt: Prompt, *, special: bool = True) -> tuple[int, ...]:
@@ -95,13 +104,32 @@ class ServedModel:
         """
         if not isinstance(prompt, str):
             return tuple(prompt)
+        return self.tokens_of(prompt, special=special) or (self._document_end + self.tokens.ends)[:1]
+
+    def tokens_of(self, text: str, *, special: bool) -> Ids:
+        """Ids of a text, none of an empty one. Raises ApiError where there is no tokenizer."""
+        ids = tuple(self._needed_tokenizer("prompt").tokenize(text))
+        return (*self.tokens.before, *ids, *self.tokens.after) if special else ids
+
+    def text_of_all(self, ids: Sequence[int]) -> str:
+        """The text of tokens. Raises ApiError for those that are not in the vocabulary."""
+        tokenizer = self._needed_tokenizer("tokens")
+        for place, token in enumerate(ids):
+            if token >= self.vocab_size:
+                words = f"tokens.{place}: {token} must be below {self.vocab_size}, the size of the vocabulary"
+                raise ApiError(422, "invalid-request", words, param="tokens")
+        return tokenizer.detokenize(ids)
+
+    @property
+    def document_end_text(self) -> str | None:
+        """Text of the tokenizer's end-of-document token, where there is one."""
+        return None if self.tokenizer is None or not self._document_end else self.text_of_all(self._document_end)
+
+    def _needed_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
             hint = "Give ids, or serve with --tokenizer-file."
-            raise ApiError(422, "no-tokenizer", "prompt: this model has no tokenizer", hint=hint, param="prompt")
-        ids = tuple(self.tokenizer.tokenize(prompt))
-        if special:
-            ids = (*self.tokens.before, *ids, *self.tokens.after)
-        return ids or (self._document_end + self.tokens.ends)[:1]
+            raise ApiError(422, "no-tokenizer", f"{param}: this model has no tokenizer", hint=hint, param=param)
+        return self.tokenizer
 
     def told(self, text: str, ids: Sequence[int]) -> dict[str, Any]:
         """A prompt as frames tell it: offsets in UTF-16 units, null where a token ends no character.
@@ -138,33 +166,54 @@ class ServedModel:
 
     def completion_requests(self, body: CompletionRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each text that is asked for. Raises ApiError, RequestError."""
-        if body.model not in {None, self.name}:
-            hint = f"Write {self.name}, or leave model out."
-            text = f"there is no model {body.model}, only {self.name}"
-            raise ApiError(404, "no-such-model", text, hint=hint, param="model")
+        self.check_name(body.model)
         prompts = prompts_of(body)
-        param = "prompt" if body.n == 1 else "n"
-        self._check_count(len(prompts) * body.n, self.most_open, param)
+        self._check_count(len(prompts) * body.n, self.most_open, "prompt" if body.n == 1 else "n")
         self._check_tokens(body.max_tokens, "max_tokens")
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        return [
-            GenerationRequest(
-                id=f"{name}-{place * body.n + copy}",
-                prompt=ids,
-                max_new_tokens=body.max_tokens,
-                temperature=body.temperature,
-                top_k=body.top_k,
-                top_p=body.top_p,
-                seed=(seed + place * body.n + copy) % SEEDS,
-                stop_texts=tuple(stops),
-                stop_tokens=tuple(map(tuple, body.stop_token_ids)),
-                ignore_end=body.ignore_eos,
-                candidates=body.logprobs or 0,
-                prompt_logprobs=body.echo and body.logprobs is not None,
+        common = GenerationRequest(
+            id=name,
+            prompt=(0,),
+            max_new_tokens=body.max_tokens,
+            candidates=body.logprobs or 0,
+            prompt_logprobs=body.echo and body.logprobs is not None,
+            **_choosing(body),
+        )
+        ids = [self.ids_of(one, special=body.add_special_tokens) for one in prompts]
+        return _copies(common, ids, body.n, seed)
+
+    def chat_requests(self, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
+        """One for each answer that is asked for. Raises ApiError, RequestError."""
+        self.check_name(body.model)
+        self._check_count(body.n, self.most_open, "n")
+        ids = self.chat_ids(body.messages)
+        room = max(self.capacity - len(ids), 1)
+        most = min(room, self.most_tokens) if body.most_new is None else body.most_new
+        self._check_tokens(most, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
+        common = GenerationRequest(
+            id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_choosing(body)
+        )
+        return _copies(common, [ids], body.n, seed)
+
+    def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
+        """What the model's chat template makes of messages. Raises ApiError."""
+        if self.chat.text is None:
+            flaw = "has none" if self.chat.flaw is None else f"has one that cannot be used: {self.chat.flaw}"
+            words = f"messages need the model's chat template, and {self.name} {flaw}"
+            raise ApiError(422, "no-chat-template", words, hint=_NO_TEMPLATE, param="messages")
+        try:
+            text = self.chat.render([one.plain() for one in messages], add_generation_prompt=add_generation_prompt)
+        except TemplateError as error:
+            words = f"messages: the model's chat template refused them: {error}"
+            raise ApiError(422, "chat-template", words, hint=_TEMPLATE_REFUSED, param="messages") from error
+        return self.ids_of(text, special=False)  # the template writes what is around a text
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError for another model's name."""
+        if name not in {None, self.name}:
+            hint = f"Write {self.name}, or leave model out."
+            raise ApiError(
+                404, "no-such-model", f"there is no model {name}, only {self.name}", hint=hint, param="model"
             )
-            for place, ids in enumerate(self.ids_of(one, special=body.add_special_tokens) for one in prompts)
-            for copy in range(body.n)
-        ]
 
     def echoes_of(self, body: CompletionRequest, requests: Sequence[GenerationRequest]) -> list[Echo]:
         """The prompt of each text, as the answer repeats it."""
@@ -199,6 +248,26 @@ class ServedModel:
         if tokens > self.most_tokens:
             words = f"{param}: {tokens} is over {self.most_tokens}, the most that this server generates"
             raise ApiError(413, "too-long", words, hint="Ask for less.", param=param)
+
+
+def _choosing(body: GenerationBody) -> dict[str, Any]:
+    """How tokens are chosen, and what ends a text."""
+    return {
+        "temperature": body.temperature,
+        "top_k": body.top_k,
+        "top_p": body.top_p,
+        "stop_texts": body.stops,
+        "stop_tokens": tuple(map(tuple, body.stop_token_ids)),
+        "ignore_end": body.ignore_eos,
+    }
+
+
+def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int) -> list[GenerationRequest]:
+    """`n` requests for each prompt, each with a seed of its own."""
+    return [
+        dataclasses.replace(common, id=f"{common.id}-{index}", prompt=ids, seed=(seed + index) % SEEDS)
+        for index, ids in enumerate(ids for ids in prompts for _ in range(n))
+    ]
 
 
 def going_on(tokenizer: Tokenizer) -> Decode:

@@ -15,9 +15,7 @@ from megatronapp_trainer.generate.errors import EngineLostError, GenerationError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."
-_INSTEAD = {"/v1/chat/completions": "There is no chat here: ask /v1/completions, with a prompt."}
-"""Of paths that clients try and that there are not."""
-UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>"})
+UNION_TAGS = frozenset({"<text>", "<texts>", "<tokens>", "<token lists>", "<parts>"})
 """Names of union members in schemas, which are no part of a field's place."""
 RETRY_S = {429: 1, 503: 5}
 _PARAMS = {
@@ -112,7 +110,6 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
-    hint = _INSTEAD.get(request.url.path, SEE)
-    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=hint))
+    answer = error_response(ApiError(error.status_code, code, f"{request.url.path}: {error.detail}", hint=SEE))
     answer.headers.update(error.headers or {})
     return answer

@@ -157,7 +157,10 @@ class Front:
             decode=None if model.tokenizer is None else going_on(model.tokenizer),
             end_tokens=model.end_tokens,
             most_waiting=_most_open(self.command) + MOST_PROBED,
+            admitted=self.desk.tally.admitted,
         )
+        if model.chat.flaw is not None:
+            print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
         engine.warm_up()
         self._open(engine, model, look)
         settle()
@@ -258,10 +261,11 @@ def address_of(command: Command) -> tuple[str, int]:
 def describe(command: Command, config: TrainerConfig) -> "ServedModel":
     """The model as people see it. Raises DataError, CheckpointError for files beside it that cannot be read."""
     from megatronapp_trainer.data import tokenizer as tokenizers
+    from megatronapp_trainer.serve.chat import read_template
     from megatronapp_trainer.serve.model import ServedModel
 
     data = config.data
-    tokenizer = None
+    tokenizer, folder = None, newest_arguments(command.load)[0]
     if data.tokenizer_file is not None or data.vocab_file is not None:
         tokenizer = tokenizers.load(
             vocab_file=data.vocab_file, merge_file=data.merge_file, tokenizer_file=data.tokenizer_file
@@ -276,8 +280,17 @@ def describe(command: Command, config: TrainerConfig) -> "ServedModel":
         most_open=_most_open(command),
         most_tokens=command.options.max_tokens,
         tokenizer=tokenizer,
-        tokens=read_text_tokens(newest_arguments(command.load)[0]),
+        tokens=read_text_tokens(folder),
+        chat=read_template(folder, *_folder_of(data.tokenizer_file or data.vocab_file)),
     )
+
+
+def _folder_of(tokenizer: str | None) -> list[pathlib.Path]:
+    """Where a tokenizer lies, with its settings beside it."""
+    if tokenizer is None:
+        return []
+    path = pathlib.Path(tokenizer)
+    return [path if path.is_dir() else path.parent]
 
 
 def load_secret() -> str | None:

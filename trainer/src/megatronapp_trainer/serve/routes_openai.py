@@ -12,18 +12,22 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from megatronapp_trainer.serve.chat_answer import ChatAnswer
 from megatronapp_trainer.serve.completion import Answer, GoneError, stream, whole
+from megatronapp_trainer.serve.described import streamed
 from megatronapp_trainer.serve.desk import Desk, Gone, Ticket
 from megatronapp_trainer.serve.model import ServedModel, new_seed, prompts_of
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import (
     Completion,
     CompletionRequest,
+    GenerationBody,
     ModelCard,
     ModelList,
     Problem,
     StreamOptions,
 )
+from megatronapp_trainer.serve.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
 from megatronapp_trainer.serve.state import DeskOf, ModelOf
 
 router = APIRouter()
@@ -52,7 +56,7 @@ async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) 
 @router.post(
     "/v1/completions",
     response_model=Completion,
-    responses={**ANSWERS, 200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses=ANSWERS | streamed(Completion),
 )
 async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: DeskOf) -> Response:
     """Go on from one or more prompts."""
@@ -70,6 +74,33 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
         prompts=len(prompts_of(body)),
         echoes=echoes,
     )
+    return await respond(request, body, answer, desk, ticket)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=ANSWERS | streamed(ChatChunk),
+)
+async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: DeskOf) -> Response:
+    """Answer messages, which the model's chat template makes a prompt."""
+    name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
+    requests = await anyio.to_thread.run_sync(model.chat_requests, body, name, seed)
+    ticket = desk.submit(requests)
+    answer = ChatAnswer(
+        model=model,
+        name=name,
+        created=int(time.time()),
+        seed=seed,
+        ids=ticket.ids,
+        with_logprobs=body.logprobs,
+        prompts=1,
+    )
+    return await respond(request, body, answer, desk, ticket)
+
+
+async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk, ticket: Ticket) -> Response:
+    """The answer, whole or as a stream."""
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
         return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)

@@ -109,15 +109,11 @@ class StreamOptions(Body):
     """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
 
 
-class CompletionRequest(Body):
-    """A request to go on from one or more prompts."""
+class GenerationBody(Body):
+    """What requests for texts and for answers to messages have in common."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     """Name as in /v1/models; there is one."""
-    prompt: Prompts
-    """A text, ids of tokens, or a list of either."""
-    max_tokens: Count = 16
-    """Most new tokens of each prompt."""
     temperature: Temperature = 1.0
     """0: always the likeliest token."""
     top_p: TopP = 1.0
@@ -125,37 +121,51 @@ class CompletionRequest(Body):
     top_k: TopK = 0
     """Choose among so many of the likeliest tokens; 0: among all."""
     seed: Seed | None = None
-    """The same seed gives the same text again; left out: a new one each time."""
+    """The same seed gives the same text again; not given: a new one each time."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Texts for each prompt. The choice of index i is drawn with seed + i."""
     stop: Stop | None = None
-    """Texts that end the generation; they are left out."""
+    """Texts that end the generation; they are no part of the answer."""
     stop_token_ids: Annotated[list[StopTokens], Field(max_length=MOST_STOPS)] = []
     """Sequences of tokens that end the generation."""
     ignore_eos: bool = False
     """Go on after the end of a document."""
-    add_special_tokens: bool = True
-    """A prompt that is a text gets the tokens around it that the model expects (Llama: <|begin_of_text|>)."""
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    """Tell the log-probability of each token, and so many of the likeliest."""
     stream: bool = False
     """Send the text as it comes, as server-sent events."""
     stream_options: StreamOptions | None = None
     """What a stream tells beside the text."""
     user: Annotated[str, Field(max_length=256)] | None = None
     """Taken and not used."""
-    echo: bool = False
-    """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
-    best_of: Literal[1] | None = None
-    """There is no choice among several."""
-    suffix: None = None
-    """Nothing is filled in."""
     presence_penalty: NoPenalty = 0
     """There are no penalties."""
     frequency_penalty: NoPenalty = 0
     """There are no penalties."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     """Logits are not biased."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the generation."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(GenerationBody):
+    """A request to go on from one or more prompts."""
+
+    prompt: Prompts
+    """A text, ids of tokens, or a list of either."""
+    max_tokens: Count = 16
+    """Most new tokens of each prompt."""
+    add_special_tokens: bool = True
+    """A prompt that is a text gets the tokens around it that the model expects (Llama: <|begin_of_text|>)."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Tell the log-probability of each token, and so many of the likeliest."""
+    echo: bool = False
+    """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
+    best_of: Literal[1] | None = None
+    """There is no choice among several."""
+    suffix: None = None
+    """Nothing is filled in."""
 
 
 class Logprobs(BaseModel):
@@ -205,6 +215,14 @@ class Completion(BaseModel):
     """The one that was used."""
     choices: list[Choice]
     usage: Usage | None = None
+
+
+class QueueNotice(BaseModel):
+    """An event `queue` of a stream."""
+
+    id: str
+    position: int | None
+    """Prompts that wait before this request's first; null: none of it waits any more."""
 
 
 class ModelCard(BaseModel):

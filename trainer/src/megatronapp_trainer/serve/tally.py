@@ -1,17 +1,49 @@
 """What a server counts: for /metrics, and for the progress page."""
 
+import bisect
 import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 
 WINDOW_S = 10.0
 """Time that tokens/s is a mean over."""
+REASONS = ("stop", "length", "cancelled", "error")
+WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+
+
+class Durations:
+    """Counts of durations by size. One thread writes, any thread reads."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds = tuple(bounds_s)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect.bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        """As Prometheus wants them: cumulative, each by its upper bound."""
+        found, total = HistogramMetricFamily(name, text), 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), list(self._counts), strict=True):
+            total += count
+            buckets.append((bound, total))
+        found.add_metric([], buckets=buckets, sum_value=self._sum)
+        return found
 
 
 class Tally:
-    """Counts since the start. The engine's thread writes, any thread reads."""
+    """Counts since the start. The engine's thread writes, but for `submitted`; any thread reads."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.refused = 0
@@ -20,20 +52,43 @@ class Tally:
         self.generated_tokens = 0
         self.ended: collections.Counter[str] = collections.Counter()
         """Prompts by how they ended."""
+        self.queue_s = Durations(WAIT_BUCKETS_S)
+        self.first_token_s = Durations(WAIT_BUCKETS_S)
+        self.output_token_s = Durations(TOKEN_BUCKETS_S)
         self._now = now
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
+        self._submitted_at: dict[str, float] = {}
+        """When open prompts came, until their first token."""
+        self._token_at: dict[str, float] = {}
+        """When the newest token of open prompts came."""
+
+    def submitted(self, request_ids: Iterable[str]) -> None:
+        """These prompts have come: their waiting is measured. Probes are not told of here, and not measured."""
+        now = self._now()
+        self._submitted_at.update(dict.fromkeys(request_ids, now))
+
+    def refuse(self, request_ids: Iterable[str]) -> None:
+        """These were not taken after all."""
+        for request_id in request_ids:
+            self._submitted_at.pop(request_id, None)
+
+    def admitted(self, request_id: str) -> None:
+        """This prompt waits no more."""
+        if (since := self._submitted_at.get(request_id)) is not None:
+            self.queue_s.add(self._now() - since)
 
     def count(self, events: Sequence[Event]) -> None:
         """Add what a step gave."""
-        tokens = sum(isinstance(event, TokenEvent) for event in events)
+        now = self._now()
+        tokens = [event for event in events if isinstance(event, TokenEvent)]
+        for token in tokens:
+            self._time(token, now)
         for event in events:
             if isinstance(event, FinishedEvent):
-                self.ended[event.reason] += 1
-                self.prompt_tokens += event.prompt_tokens
+                self._end(event)
         if tokens:
-            self.generated_tokens += tokens
-            now = self._now()
-            self._recent.append((now, tokens))
+            self.generated_tokens += len(tokens)
+            self._recent.append((now, len(tokens)))
             self._forget(now)
 
     @property
@@ -46,28 +101,59 @@ class Tally:
         self._forget(self._now())
         return sum(tokens for _, tokens in self._recent) / WINDOW_S
 
+    def exposition(self, *, waiting: int, running: int) -> bytes:
+        """The counts in the text format of Prometheus, version 0.0.4."""
+        registry = CollectorRegistry()
+        registry.register(_Scrape(self, waiting=waiting, running=running))
+        return generate_latest(registry)
+
+    def _time(self, event: TokenEvent, now: float) -> None:
+        if (since := self._submitted_at.pop(event.request_id, None)) is not None:
+            self.first_token_s.add(now - since)
+        elif (before := self._token_at.get(event.request_id)) is not None:
+            self.output_token_s.add(now - before)
+        else:
+            return  # a probe
+        self._token_at[event.request_id] = now
+
+    def _end(self, event: FinishedEvent) -> None:
+        self.ended[event.reason] += 1
+        self.prompt_tokens += event.prompt_tokens
+        self._submitted_at.pop(event.request_id, None)
+        self._token_at.pop(event.request_id, None)
+
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - WINDOW_S:
             self._recent.popleft()
 
-    def exposition(self, *, waiting: int, running: int) -> str:
-        """The counts in the text format of Prometheus, version 0.0.4."""
-        return "\n".join(self._lines(waiting, running)) + "\n"
 
-    def _lines(self, waiting: int, running: int) -> Iterator[str]:
-        yield from _family("megatronapp_serve_queue_length", "gauge", "Prompts that wait.", {"": waiting})
-        yield from _family("megatronapp_serve_running", "gauge", "Prompts that are being generated.", {"": running})
-        ended = {f'{{reason="{reason}"}}': self.ended[reason] for reason in ("stop", "length", "cancelled", "error")}
-        yield from _family("megatronapp_serve_prompts_total", "counter", "Prompts that have ended.", ended)
-        yield from _family(
-            "megatronapp_serve_refused_total", "counter", "Requests that found the queue full.", {"": self.refused}
+class _Scrape(Collector):
+    """The counts as metrics, once."""
+
+    def __init__(self, tally: Tally, *, waiting: int, running: int) -> None:
+        self._tally, self._waiting, self._running = tally, waiting, running
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        tally = self._tally
+        yield GaugeMetricFamily("megatronapp_serve_queue_length", "Prompts that wait.", self._waiting)
+        yield GaugeMetricFamily("megatronapp_serve_running", "Prompts that are being generated.", self._running)
+        ended = CounterMetricFamily("megatronapp_serve_prompts", "Prompts that have ended.", labels=("reason",))
+        for reason in REASONS:
+            ended.add_metric([reason], tally.ended[reason])
+        yield ended
+        yield CounterMetricFamily(
+            "megatronapp_serve_refused", "Requests that found the queue full.", float(tally.refused)
         )
-        tokens = {'{kind="prompt"}': self.prompt_tokens, '{kind="generated"}': self.generated_tokens}
-        yield from _family("megatronapp_serve_tokens_total", "counter", "Tokens read and generated.", tokens)
-
-
-def _family(name: str, kind: str, text: str, values: dict[str, int]) -> Iterator[str]:
-    yield f"# HELP {name} {text}"
-    yield f"# TYPE {name} {kind}"
-    for labels, value in values.items():
-        yield f"{name}{labels} {value}"
+        tokens = CounterMetricFamily("megatronapp_serve_tokens", "Tokens read and generated.", labels=("kind",))
+        tokens.add_metric(["prompt"], tally.prompt_tokens)
+        tokens.add_metric(["generated"], tally.generated_tokens)
+        yield tokens
+        name = "megatronapp_serve_{}_seconds"
+        yield tally.queue_s.family(name.format("queue"), "Time of a prompt in the queue.")
+        yield tally.first_token_s.family(
+            name.format("time_to_first_token"), "Time from a request to its first token, for each prompt."
+        )
+        yield tally.output_token_s.family(
+            name.format("time_per_output_token"), "Time from one token of a prompt to the next."
+        )

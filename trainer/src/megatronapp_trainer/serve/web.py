@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from megatronapp_common.promptness import send_at_once
 from megatronapp_common.safe_headers import SafeHeaders
 from megatronapp_trainer.errors import RendezvousError, UsageError
-from megatronapp_trainer.serve import problems, routes_openai, routes_probe, routes_scope
+from megatronapp_trainer.serve import described, problems, routes_openai, routes_probe, routes_scope, routes_tokens
 from megatronapp_trainer.serve.desk import Desk
 from megatronapp_trainer.serve.guard import BodyLimit, RequestLimit, TokenGuard
 from megatronapp_trainer.serve.protocol import bounded
@@ -37,8 +37,9 @@ def build_api() -> FastAPI:
     """All routes, without a model behind them."""
     app = FastAPI(title="MegatronApp serve", version=API_VERSION, docs_url=None, redoc_url=None)
     problems.install(app)
-    for module in (routes_probe, routes_openai, routes_scope):
+    for module in (routes_probe, routes_openai, routes_tokens, routes_scope):
         app.include_router(module.router)
+    described.describe(app)
     return app
 
 

@@ -1,0 +1,66 @@
+"""An interface keeps to its OpenAPI document, whatever it is asked: schemathesis over one operation.
+
+Tests draw from the same few seeds each time; `make bench-schema` draws more, from seeds of its own.
+"""
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import hypothesis
+from hypothesis import given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+SEEDS = (1, 2, 3, 4)
+EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "80"))
+"""Requests of each kind to an operation, over all seeds."""
+REQUEST_TIMEOUT_S = 120
+CHECKS = (
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+)
+Change = Callable[["Case[Any]"], None]
+"""Makes a drawn request fit what there is, as the name of a run."""
+
+
+def seeds() -> tuple[int, ...]:
+    """Those of the tests, or fresh ones, which are printed."""
+    if "SCHEMA_RANDOM" not in os.environ:
+        return SEEDS
+    drawn = tuple(random.randrange(1 << 32) for _ in SEEDS)
+    print(f"seeds {drawn}")
+    return drawn
+
+
+def check(
+    operation: Any,
+    mode: GenerationMode,
+    *,
+    headers: Mapping[str, str],
+    base_url: str | None = None,
+    change: Change | None = None,
+    but: Callable[..., Any] | None = None,
+    more: tuple[Callable[..., Any], ...] = (),
+) -> None:
+    """Ask the operation with requests that fit its description, or with ones that do not; all answers must.
+
+    `but`: a check that does not hold for this operation; `more`: checks beside the usual ones.
+    """
+    wanted = [one for one in (*CHECKS, *more) if one is not but]
+    for seed in seeds():
+
+        @hypothesis.seed(seed)
+        @settings(max_examples=max(EXAMPLES // len(SEEDS), 1), deadline=None, database=None)
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: "Case[Any]") -> None:
+            if change is not None:
+                change(case)
+            case.call_and_validate(base_url=base_url, checks=wanted, headers=dict(headers), timeout=REQUEST_TIMEOUT_S)
+
+        ask()

@@ -1,0 +1,148 @@
+"""A real server with a tiny model, asked by the clients that people use."""
+
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from served_model import POSITIONS, TEMPLATE, Server, started, write_model
+
+from megatronapp_trainer.serve.chat import ChatTemplate
+
+MESSAGES: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello world"}]
+TEXT = "<system>be brief\n<user>hello world\n<a>"
+MOST = 40
+
+
+@pytest.fixture(scope="module")
+def server(run_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = tmp_path_factory.mktemp("model")
+    run_ranks(1, make, str(model))
+    words = f"--max-batch-size 2 --max-tokens {MOST} --tokenizer-file {model / 'tokenizer.json'}"
+    with started(tmp_path_factory.mktemp("server"), pathlib.Path(model), *words.split()) as server:
+        yield server
+
+
+def make(folder: str) -> None:
+    write_model(folder)
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: Server, http: httpx.Client) -> Iterator[openai.OpenAI]:
+    key = http.headers["Authorization"].removeprefix("Bearer ")
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, http_client=direct, max_retries=0) as client:
+        yield client
+
+
+def test_completions_with_nulls_and_with_scored_prompts(client: openai.OpenAI) -> None:
+    nothing: Any = None
+    said = client.completions.create(
+        model="tiny", prompt="hello", max_tokens=nothing, n=nothing, temperature=0, stop=nothing, presence_penalty=0.0
+    )
+    assert said.choices[0].finish_reason in {"length", "stop"}
+    scored = client.completions.create(model="tiny", prompt="hello world", echo=True, logprobs=2, max_tokens=0)
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+    assert scored.choices[0].text == "hello world"
+    first: Any = logprobs.token_logprobs[0]
+    assert first is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    assert [len(one) for one in logprobs.top_logprobs[1:]] == [2] * (len(logprobs.token_logprobs) - 1)
+
+
+def test_an_error_is_printed_with_its_hint(client: openai.OpenAI) -> None:
+    with pytest.raises(
+        openai.NotFoundError, match=r"there is no model gpt-9, only tiny\. Write tiny, or leave model out"
+    ):
+        client.completions.create(model="gpt-9", prompt="hello")
+    with pytest.raises(
+        openai.UnprocessableEntityError, match=r"messages\.0\.content: must be a string or a list of parts"
+    ):
+        wrong: Any = [{"role": "user", "content": 5}]
+        client.chat.completions.create(model="tiny", messages=wrong)
+    with pytest.raises(openai.UnprocessableEntityError, match=r"tools: must have at most 0 elements"):
+        tool: Any = {"type": "function", "function": {"name": "f"}}
+        client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[tool])
+
+
+def test_messages_are_the_prompt_that_the_template_makes_of_them(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert ChatTemplate(text=TEMPLATE).render(MESSAGES, add_generation_prompt=True) == TEXT
+    plain = client.completions.create(model="tiny", prompt=TEXT, temperature=1, seed=5, max_tokens=9)
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=1, seed=5, max_completion_tokens=9, logprobs=True, top_logprobs=3
+    )
+    assert chat.choices[0].message.content == plain.choices[0].text
+    assert (chat.choices[0].message.role, chat.object) == ("assistant", "chat.completion")
+    assert chat.usage == plain.usage
+    scored = chat.choices[0].logprobs
+    assert scored is not None and scored.content is not None
+    for one in scored.content:
+        assert one.bytes == (None if one.token.startswith("id:") else list(one.token.encode()))
+    assert all(len(one.top_logprobs) == 3 and one.logprob < 0 for one in scored.content)
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    counted = http.post("/tokenize", json={"messages": parts}).json()
+    assert counted["tokens"] == http.post("/tokenize", json={"prompt": "<user>a\nb\n<a>"}).json()["tokens"]
+
+
+def test_an_answer_goes_on_where_the_conversation_ended(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, temperature=0)
+    history = [*MESSAGES, first.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
+    assert client.chat.completions.create(model="tiny", messages=history, max_tokens=4).usage is not None
+
+
+def test_without_a_length_an_answer_has_the_most_that_the_server_gives(client: openai.OpenAI) -> None:
+    said = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert said.usage is not None
+    assert said.usage.completion_tokens == MOST
+
+
+def test_a_stream_of_chat_gives_the_same_answer(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 12, "n": 2}
+    whole = client.chat.completions.create(**body)
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].usage == whole.usage
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in whole.choices:
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert "".join(one.delta.content or "" for one in mine) == choice.message.content
+        assert mine[-1].finish_reason == choice.finish_reason
+        assert [one.delta.role for one in mine] == ["assistant"] + [None] * (len(mine) - 1)
+
+
+def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
+    text = "né à Paris, hello"
+    said = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert (said["count"], said["max_model_len"]) == (len(said["tokens"]), POSITIONS)
+    assert len(said["token_strs"]) == said["count"]
+    assert http.post("/detokenize", json={"tokens": said["tokens"]}).json() == {"prompt": text}
+    assert http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    info = http.get("/tokenizer_info").json()
+    assert info == {"bos_token": None, "eos_token": "<|endoftext|>", "pad_token": None, "chat_template": TEMPLATE}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "the body: give prompt or messages, one of them"),
+        ("/tokenize", {"prompt": "a", "model": "b"}, "there is no model b, only tiny"),
+        ("/detokenize", {"tokens": [1, 300]}, "tokens.1: 300 must be below 300, the size of the vocabulary"),
+    ],
+)
+def test_what_cannot_be_made_tokens_or_text_is_refused(
+    http: httpx.Client, path: str, body: dict[str, Any], words: str
+) -> None:
+    answer = http.post(path, json=body)
+    assert answer.is_client_error
+    assert answer.json()["message"] == words

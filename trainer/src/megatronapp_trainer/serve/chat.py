@@ -1,0 +1,150 @@
+"""The chat template of a model: what it makes of messages.
+
+Templates are Jinja programs that came with the model. They are rendered in Jinja's sandbox, in the environment that
+`transformers` gives them.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from megatronapp_trainer.errors import DataError
+
+CONFIG = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATE_JSON = "chat_template.json"
+_DEFAULT = "default"
+
+
+class TemplateError(Exception):
+    """A template refused the messages, or could not be rendered."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template, and the special tokens that it may name. `flaw`: why it cannot be used."""
+
+    text: str | None = None
+    tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts by name, as `bos_token`."""
+    flaw: str | None = None
+
+    @functools.cached_property
+    def _compiled(self) -> jinja2.Template:
+        assert self.text is not None
+        return _environment().from_string(self.text)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """The text of these messages. Raises TemplateError."""
+        try:
+            return self._compiled.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateError(str(error)) from error
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def read_template(*folders: pathlib.Path) -> ChatTemplate:
+    """The first template that lies in one of these folders, as `transformers` looks for it; one without text if none.
+
+    Raises DataError for files that cannot be read.
+    """
+    tokens: dict[str, str] = {}
+    for folder in folders:
+        config = _json(folder / CONFIG)
+        tokens = _tokens(_json(folder / SPECIAL_MAP)) | _tokens(config) or tokens
+        text = _template_in(folder, config)
+        if text is not None:
+            return _checked(text, tokens)
+    return ChatTemplate(tokens=tokens)
+
+
+def _template_in(folder: pathlib.Path, config: Mapping[str, Any]) -> str | None:
+    if (folder / TEMPLATE).is_file():
+        return _read(folder / TEMPLATE)
+    found = _json(folder / TEMPLATE_JSON).get("chat_template", config.get("chat_template"))
+    if isinstance(found, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get(_DEFAULT)
+    return found if isinstance(found, str) else None
+
+
+def _checked(text: str, tokens: dict[str, str]) -> ChatTemplate:
+    try:
+        _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        return ChatTemplate(tokens=tokens, flaw=f"line {error.lineno}: {error.message}")
+    return ChatTemplate(text=text, tokens=tokens)
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    given = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error}); copy it again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again")
+    return found
+
+
+def _read(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}); copy it again") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks what the assistant says; it changes nothing of the text."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja's base class has it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The statements within."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    found = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    found.filters["tojson"] = _to_json
+    found.globals["raise_exception"] = _raise_exception
+    found.globals["strftime_now"] = lambda style: datetime.datetime.now().strftime(style)
+    return found
+
+
+def _to_json(value: object, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:  # noqa: ANN401
+    """As Jinja's, without its replacement of characters of HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
