@@ -1,5 +1,6 @@
 """A run that was stopped and resumed trains as if it had never stopped, also in another layout."""
 
+import importlib
 import json
 import pathlib
 import shutil
@@ -196,3 +197,47 @@ def test_a_model_that_learns_on_keeps_what_it_expects_around_a_text(
 ) -> None:
     (found,) = run_ranks(1, learn_on, str(tmp_path))
     assert found == ['{"before": [1], "after": [], "ends": [0, 7]}'] * 3
+
+
+def pretrain_and_count(flags: str, folder: str) -> tuple[list[float], int]:
+    """All weights after `pretrain`, and how many chunks were given initial ones. Fresh memory holds NaN."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    from megatronapp_trainer import loop, pretrain
+    from megatronapp_trainer.config import parse
+
+    gpt: Any = importlib.import_module("megatronapp_trainer.models.gpt")
+    drawn, weights = 0, list[float]()
+    initialize, train_to_the_end = gpt.initialize_weights, loop.Trainer.train
+
+    def counted(model: Any, *arguments: Any, **keywords: Any) -> None:
+        nonlocal drawn
+        drawn += 1
+        initialize(model, *arguments, **keywords)
+
+    def poisoned(weight: torch.Tensor) -> torch.Tensor:
+        weight.data.fill_(torch.nan)
+        return weight
+
+    def noted(trainer: Any) -> Any:
+        weights.extend(float(weight.double().sum()) for weight in trainer._state.chunks[0].parameters())
+        return train_to_the_end(trainer)
+
+    gpt.initialize_weights, gpt._leave_empty = counted, poisoned
+    loop.Trainer.train = noted  # type: ignore[method-assign,assignment]
+    pretrain.pretrain(parse(f"{MODEL} {flags} --save {folder}".split()))
+    return weights, drawn
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])
+def test_weights_are_not_drawn_where_a_checkpoint_is_loaded(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, flags: str
+) -> None:
+    def start(more: str) -> Any:
+        (result,) = run_ranks(1, pretrain_and_count, f"{flags} {more}", str(tmp_path / "save"))
+        return result
+
+    (_, drawn_at_first), (weights, drawn_again) = start("--exit-interval 2"), start("--exit-interval 3")
+    assert (drawn_at_first, drawn_again) == (1, 0)
+    assert weights == [pytest.approx(weight) for weight in weights]  # no NaN is left

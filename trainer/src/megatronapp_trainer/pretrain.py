@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
-from megatronapp_trainer.errors import PeerLostError, RendezvousError, TrainerError
+from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
 
 if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
@@ -59,8 +59,11 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
     reporter = make_reporter(config, layout)
     if reporter is not None:
         reporter.state("starting")
-    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-    checkpoints = _open_checkpoints(run)
+    checkpoints = _checkpoint_manager(config, layout)
+    loads = checkpoints is not None and checkpoints.finds_checkpoint()
+    run = build_run(config, layout, device, vocab_size=vocab_size_of(config), drawn=not loads)
+    if checkpoints is not None and not checkpoints.load(run.state) and loads:
+        raise CheckpointError("the checkpoint was removed while this run started; start it again")
     done = run.state
     config = with_steps(config, iteration=done.iteration, consumed_samples=done.consumed_samples)
     run = dataclasses.replace(run, config=config)
@@ -73,8 +76,9 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
         observer = open_observer(run)
         if observer is not None:
             stack.callback(observer.close)
+        saves_to = checkpoints if config.checkpoint.save is not None else None
         trainer = Trainer(
-            run, iterators, stop_wish=stop_wish, reporter=reporter, checkpoints=checkpoints, observer=observer
+            run, iterators, stop_wish=stop_wish, reporter=reporter, checkpoints=saves_to, observer=observer
         )
         code = ExitCode.OK if config.logging.skip_train else trainer.train()
         if config.logging.skip_train or run.state.iteration >= config.training.train_iters:
@@ -82,16 +86,13 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
     return code
 
 
-def _open_checkpoints(run: "Run") -> Any | None:  # noqa: ANN401 - the manager, not imported where there is none
-    """The checkpoint manager, after it has loaded what there is to load; None where nothing is saved or loaded."""
-    checkpoint = run.config.checkpoint
-    if checkpoint.save is None and checkpoint.load is None:
+def _checkpoint_manager(config: TrainerConfig, layout: "Layout") -> Any | None:  # noqa: ANN401 - not imported in vain
+    """The checkpoint manager; None where nothing is saved or loaded."""
+    if config.checkpoint.save is None and config.checkpoint.load is None:
         return None
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
 
-    manager = CheckpointManager(run.config, run.layout)
-    manager.load(run.state)
-    return manager if checkpoint.save is not None else None
+    return CheckpointManager(config, layout)
 
 
 def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not imported where there is none

@@ -41,10 +41,13 @@ def layout_of(config: TrainerConfig) -> Layout:
     return layout
 
 
-def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> Run:
-    """Model, optimizer and schedules with their initial values; the groups exist already."""
+def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Run:
+    """Model, optimizer and schedules with their initial values; the groups exist already.
+
+    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    """
     seed_everything(config, layout)
-    core_config, chunks = build_chunks(config, layout, device, vocab_size=vocab_size)
+    core_config, chunks = build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
     optimizer = build_optimizer(config, chunks)
     connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
     batches = batch_schedule(config, layout.data_size)

@@ -63,6 +63,12 @@ class CheckpointManager:
         self._text_tokens: bytes | None = None
         """Of the checkpoint that was loaded: what a converted model expects around a text it keeps when it learns."""
 
+    def finds_checkpoint(self) -> bool:
+        """Whether `load` will fill the weights or fail: there is a checkpoint, whole or not. Collective."""
+        flags = self._config.checkpoint
+        folders = [pathlib.Path(folder) for folder in (flags.save, flags.load) if folder is not None]
+        return broadcast_from_zero(lambda: any(CheckpointDirectory(folder).checkpoints() for folder in folders))
+
     def load(self, state: TrainState) -> bool:
         """Resume `state` in place; whether there was something to resume from. Collective.
 

@@ -22,7 +22,8 @@ class TrainingConfig:
     seed: int = option(1234, "of weights, dropout and data order")
     calculate_per_token_loss: bool = option(
         False,
-        "weigh gradients by tokens over the whole batch, not microbatch by microbatch; the reported loss always is",
+        "weigh gradients by tokens over the whole batch; by default each microbatch weighs the same in gradients, "
+        "however few of its tokens count, while the reported loss is always a mean over tokens",
     )
     check_for_nan: bool = turned_off_by("--no-check-for-nan-in-loss-and-grad", "train on when a loss is NaN or Inf")
     exit_interval: int | None = option(None, "end after a step that is a multiple of this")

@@ -29,12 +29,17 @@ def transformer_config(config: TrainerConfig, device: Device) -> Any:  # noqa: A
         raise UsageError(f"megatron-core does not take this model: {error}") from error
 
 
-def build_chunks(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int) -> tuple[Any, list[Any]]:
-    """TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel."""
+def build_chunks(
+    config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True
+) -> tuple[Any, list[Any]]:
+    """TransformerConfig and the model chunks of this rank, each in megatron-core's DistributedDataParallel.
+
+    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    """
     core_config = transformer_config(config, device)
     vocab_size = padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by)
     chunks = [
-        _build_chunk(config, core_config, layout, chunk, vocab_size).to(device.torch_device)
+        _build_chunk(config, core_config, layout, chunk, vocab_size, drawn=drawn).to(device.torch_device)
         for chunk in range(layout.virtual_size)
     ]
     return core_config, _wrap(config, core_config, chunks)
