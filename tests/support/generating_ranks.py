@@ -42,6 +42,7 @@ LAYOUTS = {
     "alone": (1, ""),
     "TP2": (2, "--tensor-model-parallel-size 2"),
     "PP2": (2, "--pipeline-model-parallel-size 2"),
+    "PP2-uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"),
     "TP2xPP2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 

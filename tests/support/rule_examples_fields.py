@@ -112,6 +112,38 @@ _MODEL = [
             "6 cannot be divided into 2 stages of 2 chunks; write 8",
         ),
     ),
+    *good("firstStageLayers-needs-pipeline", {"spec.parallelism.firstStageLayers": 3}),
+    *bad(
+        "firstStageLayers-needs-pipeline",
+        "spec.parallelism.firstStageLayers",
+        ({"spec.parallelism": {"tensor": 4, "firstStageLayers": 3}}, "needs pipeline above 1"),
+    ),
+    *good(
+        "lastStageLayers-needs-pipeline",
+        {"spec.model.numLayers": 6, "spec.parallelism.lastStageLayers": 2, "spec.parallelism.virtualPipeline": 2},
+    ),
+    *bad(
+        "lastStageLayers-needs-pipeline",
+        "spec.parallelism.lastStageLayers",
+        (
+            {"spec.model.numLayers": 7, "spec.parallelism.lastStageLayers": 3, "spec.parallelism.virtualPipeline": 2},
+            "a multiple of virtualPipeline",
+        ),
+    ),
+    *good(
+        "layers-of-uneven-stages",
+        {"spec.model.numLayers": 5, "spec.parallelism.lastStageLayers": 2},
+        {"spec.parallelism.firstStageLayers": 3, "spec.parallelism.lastStageLayers": 1},
+    ),
+    *bad(
+        "layers-of-uneven-stages",
+        "spec.model.numLayers",
+        ({"spec.parallelism.firstStageLayers": 4}, "must be shared evenly by the other stages"),
+        (
+            {"spec.parallelism.firstStageLayers": 2, "spec.parallelism.lastStageLayers": 1},
+            "must be shared evenly by the other stages",
+        ),
+    ),
     *good("sequence-parallel-needs-tensor", {"spec.parallelism.sequenceParallel": True}),
     *bad(
         "sequence-parallel-needs-tensor",

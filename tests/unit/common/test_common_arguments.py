@@ -15,7 +15,14 @@ from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.serve.settings import build_serve_parser, read_command
 
 EVERYTHING: dict[str, Any] = {
-    "spec.parallelism": {"tensor": 2, "pipeline": 2, "virtualPipeline": 2, "sequenceParallel": True},
+    "spec.parallelism": {
+        "tensor": 2,
+        "pipeline": 2,
+        "virtualPipeline": 2,
+        "firstStageLayers": 6,
+        "lastStageLayers": 2,
+        "sequenceParallel": True,
+    },
     "spec.model": {
         "numLayers": 8,
         "hiddenSize": 64,

@@ -113,6 +113,8 @@ def test_resume_is_bit_equal(run_ranks: RunRanks, tmp_path: pathlib.Path, world:
         pytest.param((4, f"{TP2} {PP2}"), (1, ""), id="TP2xPP2-to-one"),
         pytest.param((2, ""), (4, f"{TP2} {PP2}"), id="DP2-to-TP2xPP2"),
         pytest.param((2, VPP), (2, ""), id="VPP-to-DP2"),
+        pytest.param((2, f"{PP2} --decoder-first-pipeline-num-layers 3"), (1, ""), id="uneven-to-one"),
+        pytest.param((2, PP2), (2, f"{PP2} --decoder-last-pipeline-num-layers 1"), id="PP2-to-uneven"),
     ],
 )
 @pytest.mark.parametrize("optimizer", [pytest.param("", id="plain"), pytest.param(DISTRIBUTED, id="distributed")])

@@ -179,9 +179,9 @@ def test_answers_differ_between_requests_and_models(alone: list[Answers]) -> Non
     assert len(set(said)) == len(said)
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2", "TP2xPP2"])
+@pytest.mark.parametrize("layout", ["TP2", "PP2", "PP2-uneven", "TP2xPP2"])
 def test_layouts_say_the_same(run_ranks: RunRanks, alone: list[Answers], layout: str) -> None:
-    (world, flags), variants = LAYOUTS[layout], BOTH if layout == "TP2xPP2" else SPLIT
+    (world, flags), variants = LAYOUTS[layout], BOTH if layout in {"TP2xPP2", "PP2-uneven"} else SPLIT
     answers = run_ranks(world, generate, flags, variants, (16,))[0][0]
     if any(answers[name] != alone[0][name] for name in variants):  # but for ties within rounding
         (wrong,) = run_ranks(1, expectations, variants, answers)

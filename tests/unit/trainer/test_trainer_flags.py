@@ -219,3 +219,46 @@ def test_the_entry_ends_with_the_usage_code_and_one_message(capsys: pytest.Captu
 def test_help_lists_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == ExitCode.OK
     assert "--tensor-model-parallel-size" in capsys.readouterr().out
+
+
+PP = "--pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        (f"{PP} 2", (2, 2)),
+        (f"{PP} 2 --decoder-first-pipeline-num-layers 1", (1, 3)),
+        (f"{PP} 3 --decoder-last-pipeline-num-layers 2", (1, 1, 2)),
+        (
+            f"{PP} 4 --num-layers 8 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 1",
+            (3, 2, 2, 1),
+        ),
+        (f"{PP} 2 --num-layers 3 --account-for-loss-in-pipeline-split", (2, 2)),
+    ],
+)
+def test_layers_of_stages(flags: str, layers: tuple[int, ...]) -> None:
+    config = parsed(flags)
+    assert config.parallel.stage_layers(config.model.num_layers) == layers
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (f"{PP} 3", "--num-layers 4 cannot be divided into 3 stages; take a multiple of 3, or give uneven stages with"),
+        (f"{PP} 2 --account-for-loss-in-pipeline-split", "4 and 1 counted for embedding and loss cannot be divided"),
+        ("--decoder-first-pipeline-num-layers 2", "needs --pipeline-model-parallel-size above 1"),
+        ("--account-for-loss-in-pipeline-split", "needs --pipeline-model-parallel-size above 1"),
+        (f"{PP} 2 --decoder-first-pipeline-num-layers 4", "leave layers of --num-layers 4 that the other stages"),
+        (f"{PP} 2 --decoder-first-pipeline-num-layers 5", "leave layers of --num-layers 4 that the other stages"),
+        (f"{PP} 2 --decoder-first-pipeline-num-layers 0", "must be above 0"),
+        (f"{PP} 2 --decoder-last-pipeline-num-layers 1 --account-for-loss-in-pipeline-split", "exclude each other"),
+        (f"{PP} 2 --decoder-last-pipeline-num-layers 1 --num-virtual-stages-per-pipeline-rank 3", "into 3 chunks"),
+        (
+            f"{PP} 2 --decoder-last-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
+            "give --num-virtual-stages-per-pipeline-rank instead",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_cut_so(flags: str, words: str) -> None:
+    assert words in refusal(flags)

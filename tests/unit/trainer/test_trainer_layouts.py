@@ -99,6 +99,32 @@ def test_pipelines_are_bit_equal_to_one_process(run_ranks: RunRanks, alone: Any,
     assert losses == alone(UNTIED)[0]
 
 
+@pytest.mark.parametrize(
+    ("world", "layers", "cut"),
+    [
+        pytest.param(2, 4, "--decoder-first-pipeline-num-layers 3", id="first"),
+        pytest.param(2, 4, "--decoder-last-pipeline-num-layers 1 --use-distributed-optimizer", id="last"),
+        pytest.param(4, 5, "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1", id="both"),
+        pytest.param(2, 3, "--account-for-loss-in-pipeline-split", id="loss"),
+        pytest.param(
+            4, 2, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", id="alone"
+        ),
+        pytest.param(
+            2, 6, "--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2", id="chunks"
+        ),
+        pytest.param(
+            2, 7, "--account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2", id="loss-chunks"
+        ),
+    ],
+)
+def test_uneven_stages_are_bit_equal_to_one_process(
+    run_ranks: RunRanks, alone: Any, world: int, layers: int, cut: str
+) -> None:
+    model = f"{UNTIED} --num-layers {layers} --train-iters 4"
+    losses, _ = losses_of(run_ranks, world, f"{model} --pipeline-model-parallel-size {world} {cut}")
+    assert losses == alone(model)[0]
+
+
 SPLIT = {
     "TP2": (2, "--tensor-model-parallel-size 2"),
     # the grouped model has 2 key heads: each is held by two ranks

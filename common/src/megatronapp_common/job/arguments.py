@@ -25,6 +25,8 @@ FLAGS: tuple[FlagOf, ...] = (
     FlagOf("parallelism.tensor", "--tensor-model-parallel-size"),
     FlagOf("parallelism.pipeline", "--pipeline-model-parallel-size"),
     FlagOf("parallelism.virtual_pipeline", "--num-virtual-stages-per-pipeline-rank"),
+    FlagOf("parallelism.first_stage_layers", "--decoder-first-pipeline-num-layers"),
+    FlagOf("parallelism.last_stage_layers", "--decoder-last-pipeline-num-layers"),
     FlagOf("parallelism.context", "--context-parallel-size"),
     FlagOf("parallelism.expert", "--expert-model-parallel-size"),
     FlagOf("parallelism.sequence_parallel", "--sequence-parallel"),

@@ -76,6 +76,10 @@ class Parallelism(ManifestModel):
     """Pipeline stages."""
     virtual_pipeline: Count | None = None
     """Model chunks of each rank: the interleaved schedule, with 2 or more."""
+    first_stage_layers: Count | None = None
+    """Layers of the first pipeline stage, the embedding beside them; left out: as many as the others."""
+    last_stage_layers: Count | None = None
+    """Layers of the last pipeline stage, the loss beside them; left out: as many as the others."""
     data: Count | None = None
     """Model replicas; left out: derived from nodes x procPerNode."""
     context: Size = 1

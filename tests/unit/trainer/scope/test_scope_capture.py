@@ -26,6 +26,7 @@ BY_LAYOUT = {
     "alone": ("learned-tied", "rotary-grouped", "rotary-tied-window", "rotary-one-key-head"),
     "TP2": ("rotary-one-key-head", "rotary-grouped"),
     "PP2": ("learned-tied", "rotary-one-key-head"),
+    "PP2-uneven": ("learned-tied",),
     "TP2xPP2": ("learned-tied", "rotary-grouped"),
 }
 

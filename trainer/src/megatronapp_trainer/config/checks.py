@@ -169,12 +169,60 @@ def _pipeline(config: TrainerConfig) -> None:
         parallel.num_virtual_stages_per_pipeline_rank is None or parallel.num_layers_per_virtual_pipeline_stage is None,
         "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both",
     )
-    _require(
-        virtual > 0 and layers % (pipeline * virtual) == 0,
-        f"--num-layers {layers} cannot be divided into {pipeline} stages of {max(virtual, 1)} chunks; "
-        f"take a multiple of {pipeline * max(virtual, 1)}",
-    )
+    _require(virtual > 0, f"--num-layers {layers} cannot be divided into {pipeline} stages of 0 chunks")
     _require(virtual == 1 or pipeline > 1, "an interleaved schedule needs --pipeline-model-parallel-size above 1")
+
+
+def _stages(config: TrainerConfig) -> None:
+    """How many layers each stage has."""
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual = parallel.pipeline_model_parallel_size, config.virtual_size
+    ends = {
+        "--decoder-first-pipeline-num-layers": parallel.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
+    }
+    given = [flag for flag, value in ends.items() if value is not None]
+    for flag in given:
+        _require(pipeline > 1, f"{flag} needs --pipeline-model-parallel-size above 1")
+        value = ends[flag] or 0
+        _require(value > 0, f"{flag} must be above 0")
+        _require(value % virtual == 0, f"{flag} {value} cannot be divided into {virtual} chunks")
+    _require(
+        not given or parallel.num_layers_per_virtual_pipeline_stage is None,
+        f"{' and '.join(given)}: give --num-virtual-stages-per-pipeline-rank "
+        "instead of --num-layers-per-virtual-pipeline-stage",
+    )
+    counted = {
+        "--account-for-embedding-in-pipeline-split": parallel.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
+    }
+    for flag, on in counted.items():
+        _require(not on or pipeline > 1, f"{flag} needs --pipeline-model-parallel-size above 1")
+        _require(not (on and given), f"{flag} and {' and '.join(given)} exclude each other")
+    _require(_fits(parallel.stage_layers, layers, virtual), _how_to_cut(config, given))
+
+
+def _fits(stage_layers: Callable[[int], tuple[int, ...]], layers: int, virtual: int) -> bool:
+    try:
+        return all(count > 0 and count % virtual == 0 for count in stage_layers(layers))
+    except ValueError:
+        return False
+
+
+def _how_to_cut(config: TrainerConfig, given: list[str]) -> str:
+    parallel, layers = config.parallel, config.model.num_layers
+    pipeline, virtual = parallel.pipeline_model_parallel_size, config.virtual_size
+    chunks = f" of {virtual} chunks" if virtual > 1 else ""
+    if given:
+        ends = " and ".join(f"{flag} {getattr(parallel, flag[2:].replace('-', '_'))}" for flag in given)
+        return f"{ends} leave layers of --num-layers {layers} that the other stages cannot share evenly{chunks}"
+    counted = parallel.counted_as_layers
+    more = f" and {counted} counted for embedding and loss" if counted else ""
+    return (
+        f"--num-layers {layers}{more} cannot be divided into {pipeline} stages{chunks}; take a multiple of "
+        f"{pipeline * virtual}{f' less {counted}' if counted else ''}, or give uneven stages with "
+        "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+    )
 
 
 def _overlap(config: TrainerConfig) -> None:
@@ -350,6 +398,7 @@ _RULES: tuple[Callable[[TrainerConfig], None], ...] = (
     _shape,
     _tensor_parallel,
     _pipeline,
+    _stages,
     _overlap,
     _recompute,
     _batches,

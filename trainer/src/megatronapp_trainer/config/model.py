@@ -103,6 +103,14 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = option(1, "pipeline stages")
     num_layers_per_virtual_pipeline_stage: int | None = option(None, "layers of one model chunk: interleaved schedule")
     num_virtual_stages_per_pipeline_rank: int | None = option(None, "model chunks per rank: interleaved schedule")
+    decoder_first_pipeline_num_layers: int | None = option(
+        None, "layers of the first stage, the embedding beside them; the others share the rest evenly"
+    )
+    decoder_last_pipeline_num_layers: int | None = option(
+        None, "layers of the last stage, the loss beside them; the others share the rest evenly"
+    )
+    account_for_embedding_in_pipeline_split: bool = option(False, "the embedding counts as a layer of the first stage")
+    account_for_loss_in_pipeline_split: bool = option(False, "the loss counts as a layer of the last stage")
     sequence_parallel: bool = option(False, "norms and dropout work on slices of the sequence within a tensor group")
     context_parallel_size: int = option(1, "only 1 is supported")
     expert_model_parallel_size: int = option(1, "only 1 is supported")
@@ -122,8 +130,25 @@ class ParallelConfig:
         if self.num_virtual_stages_per_pipeline_rank is not None:
             return self.num_virtual_stages_per_pipeline_rank
         if self.num_layers_per_virtual_pipeline_stage is not None:
-            return num_layers // (self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage)
+            parts = self.pipeline_model_parallel_size * self.num_layers_per_virtual_pipeline_stage
+            return (num_layers + self.counted_as_layers) // parts
         return 1
+
+    @property
+    def counted_as_layers(self) -> int:
+        """How many of embedding and loss are counted as layers when stages are cut."""
+        return self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+
+    def stage_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Layers of each stage, those counted for embedding and loss included. Raises ValueError if it does not fit."""
+        stages = self.pipeline_model_parallel_size
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        rest = num_layers + self.counted_as_layers - (first or 0) - (last or 0)
+        middle = stages - (first is not None) - (last is not None)
+        if rest < 0 or (rest % middle if middle > 0 else rest):
+            raise ValueError(f"{rest} layers cannot be shared by {middle} stages")
+        share = (rest // middle,) * middle if middle > 0 else ()
+        return (*(() if first is None else (first,)), *share, *(() if last is None else (last,)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

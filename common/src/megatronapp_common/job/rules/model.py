@@ -11,6 +11,10 @@ SEQUENCE = "self.parallelism.sequenceParallel"
 _PADDING = "(has(self.model.makeVocabSizeDivisibleBy) ? self.model.makeVocabSizeDivisibleBy : 128)"
 _PIPED = f"(has({CHUNKS}) && {STAGES} > 1 ? {CHUNKS} : 1)"
 _PARTS = f"{STAGES} * {_PIPED}"
+_FIRST, _LAST = "self.parallelism.firstStageLayers", "self.parallelism.lastStageLayers"
+_UNEVEN = f"(has({_FIRST}) || has({_LAST}))"
+_SHARED = f"(self.model.numLayers - (has({_FIRST}) ? {_FIRST} : 0) - (has({_LAST}) ? {_LAST} : 0))"
+_SHARING = f"({STAGES} - (has({_FIRST}) ? 1 : 0) - (has({_LAST}) ? 1 : 0))"
 _OF_CHUNKS = f"{_PIPED} > 1 ? {say(f' of {{{_PIPED}}} chunks')} : ''"
 
 
@@ -102,12 +106,28 @@ _LAYOUT = (
     Rule(
         id="layers-of-stages",
         field=".model.numLayers",
-        rule=f"self.model.numLayers % ({_PARTS}) == 0",
+        rule=f"{_UNEVEN} || self.model.numLayers % ({_PARTS}) == 0",
         says="must be a multiple of parallelism.pipeline x virtualPipeline",
         message=say(
             f"{{self.model.numLayers}} cannot be divided into {{{STAGES}}} stages{{{_OF_CHUNKS}}}; "
             f"write {{{nearest_multiple('self.model.numLayers', f'({_PARTS})')}}}"
         ),
+    ),
+    *(
+        Rule(
+            id=f"{name}-needs-pipeline",
+            field=f".parallelism.{name}",
+            rule=f"!has(self.parallelism.{name}) || ({STAGES} > 1 && self.parallelism.{name} % ({_PIPED}) == 0)",
+            says="needs pipeline above 1, and a multiple of virtualPipeline",
+        )
+        for name in ("firstStageLayers", "lastStageLayers")
+    ),
+    Rule(
+        id="layers-of-uneven-stages",
+        field=".model.numLayers",
+        rule=f"!{_UNEVEN} || {STAGES} == 1 || ({_SHARING} == 0 ? {_SHARED} == 0 : "
+        f"{_SHARED} > 0 && {_SHARED} % ({_SHARING} * {_PIPED}) == 0)",
+        says="less firstStageLayers and lastStageLayers must be shared evenly by the other stages",
     ),
     Rule(
         id="sequence-parallel-needs-tensor",
