@@ -42,6 +42,20 @@ def test_wrong_flags(words: list[str], world: int, flag: str, said: str) -> None
     assert (problem.code, problem.flags[0], said in problem.message) == (ExitCode.USAGE, flag, True), problem
 
 
+def test_a_checkpoint_of_another_program_is_named_before_anything_starts(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").touch()
+    words = [*FLAGS, *MOCK, "--load", str(tmp_path / "there")]
+    (problem,) = check.find_problems(words, 1)
+    assert (problem.code, problem.flags) == (ExitCode.DATA, ("--load",))
+    assert "in the legacy layout" in problem.message
+    assert f"megatronapp checkpoint convert --load-dir {tmp_path / 'there'}" in problem.message
+    save = tmp_path / "save"
+    (save / "iter_0000001").mkdir(parents=True)  # it is resumed from, and --load is not looked at
+    assert check.find_problems([*words, "--save", str(save)], 1) == []
+
+
 def test_what_can_be_trained_has_no_problem(tmp_path: pathlib.Path) -> None:
     assert check.find_problems([*FLAGS, *MOCK], 4) == []
     corpus = write_corpus(tmp_path / "corpus", 30)

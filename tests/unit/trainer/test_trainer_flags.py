@@ -97,7 +97,23 @@ def test_a_flag_that_is_near_none_gets_no_suggestion(flag: str) -> None:
     assert refusal(flag) == f"unknown flag {flag}; python -m megatronapp_trainer.pretrain --help lists all"
 
 
-@pytest.mark.parametrize("flag", ["--fp16", "--fp8-format=e4m3", "--moe-router-topk", "--async-save"])
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--trace-dir", "megatronapp trace export JOB -o FILE"),
+        ("--trace-interval=5", "--from N --to M"),
+        ("--workload", "comes with MegaDPP"),
+        ("--fp16", "write --bf16"),
+        ("--tranformer-impl", "a misprint of --transformer-impl"),
+    ],
+)
+def test_flags_of_megatronapps_pages_are_answered(flag: str, words: str) -> None:
+    message = refusal(flag)
+    assert message.startswith(f"{flag.partition('=')[0]}: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("flag", ["--fp8-margin=1", "--moe-router-topk", "--async-save"])
 def test_megatrons_other_flags_are_refused_by_name(flag: str) -> None:
     message = refusal(flag)
     assert message.startswith(flag.partition("=")[0])

@@ -10,11 +10,14 @@ the first problem, else 0. What depends on the machine (GPUs, ports, memory) is 
 import argparse
 import dataclasses
 import json
+import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
 
 from megatronapp_common.names import ExitCode
+from megatronapp_trainer.checkpoint import foreign
+from megatronapp_trainer.checkpoint.directory import CheckpointDirectory
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.data.corpus_check import CorpusFacts, inspect_corpus
@@ -64,6 +67,8 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
         check_divides(world_size, tensor_size=tensor, pipeline_size=pipeline)
         data_size = world_size // (tensor * pipeline)
         check_world(config, data_size)
+        if (problem := _foreign_load(config)) is not None:
+            return [problem]
         if config.data.mock_data:
             return []
         request = dataset_request(config, data_size)
@@ -71,6 +76,15 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
     except TrainerError as error:
         return [problem_of(error, flags=("--split",) if isinstance(error, DataError) else ())]
     return list(_data_problems(config, request))
+
+
+def _foreign_load(config: TrainerConfig) -> Problem | None:
+    """Where --load names what another program has written, and --save has no checkpoint that would be read first."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load is None or (save is not None and CheckpointDirectory(pathlib.Path(save)).checkpoints()):
+        return None
+    reason = foreign.answer(pathlib.Path(load))
+    return None if reason is None else Problem(code=ExitCode.DATA, flags=("--load",), message=reason)
 
 
 def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[Problem]:

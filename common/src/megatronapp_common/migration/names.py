@@ -24,7 +24,7 @@ FLAGS: Final[dict[str, str]] = {
     "--multi-node": "several nodes are spec.nodes; leave it out of the flags",
     "--forward-backward-disaggregating": _FBD,
     "--ignore-forward-tensor-parallel": _FBD,
-    "--training-ws-port": f"MegaScope while a model trains is {_NOT_YET}; the page of a job: megatronapp ui JOB",
+    "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
     "--enable-ws-server": "the pages are served beside megatronapp serve anyway; taken there",
     "--tensor-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.tensor",
     "--sequence-parallel": f"{_SAME}; in a manifest spec.parallelism.sequenceParallel",

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, cast
 
+from megatronapp_common.migration.names import FLAGS
 from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config.checks import check
 from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
@@ -93,6 +94,8 @@ def _refusal(argument: str, known: list[str]) -> str:
         return f"unexpected argument {argument!r}: every value needs a flag before it"
     if flag in LATER_FLAGS:
         return f"{flag} comes with a later release: this trainer has no {LATER_FLAGS[flag]} yet; leave it out"
+    if flag in FLAGS and flag not in known:
+        return f"{flag}: {FLAGS[flag]}"
     if flag in megatron_flags() and flag not in OTHER_SPELLINGS:
         return f"{flag} is a flag of Megatron-LM that this trainer does not support yet; leave it out"
     meant = _meant(flag.replace("_", "-"), known)

@@ -27,9 +27,9 @@ _UNSUPPORTED = {
     "attention_output_gate": "gated attention",
     "linear_attention_freq": "linear attention",
     "experimental_attention_variant": "other kinds of attention",
-    "add_class_token": "class tokens",
 }
 """What no model of this trainer has, where the argument is set."""
+_NO_INTERPOLATION = ("rotary_seq_len_interpolation_factor", 1)
 
 
 def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
@@ -39,7 +39,7 @@ def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
         CheckpointError: an argument is missing, or says something that no model of this trainer has.
     """
     for name, what in _UNSUPPORTED.items():
-        if arguments.get(name):
+        if arguments.get(name) and (name, arguments[name]) != _NO_INTERPOLATION:
             raise CheckpointError(f"its {name} is {arguments[name]}: {what} cannot be trained here")
     heads, hidden = _whole(arguments, "num_attention_heads"), _whole(arguments, "hidden_size")
     longest = _whole(arguments, "max_position_embeddings", arguments.get("seq_length"))
