@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatronapp_analyzer.agent import rings
 from megatronapp_analyzer.agent.rings import (
     CLOCK_RESEND_NS,
     FRAME_RECORDS,
@@ -17,6 +18,7 @@ from megatronapp_analyzer.agent.rings import (
     process_state,
 )
 from megatronapp_common import frames
+from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import RECORD_BYTES
 
 
@@ -217,3 +219,20 @@ def test_clock_pairs_are_told_now_and_then(shelf: Shelf) -> None:
 def test_process_state() -> None:
     assert process_state(os.getpid()) in ("R", "S")
     assert process_state(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(("namespace", "state"), [(None, "R"), (pid_namespace(), "R"), (1, None)])
+def test_a_process_of_another_namespace_is_not_taken_for_one_of_ours(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, namespace: int | None, state: str | None
+) -> None:
+    """In a pod the agent does not share the trainer's processes: the same number may be anybody's, and end."""
+    found = {"state": "R"}
+    monkeypatch.setattr(rings, "process_state", lambda _pid: found["state"])
+    metadata = json.dumps({"world": 1, "pidNamespace": namespace}).encode()
+    monkeypatch.setattr(FakeRing, "info", lambda _self: Info(metadata=metadata))
+    shelf.put("job.rank0.ring")
+    (source,) = shelf.directory.discover()
+    assert source.status(0)["processState"] == state
+    found["state"] = "Z"
+    source.read()
+    assert source.status(0)["alive"] is (state is None)

@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,6 +144,49 @@ def test_newest_step_of_each_rank() -> None:
     assembler = StepAssembler(0, 2)
     assembler.add(0, np.concatenate([spans(3), spans(4, ended=False)]))
     assert assembler.newest == {0: 3}
+
+
+def in_step(assembler: StepAssembler, steps: range) -> list[int]:
+    whole = []
+    for step in steps:
+        for rank in range(2):
+            whole += assembler.add(rank, spans(step))[0]
+    assert all(step.complete for step in whole)
+    return [step.step for step in whole]
+
+
+@pytest.mark.parametrize("total", [None, 1000])
+@pytest.mark.parametrize("batch", ["alone", "in front of the next", "behind the last"])
+def test_a_garbled_step_number_closes_no_step(total: int | None, batch: str) -> None:
+    """It made every other rank absent, and all steps until then were handed out as incomplete."""
+    assembler = StepAssembler(0, 2, total)
+    wild = spans(1 << 31, spans_before=0)
+    assert in_step(assembler, range(5)) == list(range(5))
+    chunks = {
+        "alone": [wild, spans(5)],
+        "in front of the next": [np.concatenate([wild, spans(5)])],
+        "behind the last": [np.concatenate([spans(5), wild])],
+    }[batch]
+    for chunk in chunks:
+        assert assembler.add(0, chunk)[0] == []
+    whole, _ = assembler.add(1, spans(5))
+    assert [(step.step, step.complete) for step in whole] == [(5, True)]
+    assert in_step(assembler, range(6, 9)) == [6, 7, 8]
+    assert (assembler.absent, assembler.garbled) == (frozenset(), 1)
+
+
+def test_a_rank_that_truly_went_on_is_believed_with_its_next_records() -> None:
+    """An agent that was away for long brings steps far ahead."""
+    assembler = StepAssembler(0, 2)
+    in_step(assembler, range(3))
+    far = 3 + 10 * PATIENCE_STEPS
+    assert assembler.add(0, spans(far))[0] == []
+    assert assembler.newest[0] == 2
+    assembler.add(0, spans(far + 1))
+    assert (assembler.newest[0], assembler.garbled) == (far + 1, 0)
+    assembler.add(1, spans(far))
+    whole, _ = assembler.add(1, spans(far + 1))
+    assert [(step.step, step.complete) for step in whole][-1] == (far + 1, True)
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))

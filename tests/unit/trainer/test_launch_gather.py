@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatronapp_common.names import ExitCode, RankOrder
-from megatronapp_trainer.errors import RendezvousError, StoppedError, UsageError
+from megatronapp_trainer.errors import MessageError, RendezvousError, StoppedError, UsageError
 from megatronapp_trainer.launch import address, member, messages
 from megatronapp_trainer.launch.board import Board
 from megatronapp_trainer.launch.coordinator import Coordinator
@@ -461,3 +461,26 @@ async def test_the_secret_never_travels(endpoint: Endpoint) -> None:
         await asyncio.gather(trying, return_exceptions=True)
     assert b'\\"index\\":1' in seen
     assert TOKEN.encode() not in seen
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("line", [b"[" * 200_000 + b"\n", b"x" * 2000, b"[" * 1000 + b"\n"])
+async def test_a_greeting_that_is_none_is_refused_and_the_gang_still_gathers(endpoint: Endpoint, line: bytes) -> None:
+    """Nested brackets raised RecursionError in a task that nobody looked after, and the connection stayed open."""
+    async with coordinating(endpoint) as task:
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(line)
+        async with asyncio.timeout(DEADLINE_S):
+            with contextlib.suppress(ConnectionError):  # what was sent behind the limit is not read any more
+                said = await reader.read()
+                assert b'"refused"' in said
+        writer.close()
+        members = await asyncio.gather(enter(endpoint, join(1)), enter(endpoint, join(2)))
+        await task
+        for one in members:
+            await one.close()
+
+
+def test_brackets_behind_a_greeting_are_no_message() -> None:
+    with pytest.raises(MessageError, match="not JSON"):
+        messages.decode(b"[" * 200_000 + b"\n")

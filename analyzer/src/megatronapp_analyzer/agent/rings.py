@@ -12,6 +12,7 @@ from typing import Any
 from megatronapp_analyzer.agent.buffer import Packet, RingId
 from megatronapp_analyzer.agent.native import Reader
 from megatronapp_common.frames import Frame, FrameType, encode
+from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import NO_MICROBATCH, RECORD_BYTES
 
 LOG = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class RingSource:
         self._metadata = json.loads(self._info.metadata or b"{}")
         self._clock_pairs: list[tuple[int, int]] = []
         self._clock_due_ns = 0
-        self._state = process_state(self._info.pid)
+        self._state = self._process_state()
         self._was_seen = self._state is not None
         self._gone = False
         self._drained = False
@@ -99,7 +100,7 @@ class RingSource:
         packets: list[Packet] = []
         if self._gone:
             return packets
-        self._state = process_state(self._info.pid)
+        self._state = self._process_state()
         self._was_seen |= self._state is not None
         try:
             ending = self._info.closed or not self._alive() or not self._is_linked()
@@ -158,6 +159,11 @@ class RingSource:
     def close(self) -> None:
         """Unmap."""
         self._reader.close()
+
+    def _process_state(self) -> str | None:
+        """None for a process of another PID namespace, as in a pod: its number is another process's here."""
+        namespace = self._metadata.get("pidNamespace") if isinstance(self._metadata, dict) else None
+        return process_state(self._info.pid) if namespace in {None, pid_namespace()} else None
 
     def _alive(self) -> bool:
         """A process that this agent never saw may live in another PID namespace: it counts as alive."""

@@ -4,6 +4,10 @@ A step is whole once every rank has delivered its STEP record. A rank that is tw
 waited for; nor is anybody once the first rank is PATIENCE_STEPS ahead, so that memory stays bounded when a ring is
 missing. Who made the others wait that long is absent, and is waited for again once it is within REJOIN_STEPS of the
 first: it need not overtake anybody, and what it then still lacks is well within the patience.
+
+A step number is believed if the job can have it and it is within PATIENCE_STEPS of the newest known one. One that is
+further ahead waits until the rank's next records are of that step or later ones; else it was garbled and is dropped,
+before it would make all other ranks absent.
 """
 
 import dataclasses
@@ -68,9 +72,15 @@ def in_order(rows: RankRecords) -> RankRecords:
 class StepAssembler:
     """Collects records of one attempt until steps are whole; hands them out in order of their numbers."""
 
-    def __init__(self, attempt: int, world: int) -> None:
+    def __init__(self, attempt: int, world: int, total_steps: int | None = None) -> None:
+        """`total_steps`: the job has no step after this one; None: nobody knows."""
         self._attempt = attempt
         self._world = world
+        self._total_steps = total_steps
+        self._doubtful: dict[int, list[NDArray[np.void]]] = {}
+        """Of each rank: records whose steps are far ahead of all."""
+        self.garbled = 0
+        """Records whose steps were not believed."""
         self._pending: dict[int, _Pending] = {}
         self._newest: dict[int, int] = {}
         self._closed_below = 0
@@ -95,7 +105,7 @@ class StepAssembler:
         `lost` counts records that the ring lost just before these.
         """
         late = []
-        for step, part in split_by_step(records):
+        for step, part in split_by_step(self._believed(rank, records)):
             ended = bool((part["kind"] == Kind.STEP).any())
             if ended:
                 self._newest[rank] = max(step, self._newest.get(rank, step))
@@ -111,6 +121,29 @@ class StepAssembler:
         if lost:
             self._note_loss(lost)
         return list(self._whole()), late
+
+    def _believed(self, rank: int, records: NDArray[np.void]) -> NDArray[np.void]:
+        """The records without those of garbled steps, and with those that waited for the rank's next ones."""
+        if self._total_steps is not None:
+            possible = records["step"] <= self._total_steps
+            self.garbled += len(records) - int(possible.sum())
+            records = records[possible]
+        waiting = self._doubtful.pop(rank, None)
+        if not len(records) or not self._newest:
+            return records
+        bound = max(self._front(), self._newest.get(rank, 0)) + PATIENCE_STEPS
+        if waiting is not None and records["step"][0] >= waiting[0]["step"].min():
+            return np.concatenate([*waiting, records])
+        self.garbled += sum(map(len, waiting or ()))
+        ahead = records["step"] > bound
+        if not ahead.any():
+            return records
+        later = np.minimum.accumulate(records["step"][::-1])[::-1]
+        doubtful = records[ahead & (later > bound)]
+        self.garbled += int(ahead.sum()) - len(doubtful)
+        if len(doubtful):
+            self._doubtful[rank] = [doubtful]
+        return records[~ahead]
 
     def flush(self) -> list[Assembled]:
         """What is left, as incomplete steps; for the end of an attempt."""

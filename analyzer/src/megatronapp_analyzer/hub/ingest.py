@@ -74,7 +74,7 @@ class AttemptState:
             raise ProtocolError("bad-ring", f"rank {ring.rank} says a world of {ring.world}, others {self.world}")
         self.rings[ring.rank] = ring
         if self.assembler is None:
-            self.assembler = StepAssembler(self.attempt, ring.world)
+            self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
             self._digester = Digester(ring.world, None)
         if len(self.rings) == ring.world:
             self._lay_out()

@@ -42,6 +42,11 @@ def real_offset_ns(pairs: Sequence[Sequence[int]]) -> int:
     return int(pairs[-1][1]) - int(pairs[-1][0]) if pairs else 0
 
 
+def _count(told: Any) -> int | None:  # noqa: ANN401 - JSON of another process
+    """A number of steps above 0; a job that only loads and ends has none."""
+    return int(told) or None if told is not None else None
+
+
 def _cost_ns(told: float | None) -> float | None:
     return None if told is None else float(told)
 
@@ -70,7 +75,7 @@ def parse_ring(attempt: int, header: Mapping[str, Any]) -> RankRing:
             device=str(metadata.get("device", "cpu")),
             boot_id=str(header["bootId"]),
             real_offset_ns=real_offset_ns(header["clockPairs"]),
-            total_iterations=metadata.get("totalIterations"),
+            total_iterations=_count(metadata.get("totalIterations")),
             record_cost_ns=_cost_ns(metadata.get("recordCostNs")),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:

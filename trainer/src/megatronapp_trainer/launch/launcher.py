@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from megatronapp_common.names import ExitCode
+from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.tokens import Role, derive, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
 from megatronapp_trainer.launch import address, preflight, process, reach, shared_memory
@@ -266,6 +267,7 @@ def _counters(settings: Settings, own: str, supervisor: Supervisor) -> contextli
         "node": settings.node,
         "address": own,
         "pid": os.getpid(),
+        "pidNamespace": pid_namespace(),
         "localRanks": settings.num_ranks,
         "devices": devices.count,
     }

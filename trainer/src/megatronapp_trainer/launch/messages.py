@@ -28,6 +28,9 @@ JOIN_S = 10.0
 MAX_LINE_BYTES = 8 * 1024 * 1024
 """A table of 16,384 ranks has about 1 MiB."""
 
+MAX_GREETING_BYTES = 1024
+"""Before a greeting nobody has said who they are."""
+
 Side = Literal["coordinator", "worker"]
 T = TypeVar("T", int, str)
 
@@ -130,7 +133,7 @@ def decode(line: bytes, *, sealed: bool = False) -> dict[str, Any]:
     """The object of one line. Raises RefusedError if it is a refusal, MessageError if it is no object."""
     try:
         document = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MessageError("a line that is not JSON") from error
     if not isinstance(document, dict):
         raise MessageError("a line that is not an object")

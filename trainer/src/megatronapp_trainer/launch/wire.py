@@ -30,7 +30,7 @@ class Wire:
         nonce = messages.new_nonce()
         writer.write(messages.greeting(nonce))
         async with asyncio.timeout(GREETING_S):
-            other = messages.parse_greeting(await _line(reader))
+            other = messages.parse_greeting(await _greeting_line(reader))
         coordinator, worker = (nonce, other) if side == "coordinator" else (other, nonce)
         session = messages.Session(token, side=side, coordinator_nonce=coordinator, worker_nonce=worker)
         return cls(reader, writer, session)
@@ -69,6 +69,18 @@ class Wire:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._writer.wait_closed()
+
+
+async def _greeting_line(reader: asyncio.StreamReader) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if len(line) == messages.MAX_GREETING_BYTES:
+            raise MessageError(f"a greeting of more than {messages.MAX_GREETING_BYTES} bytes")
+        byte = await reader.read(1)
+        if not byte:
+            raise EOFError("the other side has closed the connection")
+        line += byte
+    return bytes(line)
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

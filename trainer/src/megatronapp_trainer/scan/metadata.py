@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.names import Env
+from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.trace import Kind
 from megatronapp_trainer.layout import Layout
 from megatronapp_trainer.observe import RunContext
@@ -63,6 +64,7 @@ def ring_metadata(context: RunContext, table: Iterable[Communicator], record_cos
         "node": os.environ.get(Env.NODE_NAME) or socket.gethostname(),
         "address": os.environ.get(Env.ADDRESS, ""),
         "pid": os.getpid(),
+        "pidNamespace": pid_namespace(),
         "world": layout.world_size,
         "layout": {
             "tensor": layout.tensor_size,
