@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes, or a tool beside it, from tests/tools and print the folder that holds them.
-# Usage: kube_tools.sh api|cluster|helm|kwok|coredns
+# Usage: kube_tools.sh api|cluster|helm|kwok|coredns|kueue
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (200 s on two cores, once)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
-#   helm, kwok, coredns   that program alone (75 to 105 s each)
+#   helm, kwok, coredns, kueue   that program alone (75 to 105 s each)
 # For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
 # module in a folder named by the hash of what made it.
 set -euo pipefail
 cd "$(dirname "$0")/../tests/tools"
 
-group="${1:?usage: kube_tools.sh api|cluster|helm|kwok|coredns}"
+group="${1:?usage: kube_tools.sh api|cluster|helm|kwok|coredns|kueue}"
 module=$group programs=("$group")
 case "$group" in
   api) module=kubernetes programs=(kube-apiserver kubectl etcd) ;;
@@ -17,8 +17,9 @@ case "$group" in
   helm) main=helm.sh/helm/v3/cmd/helm ;;
   kwok) main=sigs.k8s.io/kwok/cmd/kwok ;;
   coredns) main=github.com/coredns/coredns ;;
+  kueue) main=sigs.k8s.io/kueue/cmd/kueue ;;
   *)
-    echo "kube_tools.sh: unknown set '$group'; use api, cluster, helm, kwok or coredns" >&2
+    echo "kube_tools.sh: unknown set '$group'; use api, cluster, helm, kwok, coredns or kueue" >&2
     exit 2
     ;;
 esac
@@ -57,6 +58,7 @@ case "$module" in
     ;;
   kwok) version=$(released sigs.k8s.io/kwok) ;;
   coredns) version=$(released github.com/coredns/coredns) ;;
+  kueue) version=$(released sigs.k8s.io/kueue) ;;
 esac
 made_by=$({ cat go.mod go.sum; echo "CGO_ENABLED=0 -trimpath $flags"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
 folder="${XDG_CACHE_HOME:-$HOME/.cache}/megatronapp/$module-$version-$made_by"
@@ -72,4 +74,9 @@ for program in "${programs[@]}"; do
   CGO_ENABLED=0 GOFLAGS=-mod=readonly go build -trimpath -ldflags "$flags" -o "$folder/.$program.part" "$source"
   mv "$folder/.$program.part" "$folder/$program"
 done
+if [ "$module" = kueue ] && [ ! -e "$folder/chart" ]; then # its CRDs and webhooks
+  cp -r "$(go list -m -f '{{.Dir}}' sigs.k8s.io/kueue)/charts/kueue" "$folder/.chart.part"
+  chmod -R u+w "$folder/.chart.part"
+  mv "$folder/.chart.part" "$folder/chart"
+fi
 echo "$folder"
