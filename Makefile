@@ -11,7 +11,7 @@ JOBS ?= 2
 LANES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-py test-cpp test-ui lint format generate verify bench build constraints clean
+.PHONY: help setup demo test test-full test-py test-cpp test-ui lint format generate verify bench build constraints clean
 
 help: ## List the targets
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,11 @@ test-py: setup
 	scripts/kube_tools.sh api
 	scripts/kube_tools.sh helm
 	$(BIN)/python scripts/test_lanes.py --lanes $(LANES)
+
+test-full: test ## All tests, and gangs under a real Kueue (10 minutes more the first time)
+	scripts/kube_tools.sh cluster
+	scripts/kube_tools.sh kueue
+	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues --timeout 600
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native

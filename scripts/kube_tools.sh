@@ -3,7 +3,8 @@
 # Usage: kube_tools.sh api|cluster|helm|kwok|coredns|kueue
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (200 s on two cores, once)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
-#   helm, kwok, coredns, kueue   that program alone (75 to 105 s each)
+#   helm, kwok, coredns   that program alone (75 to 105 s each)
+#   kueue    that program (150 s) and its chart
 # For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
 # module in a folder named by the hash of what made it.
 set -euo pipefail

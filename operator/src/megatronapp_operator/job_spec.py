@@ -8,6 +8,9 @@ from megatronapp_operator import plan
 FAILED_GRACE_S = 30.0
 """Time of a worker on a cluster to end after a peer has failed: it writes no checkpoint, but logs and traces."""
 
+GROUPS = {"None": plan.Group.NONE, "Kueue": plan.Group.WORKLOAD}
+"""The others take pod groups of ours."""
+
 
 def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSpec:
     """What the plan reads of a job on a cluster."""
@@ -23,6 +26,7 @@ def build_spec(job: MegatronJob, *, uid: str, generation: int = 1) -> plan.JobSp
         suspend=spec.suspend,
         initializers=any(one.scope == "Job" for one in spec.initializers),
         gang=spec.scheduling.gang != "None",
+        group=GROUPS.get(spec.scheduling.gang, plan.Group.POD_GROUP),
         success=plan.SuccessPolicy(spec.success_policy),
         rank_zero=0 if spec.network.rank_order == "Index" else None,
         slow_node=_slow_node_policy(job),

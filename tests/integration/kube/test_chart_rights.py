@@ -22,7 +22,7 @@ HOME = "rights-home"
 TEAM, OTHER = "rights-team", "rights-other"
 MODES = {
     "cluster": (),
-    "switches": ("rbac.nodeAccess=true", "rbac.volcano=true", "rbac.coscheduling=true", "rbac.kai=true"),
+    "switches": tuple(f"rbac.{name}=true" for name in ("nodeAccess", "kueue", "volcano", "coscheduling", "kai")),
     "namespaces": (f"watchNamespaces[0]={TEAM}",),
 }
 OPERATOR: Rights = {
@@ -40,9 +40,10 @@ OPERATOR: Rights = {
 SWITCHED: Rights = {
     ("", "nodes"): {"get"},
     ("", "pods"): {"get", "list", "watch", "create", "delete", "patch"},
-    ("scheduling.volcano.sh", "podgroups"): {"create", "patch"},
-    ("scheduling.x-k8s.io", "podgroups"): {"create", "patch"},
-    ("scheduling.run.ai", "podgroups"): {"create", "patch"},
+    ("kueue.x-k8s.io", "workloads"): {"get", "delete"},
+    ("scheduling.volcano.sh", "podgroups"): {"get", "create", "patch", "delete"},
+    ("scheduling.x-k8s.io", "podgroups"): {"get", "create", "patch", "delete"},
+    ("scheduling.run.ai", "podgroups"): {"get", "create", "patch", "delete"},
 }
 ANY_LEASE = (200, 404)
 """Read, whether or not an operator of an earlier test has left it."""

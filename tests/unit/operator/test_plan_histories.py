@@ -26,6 +26,7 @@ from megatronapp_operator.plan import (
     EnsureHub,
     EnsureSecret,
     FailureAction,
+    Group,
     Hub,
     HubPhase,
     Init,
@@ -40,6 +41,7 @@ from megatronapp_operator.plan import (
     Progress,
     RecordEvent,
     Refusal,
+    RemoveGroup,
     Rule,
     RunPolicy,
     SlowNodeAction,
@@ -87,6 +89,7 @@ class History(RuleBasedStateMachine):
             {
                 "initializers": st.booleans(),
                 "gang": st.booleans(),
+                "group": st.sampled_from(Group),
                 "success": st.sampled_from(SuccessPolicy),
                 "slow_node": st.builds(SlowNodePolicy, action=st.sampled_from(SlowNodeAction), min_s=st.just(30)),
             }
@@ -128,6 +131,8 @@ class History(RuleBasedStateMachine):
         self.counters = (0, 0)
         self.room = True
         self.judged: set[tuple[int, int]] = set()
+        self.groups: set[int] = set()
+        """Attempts of which a scheduler keeps a group."""
 
     # What may happen in the world.
 
@@ -138,6 +143,7 @@ class History(RuleBasedStateMachine):
     @rule(carried_out=st.none() | st.integers(0, 4))
     def reconcile(self, carried_out: int | None) -> None:
         """Plan; then the backend may die after the first few actions."""
+        self.finish_workloads()
         made = plan(self.job, self.world, self.now)
         assert made == plan(self.job, self.world, self.now), "the plan must be a function"
         self.judged |= {(one.attempt, one.index) for one in self.world.workers if not one.live}
@@ -336,11 +342,11 @@ class History(RuleBasedStateMachine):
 
     def check_idempotent(self) -> None:
         if any(
-            isinstance(action, DeleteJob) or action == DeleteInit(force=True)
+            isinstance(action, DeleteJob | RemoveGroup) or action == DeleteInit(force=True)
             or (isinstance(action, DeleteWorker) and action.grace_s == 0)
             for action in self.last_actions()
         ):  # fmt: skip
-            return  # what went by force is gone by now, so the next look is at another world
+            return  # what went by force or with a group is gone by now, so the next look is at another world
         again = plan(self.job, self.world, self.now)
         if any(isinstance(action, EnsureHub | CreateInit | CreateWorker) for action in self.last_actions()):
             # what was created is seen now for the first time; only the count of replicas may follow from it
@@ -374,6 +380,7 @@ class History(RuleBasedStateMachine):
         self.all_is_placed()
         self.world = dataclasses.replace(self.world, heard=None)
         for _ in range(LONG_ENOUGH):
+            self.finish_workloads()
             made = plan(self.job, self.world, self.now)
             self.job = dataclasses.replace(self.job, status=made.status)
             for action in made.actions:
@@ -389,6 +396,7 @@ class History(RuleBasedStateMachine):
         resting = TERMINAL_PHASES | {Phase.SUSPENDED}
         assert self.job.status.phase in resting
         assert not any(one.live for one in self.world.workers)
+        assert self.job.spec.group is not Group.POD_GROUP or not self.groups
 
     def all_is_placed(self) -> None:
         """A queue, and initializers that run, may take for ever; the silence begins after them."""
@@ -430,6 +438,8 @@ class History(RuleBasedStateMachine):
                 self.create(action)
             case DeleteWorker():
                 self.delete(action)
+            case RemoveGroup():
+                self.remove_group(action)
 
     def create(self, action: CreateWorker) -> None:
         assert self.job.status.phase not in TERMINAL_PHASES
@@ -441,12 +451,33 @@ class History(RuleBasedStateMachine):
             scheduled=self.room,
         )  # fmt: skip
         self.world = dataclasses.replace(self.world, workers=(*self.world.workers, new))
+        self.groups.add(action.attempt)
 
     def delete(self, action: DeleteWorker) -> None:
         target = next(one for one in self.world.workers if (one.index, one.attempt) == (action.index, action.attempt))
-        self.replace(target, deletion=Deletion(since=self.now, grace_s=action.grace_s))
-        if action.grace_s == 0:
+        grace_s = action.grace_s if target.scheduled else 0.0
+        self.replace(target, deletion=Deletion(since=self.now, grace_s=grace_s))
+        held = self.job.spec.group is Group.WORKLOAD and action.attempt in self.groups and target.live
+        if grace_s == 0 and not held:
             workers = tuple(one for one in self.world.workers if one.index != action.index)
+            self.world = dataclasses.replace(self.world, workers=workers)
+
+    def remove_group(self, action: RemoveGroup) -> None:
+        members = [one for one in self.world.workers if one.attempt == action.attempt]
+        assert not any(one.live and one.deletion is None for one in members), "a gang that is wanted loses its group"
+        self.groups.discard(action.attempt)
+        gone = frozenset({action.attempt, *self.world.groups_gone})
+        self.world = dataclasses.replace(self.world, groups_gone=gone)
+        if self.job.spec.group is Group.WORKLOAD:
+            others = tuple(one for one in self.world.workers if one not in members)
+            self.world = dataclasses.replace(self.world, workers=others)
+
+    def finish_workloads(self) -> None:
+        """Kueue lets go of pods when all of their group have ended."""
+        held = {one.attempt for one in self.world.workers if one.live}
+        gone = [one for one in self.world.workers if one.deletion is not None and one.deletion.grace_s == 0]
+        if self.job.spec.group is Group.WORKLOAD:
+            workers = tuple(one for one in self.world.workers if one not in gone or one.attempt in held)
             self.world = dataclasses.replace(self.world, workers=workers)
 
     def replace(self, worker: Worker, **changes: Any) -> None:

@@ -7,6 +7,7 @@ from megatronapp_operator.job_spec import build_spec, process_spec
 from megatronapp_operator.plan import (
     CleanPodPolicy,
     FailureAction,
+    Group,
     Match,
     NodeExclusion,
     Rule,
@@ -58,6 +59,7 @@ def test_a_manifest_reaches_the_plan_on_a_cluster() -> None:
     spec = build_spec(load_job(MANIFEST), uid="u", generation=4)
     assert (spec.name, spec.uid, spec.workers, spec.generation) == ("job", "u", 2, 4)
     assert (spec.hub, spec.suspend, spec.initializers, spec.gang) == (True, True, True, True)
+    assert spec.group is Group.POD_GROUP
     assert spec.success is SuccessPolicy.RANK0
     assert spec.slow_node == SlowNodePolicy(action=SlowNodeAction.EXCLUDE_AND_RESTART, min_slowdown=1.3, min_s=60)
     policy = spec.policy
@@ -72,10 +74,16 @@ def test_a_failed_gang_has_half_a_minute_to_end_on_a_cluster() -> None:
     assert build_spec(load_job(manifest), uid="u").policy.failed_grace_s == 30
 
 
+def test_kueue_holds_pods_by_a_workload_of_its_own_and_others_take_a_pod_group() -> None:
+    manifest = MANIFEST.replace("{gang: Volcano}", "{gang: Kueue, queue: team}")
+    assert build_spec(load_job(manifest), uid="u").group is Group.WORKLOAD
+    assert build_spec(load_job(MANIFEST.replace("gang: Volcano", "gang: KAI")), uid="u").group is Group.POD_GROUP
+
+
 def test_what_only_a_cluster_has_is_left_out_on_one_machine() -> None:
     spec = process_spec(load_job(MANIFEST), uid="u", retain_hub=True)
     assert not (spec.suspend or spec.initializers or spec.gang or spec.policy.exclusion.enabled)
-    assert spec.slow_node.action is SlowNodeAction.REPORT
+    assert spec.slow_node.action is SlowNodeAction.REPORT and spec.group is Group.NONE
     assert (spec.policy.ttl_s, spec.policy.clean) == (None, CleanPodPolicy.RUNNING)
     assert (spec.success, spec.policy.rules) == (SuccessPolicy.RANK0, RULES)
     assert dataclasses.replace(spec, hub_retain_s=0) == process_spec(load_job(MANIFEST), uid="u", retain_hub=False)

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.plan import ConditionType, Progress
+from megatronapp_operator.plan import ConditionType, Deletion, Group, Progress, RecordEvent, RemoveGroup, SuccessPolicy
 
 Maker = Callable[..., Any]
 
@@ -52,3 +54,119 @@ def test_the_active_deadline_begins_anew_when_a_queued_job_is_resumed(scene: Mak
     assert not made.plan().status.is_true(ConditionType.FAILURE_TARGET)
     made.now += 10
     assert made.plan().status.is_true(ConditionType.FAILURE_TARGET)
+
+
+def held(worker: Any, grace: float = 0.0, since: float = 1000.0, **changes: Any) -> Any:
+    """A worker that was asked to go, and that a finalizer keeps."""
+    deletion = Deletion(since=since, grace_s=grace)
+    return dataclasses.replace(worker, deletion=deletion, held_by=("kueue.x-k8s.io/managed",), **changes)
+
+
+def groups(made: Any) -> list[int]:
+    return [one.attempt for one in made.actions if isinstance(one, RemoveGroup)]
+
+
+@pytest.mark.parametrize("how", ["suspended", "released", "past its deadline", "deleted"])
+def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, worker: Maker, how: str) -> None:
+    made = scene(start_deadline_s=60, active_deadline_s=30 if how == "past its deadline" else None)
+    made.spec(gang=True, group=Group.WORKLOAD)
+    made.plan()
+    placed, waits = worker(0, "Pending"), dataclasses.replace(worker(1, "Pending"), scheduled=False)
+    made.see(placed, waits)
+    assert groups(made.plan()) == []
+    if how == "suspended":
+        made.spec(suspend=True)
+    elif how == "deleted":
+        made.job = dataclasses.replace(made.job, deletion_requested=True)
+    else:
+        made.now += 60
+    assert groups(made.plan()) == []  # the pods first: what runs has its time
+    made.see(held(placed, 30), held(waits))
+    assert groups(made.plan()) == []
+    made.see(held(placed, 0), held(waits))
+    gone = made.plan()
+    assert groups(gone) == [0] and made.plan().actions == gone.actions
+    made.see()
+    assert groups(made.plan()) == []
+
+
+def test_a_workload_goes_where_a_machine_is_lost(running: Maker, worker: Maker) -> None:
+    made = running(lost_worker_s=300)
+    made.spec(gang=True, group=Group.WORKLOAD)
+    made.see(worker(0), held(worker(1), 30, unreachable_since=made.now))
+    made.now += 330
+    assert made.plan().status.attempt == 1
+    made.see(held(worker(0), 30), held(worker(1), 0, made.now))
+    assert groups(made.plan()) == []
+    made.see(held(worker(1), 0, made.now))
+    assert groups(made.plan()) == [0]
+
+
+def test_a_workload_goes_where_the_success_of_worker_0_ends_a_job_whose_others_wait(
+    running: Maker, worker: Maker
+) -> None:
+    made = running(lost_worker_s=300)
+    made.spec(gang=True, group=Group.WORKLOAD, success=SuccessPolicy.RANK0)
+    done = worker(0, "Succeeded", 0, made.now)
+    made.see(done, held(worker(1), 0, made.now))
+    made.plan()
+    made.now += 300
+    assert groups(made.plan()) == [0]
+
+
+def test_a_workload_stays_for_the_log_of_a_worker_that_failed_while_another_can_go(
+    running: Maker, worker: Maker
+) -> None:
+    made = running(max_restarts=0, lost_worker_s=300)
+    made.spec(gang=True, group=Group.WORKLOAD)
+    failed = worker(0, "Failed", ExitCode.DATA, made.now)
+    made.see(failed, worker(1))
+    assert made.plan().status.is_true(ConditionType.FAILURE_TARGET)
+    made.see(failed, held(worker(1), 0, made.now))
+    assert groups(made.plan()) == []
+    made.now += 300
+    assert groups(made.plan()) == [0]
+
+
+def test_workers_that_do_not_go_are_told_of_with_what_holds_them(running: Maker, worker: Maker) -> None:
+    made = running(lost_worker_s=300)
+    made.spec(suspend=True)
+    made.plan()
+    made.see(held(worker(0), 0, made.now), held(worker(1), 0, made.now))
+    assert made.plan().wake_at == made.now + 300
+    made.now += 300
+    told = made.plan()
+    condition = told.status.condition(ConditionType.REMOVAL_BLOCKED)
+    assert condition is not None and condition.status and condition.reason == "WorkersHeld"
+    assert condition.message == (
+        "worker 0, 1 is still there 300 s after it was killed; finalizers hold it: kueue.x-k8s.io/managed"
+    )
+    assert [one.reason for one in told.actions if isinstance(one, RecordEvent)] == ["WorkersHeld"]
+    assert not [one for one in made.plan().actions if isinstance(one, RecordEvent)]
+    made.see()
+    assert not made.plan().status.is_true(ConditionType.REMOVAL_BLOCKED)
+
+
+def test_pod_groups_of_earlier_attempts_are_removed_until_that_is_known(running: Maker, worker: Maker) -> None:
+    made = running()
+    made.spec(gang=True, group=Group.POD_GROUP)
+    assert groups(made.plan()) == [] and made.job.status.groups == (0,)
+    made.see(worker(0, "Failed", 1, made.now), worker(1))
+    assert groups(made.plan()) == []  # a worker still runs
+    made.see()  # also where all vanish together
+    assert groups(made.plan()) == [0] == groups(made.plan())
+    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset({0}))
+    made.now += 10
+    assert groups(made.plan()) == [] and made.job.status.groups == (1,)
+
+
+@pytest.mark.parametrize("code", [0, ExitCode.DATA])
+def test_the_pod_group_of_a_job_that_has_ended_is_removed(running: Maker, worker: Maker, code: int) -> None:
+    made = running()
+    made.spec(gang=True, group=Group.POD_GROUP)
+    made.plan()
+    ended = "Failed" if code else "Succeeded"
+    made.see(*(worker(index, ended, code, made.now) for index in (0, 1)))
+    assert groups(made.plan()) == [0]
+    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset({0}))
+    assert groups(made.plan()) == [] and made.job.status.groups == ()

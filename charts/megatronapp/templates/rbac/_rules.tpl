@@ -35,8 +35,13 @@ Secrets: those of jobs are derived from the chart's key. */}}
 {{- if get $.Values.rbac $name }}
 - apiGroups: [{{ $group }}]
   resources: [podgroups]
-  verbs: [create, patch]
+  verbs: [get, create, patch, delete]
 {{- end }}
+{{- end }}
+{{- if .Values.rbac.kueue }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, delete]
 {{- end }}
 {{- end -}}
 

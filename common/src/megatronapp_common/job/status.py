@@ -21,7 +21,7 @@ class Condition(StatusModel):
 
     type: Annotated[str, Field(max_length=316)]
     """Created, Initialized, VolumesShared, PodsScheduled, HubReady, TokenAccepted, Running, Restarting, Suspended,
-    SharedMemoryFull, Stalled, SlowNodeDetected, FailureTarget, Complete or Failed."""
+    SharedMemoryFull, Stalled, RemovalBlocked, SlowNodeDetected, FailureTarget, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: Annotated[str, Field(max_length=1024)]
@@ -265,6 +265,8 @@ class Status(StatusModel):
     """Since when something denies the pods of a job that has never run, RFC 3339."""
     init_failed_time: str | None = None
     """When the initializers failed last, RFC 3339."""
+    pod_groups: tuple[int, ...] | None = None
+    """Attempts whose pod groups may still exist."""
     active_seconds: float | None = None
     """Time in which earlier gangs held machines, since the job was last resumed."""
     running_time: str | None = None

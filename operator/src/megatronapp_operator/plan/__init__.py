@@ -13,6 +13,7 @@ from megatronapp_operator.plan.actions import (
     EventType,
     Plan,
     RecordEvent,
+    RemoveGroup,
 )
 from megatronapp_operator.plan.observed import (
     Control,
@@ -33,6 +34,7 @@ from megatronapp_operator.plan.planner import plan
 from megatronapp_operator.plan.spec import (
     Backoff,
     CleanPodPolicy,
+    Group,
     Job,
     JobSpec,
     Match,
@@ -77,6 +79,7 @@ __all__ = [
     "ExcludedNode",
     "Failure",
     "FailureAction",
+    "Group",
     "Hub",
     "HubPhase",
     "Init",
@@ -92,6 +95,7 @@ __all__ = [
     "Progress",
     "RecordEvent",
     "Refusal",
+    "RemoveGroup",
     "Replicas",
     "Rule",
     "RunPolicy",

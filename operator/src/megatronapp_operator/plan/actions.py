@@ -46,6 +46,13 @@ class DeleteWorker:
     grace_s: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RemoveGroup:
+    """Remove what the queue or gang scheduler keeps of an attempt that is over."""
+
+    attempt: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeleteHub:
     """Stop the hub."""
@@ -79,6 +86,7 @@ Action = (
     | DeleteInit
     | CreateWorker
     | DeleteWorker
+    | RemoveGroup
     | DeleteHub
     | DeleteJob
     | RecordEvent

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Set as AbstractSet
 
 
 class WorkerPhase(enum.StrEnum):
@@ -67,6 +68,8 @@ class Worker:
     """Since when nothing is heard of its machine; None: it is, or has no machine."""
     heard_since: float | None = None
     """Since when something is heard of it, at least; None: always, as far as is known."""
+    held_by: tuple[str, ...] = ()
+    """Finalizers that keep it from going, once it was asked to."""
     disrupted: str | None = None
     """Why the cluster takes it away: reason of a DisruptionTarget condition, or Preempted, Evicted, NodeShutdown."""
 
@@ -219,6 +222,8 @@ class Observed:
     made: Made | None = None
     rank_zero: int | None = None
     """Worker that holds rank 0 in the current attempt, by the table that its launchers agreed on."""
+    groups_gone: AbstractSet[int] = frozenset()
+    """Attempts whose pod groups are known to be removed, or must stay."""
     volumes: str | None = None
     """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
     refusal: Refusal | None = None

@@ -12,6 +12,7 @@ from megatronapp_operator.plan import (
     deadlines,
     exclusion,
     gang,
+    groups,
     initialize,
     lifecycle,
     placement,
@@ -79,6 +80,7 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     report.volumes(draft)
     report.ends(draft)
     report.rank_zero(draft)
+    report.removals(draft)
     placement.placed(draft)
     report.progress(draft)
     report.hub(draft)
@@ -91,4 +93,5 @@ def _one_pass(job: Job, observed: Observed, now: float, status: Status) -> Draft
     for policy in POLICIES:
         if policy(draft):
             break
+    groups.remove(draft)
     return draft

@@ -38,6 +38,9 @@ WORKER_FAILED = "WorkerFailed"
 WORKER_LOST = "WorkerLost"
 LOST_NODE = "LostNode"
 
+WORKERS_HELD = "WorkersHeld"
+WORKERS_GONE = "WorkersGone"
+
 HUB_NOT_RUNNING = "HubNotRunning"
 HUB_RUNS = "HubRuns"
 

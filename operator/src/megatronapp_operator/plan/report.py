@@ -16,6 +16,9 @@ NAMED_STATES = frozenset({"confirmed", "recovering"})
 SAME_TROUBLE = {"ErrImagePull": "ImagePullBackOff"}
 """Words of a kubelet that take turns while one trouble lasts, and the one that it is told by."""
 
+NAMED = 8
+"""So many workers are named in a message."""
+
 HANG = "hang"
 """Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
 
@@ -65,6 +68,27 @@ def rank_zero(draft: Draft) -> None:
     found = draft.observed.rank_zero
     if found is not None and draft.job.spec.rank_zero is None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(rank_zero=found)
+
+
+def removals(draft: Draft) -> None:
+    """Say which workers were killed and do not go, and what holds them: until they do, nothing comes in their place."""
+    killed = [one for one in draft.observed.workers if one.deletion is not None and one.deletion.grace_s == 0]
+    due = {one: one.deletion.since + draft.job.spec.policy.lost_worker_s for one in killed if one.deletion is not None}
+    held = [one for one in killed if draft.now >= due[one]]
+    later = [at for at in due.values() if draft.now < at]
+    if later:
+        draft.wake(min(later))
+    if not held:
+        draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all workers that were killed went")
+        return
+    names = ", ".join(str(one.index) for one in held[:NAMED]) + (" and others" if len(held) > NAMED else "")
+    finalizers = ", ".join(sorted({name for one in held for name in one.held_by}))
+    why = f"finalizers hold it: {finalizers}" if finalizers else "the cluster does not say why"
+    limit = draft.job.spec.policy.lost_worker_s
+    message = f"worker {names} is still there {limit:g} s after it was killed; {why}"
+    if not draft.status.is_true(ConditionType.REMOVAL_BLOCKED):
+        draft.event(EventType.WARNING, reasons.WORKERS_HELD, message)
+    draft.set_condition(ConditionType.REMOVAL_BLOCKED, True, reasons.WORKERS_HELD, message)
 
 
 def progress(draft: Draft) -> None:

@@ -124,6 +124,16 @@ class RunPolicy:
     """So long after its end the job object is deleted; None: never."""
 
 
+class Group(enum.StrEnum):
+    """What the scheduler of a gang knows it by."""
+
+    NONE = "None"
+    POD_GROUP = "PodGroup"
+    """An object of ours for each attempt."""
+    WORKLOAD = "Workload"
+    """An object that Kueue makes of the pods, which it holds by a finalizer."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """The part of a MegatronJob's metadata and spec that the plan reads."""
@@ -142,6 +152,7 @@ class JobSpec:
     """Whether an initializer pod must succeed before the first gang."""
     gang: bool = False
     """Whether a queue or gang scheduler places the workers all together, however long that takes."""
+    group: Group = Group.NONE
     success: SuccessPolicy = SuccessPolicy.ALL_WORKERS
     rank_zero: int | None = 0
     """Worker that holds rank 0; None: that is known only once the gang has gathered."""

@@ -45,6 +45,8 @@ class ConditionType(enum.StrEnum):
     SHARED_MEMORY_FULL = "SharedMemoryFull"
     """True: rings and pages of a worker may be missing, because its shared memory has no room for them."""
     STALLED = "Stalled"
+    REMOVAL_BLOCKED = "RemovalBlocked"
+    """Workers were killed, and something keeps them from going."""
     SLOW_NODE_DETECTED = "SlowNodeDetected"
     FAILURE_TARGET = "FailureTarget"
     """The job is going to fail: its workers are being stopped. Failed follows when none is left."""
@@ -135,6 +137,8 @@ class Status:
     """When all workers of this attempt ran."""
     active_s: float = 0.0
     """Seconds in which earlier gangs held machines, since the job was last resumed."""
+    groups: tuple[int, ...] = ()
+    """Attempts whose pod groups may exist."""
     last_restart_time: float | None = None
     completion_time: float | None = None
     released: int = 0

@@ -24,6 +24,7 @@ from megatronapp_operator.backends.kubernetes.errors import (
     NameTakenError,
     NotFoundError,
 )
+from megatronapp_operator.backends.kubernetes.groups import Groups
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
@@ -42,6 +43,7 @@ from megatronapp_operator.plan import (
     EventType,
     RecordEvent,
     Refusal,
+    RemoveGroup,
 )
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Executor:
     def __init__(self, api: Api, store: Store, *, keys: KeyRing, identity: str) -> None:
         self._api = api
         self._store = store
+        self.groups = Groups(api)
         self._keys = keys
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
@@ -158,8 +161,16 @@ class Executor:
             case DeleteWorker():
                 found = [one for one in self._of_type(work, ReplicaType.WORKER) if one.index == action.index]
                 await self._delete_all([one for one in found if one.attempt == action.attempt], action.grace_s)
+            case RemoveGroup():
+                await self._remove_group(work, action.attempt)
             case DeleteJob():
                 await self._api.delete(JOBS, work.document)
+
+    async def _remove_group(self, work: Work, attempt: int) -> None:
+        pods = [one.uid for one in self._of_type(work, ReplicaType.WORKER) if one.attempt == attempt]
+        refused = await self.groups.remove(work.owner, work.job.spec.scheduling.gang, attempt, pods)
+        if refused is not None:
+            await self.tell(work.owner, RecordEvent(type=EventType.WARNING, reason="GroupNotRemoved", message=refused))
 
     async def _all(self, steps: Sequence[Awaitable[None]]) -> None:
         """Do them beside each other, all of them, and then raise the first error."""

@@ -107,6 +107,7 @@ def worker(pod: PodRecord) -> Worker:
         prepared_at=pod.main.prepared_at,
         unreachable_since=pod.unreachable_since,
         heard_since=pod.heard_since,
+        held_by=pod.held_by,
         disrupted=pod.disrupted,
     )
 

@@ -141,6 +141,7 @@ class Reconciler:
         seen = dataclasses.replace(
             seen,
             since=memory.since,
+            groups_gone=self._executor.groups.gone(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
             made=None if memory.pinned is None else memory.pinned.made,
             rank_zero=rank_zero(self._table(memory), memory.status.attempt),

@@ -91,6 +91,8 @@ class PodRecord:
     """Of a hub: what it is made of (`render.hub_hash`)."""
     agent_trouble: str | None = None
     """Why the agent beside a trainer does not run; training goes on without it."""
+    held_by: tuple[str, ...] = ()
+    """Finalizers of one that was asked to go."""
     disrupted: str | None = None
     deleted_at: float | None = None
     """When it was asked to go."""
@@ -155,6 +157,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         starts=int(annotations.get(ANNOTATION_STARTS, 1)),
         template=annotations.get(ANNOTATION_TEMPLATE_HASH, "") if kind is ReplicaType.HUB else "",
         agent_trouble=_agent_trouble(pod, status) if deleted_at is None else None,
+        held_by=() if deleted_at is None else tuple(metadata.get("finalizers") or ()),
         disrupted=_disrupted(status, conditions),
         deleted_at=deleted_at,
         grace_s=grace_s,

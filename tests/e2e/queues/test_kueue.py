@@ -1,0 +1,228 @@
+"""Gangs under a real Kueue: queued, admitted, preempted, suspended, deleted, on machines that are lost."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import kube
+import kueue
+import pytest
+from operator_play import Play, manifest, play
+from queued_machines import QueuedMachines
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, WORKLOADS, Object
+
+pytestmark = pytest.mark.asyncio
+DEADLINE_S = 120.0
+QUEUE = "team"
+LOST_S = 300
+"""runPolicy.lostNodeTimeoutSeconds, by default."""
+
+
+def wanted(namespace: str, name: str = "job", **spec: Any) -> Object:
+    """A job of two workers, each with a CPU of the queue."""
+    queued = {"scheduling": {"gang": "Kueue", "queue": QUEUE}, "resources": {"requests": {"cpu": "1"}}}
+    return manifest(namespace, name, **queued | spec)
+
+
+@contextlib.asynccontextmanager
+async def stage_of(plane: kube.ControlPlane, namespace: str, *, cpus: int) -> AsyncIterator[Play]:
+    """An operator, machines, and a queue with so many CPUs."""
+    kueue.queue(plane, namespace, QUEUE, cpus=cpus)
+    async with play(plane, namespace) as stage:
+        stage.machines = QueuedMachines(stage.machines.api, namespace, stage.machines.client)
+        await stage.begin()
+        yield stage
+
+
+async def until(stage: Play, condition: Callable[[], Awaitable[Any]]) -> None:
+    """Let operator, machines and Kueue act until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        await stage.rest()
+        if await condition():
+            return
+        assert time.monotonic() < deadline, await state(stage)
+        await asyncio.sleep(0.05)
+
+
+async def state(stage: Play) -> list[Any]:
+    """What to show of a test that waits in vain."""
+    pods = (await stage.machines.pods()).values()
+    jobs = await stage.machines.api.list_objects(JOBS, stage.namespace)
+    shown = ("name", "deletionTimestamp", "finalizers")
+    return [
+        *({name: one["metadata"].get(name) for name in shown} | {"phase": one["status"]["phase"]} for one in pods),
+        *(one.get("status") for one in jobs.items),
+        *(await workloads(stage)).items(),
+    ]
+
+
+async def workloads(stage: Play) -> dict[str, Object]:
+    listing = await stage.machines.api.list_objects(WORKLOADS, stage.namespace)
+    return {one["metadata"]["name"]: one for one in listing.items}
+
+
+def group(pod: Object) -> str:
+    return str(pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"])
+
+
+def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
+    """Whether all workers of this attempt run."""
+
+    async def asked() -> bool:
+        pods = [one for one in (await stage.machines.pods()).values() if group(one) == f"{name}-a{attempt}"]
+        return len(pods) == 2 and all(one["status"]["phase"] == "Running" for one in pods)
+
+    return asked
+
+
+def queued(stage: Play, attempt: int = 0, *, placed: int = 0) -> Callable[[], Awaitable[bool]]:
+    """Whether a workload stands for the attempt, and so many of its workers run."""
+
+    async def asked() -> bool:
+        pods = [one for one in (await stage.machines.pods()).values() if group(one) == f"job-a{attempt}"]
+        running = [one for one in pods if one["status"]["phase"] == "Running"]
+        return len(pods) == 2 and len(running) == placed and f"job-a{attempt}" in await workloads(stage)
+
+    return asked
+
+
+async def patch(stage: Play, name: str, **spec: Any) -> None:
+    path = f"{JOBS.path(stage.namespace, name)}"
+    headers = {"Content-Type": "application/merge-patch+json"}
+    answer = await stage.machines.client.patch(path, json={"spec": spec}, headers=headers)
+    assert answer.is_success, answer.text
+
+
+async def test_a_gang_waits_for_its_quota_without_a_deadline_and_runs_to_its_end(
+    queued_plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with stage_of(queued_plane, namespace, cpus=1) as stage:
+        await stage.api.create(JOBS, wanted(namespace, runPolicy={"activeDeadlineSeconds": 3600}))
+        await until(stage, queued(stage))
+        await stage.pass_time(7200)
+        assert (await stage.job())["status"]["phase"] == "Queued"
+        kueue.queue(queued_plane, namespace, QUEUE, cpus=2)
+        await until(stage, runs(stage))
+        stage.tell("job")
+        await stage.rest()
+        assert (await stage.job())["status"]["phase"] == "Running"
+        for name in await stage.machines.pods():
+            await stage.machines.end(name, 0)
+
+        async def finished() -> bool:
+            conditions = (await workloads(stage))["job-a0"]["status"]["conditions"]
+            return any(one["type"] == "Finished" and one["status"] == "True" for one in conditions)
+
+        await until(stage, finished)
+        assert (await stage.job())["status"]["phase"] == "Succeeded"
+        assert len(await stage.machines.pods()) == 2
+
+
+@pytest.mark.parametrize("placed", [0, 1], ids=["queued", "half-placed"])
+async def test_a_gang_that_is_not_whole_is_suspended_and_resumed(
+    queued_plane: kube.ControlPlane, namespace: str, placed: int
+) -> None:
+    """Without the cluster's collector of pods, which needs up to 20 s for those without a machine."""
+    async with stage_of(queued_plane, namespace, cpus=2 * placed) as stage:
+        assert isinstance(stage.machines, QueuedMachines)
+        stage.machines.full = frozenset({"job-worker-1"})
+        await stage.api.create(JOBS, wanted(namespace))
+        await until(stage, queued(stage, placed=placed))
+        await patch(stage, "job", suspend=True)
+
+        async def gone() -> bool:
+            return not await stage.machines.pods() and not await workloads(stage)
+
+        await until(stage, gone)
+        assert (await stage.job())["status"]["phase"] == "Suspended"
+        stage.machines.full = frozenset()
+        kueue.queue(queued_plane, namespace, QUEUE, cpus=2)
+        await patch(stage, "job", suspend=False)
+        await until(stage, runs(stage, attempt=1))
+
+
+async def test_a_gang_with_a_lost_machine_comes_again(queued_plane: kube.ControlPlane, namespace: str) -> None:
+    async with stage_of(queued_plane, namespace, cpus=2) as stage:
+        assert isinstance(stage.machines, QueuedMachines)
+        await stage.api.create(JOBS, wanted(namespace))
+        await until(stage, runs(stage))
+        pod = (await stage.machines.pods())["job-worker-1"]
+        stage.machines.lost = frozenset({pod["metadata"]["uid"]})
+        await stage.machines.api.delete(PODS, pod)  # as the cluster does after its five minutes
+        for _ in range(4):  # given up, stopped, killed
+            await stage.pass_time(LOST_S + 60)
+        await until(stage, runs(stage, attempt=1))
+        status = (await stage.job())["status"]
+    assert (status["restarts"], status["restartsTowardsMax"]) == (1, 0)
+
+
+async def test_a_preempted_gang_comes_again_outside_of_the_budget(
+    queued_plane: kube.ControlPlane, namespace: str
+) -> None:
+    urgent: Object = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": namespace}}
+    done = queued_plane.kubectl("create", "-f", "-", stdin=urgent | {"value": 1000})
+    assert done.returncode == 0, done.stderr
+    async with stage_of(queued_plane, namespace, cpus=2) as stage:
+        await stage.api.create(JOBS, wanted(namespace, runPolicy={"maxRestarts": 0}))
+        await until(stage, runs(stage))
+        stage.tell("job")
+        await stage.rest()
+        await stage.api.create(JOBS, wanted(namespace, "urgent", priorityClassName=namespace))
+        await until(stage, runs(stage, "urgent"))
+        await stage.pass_time(60)
+        await until(stage, queued(stage, attempt=1))
+        status = (await stage.job())["status"]
+        assert status["phase"] == "Restarting"
+        assert status["failures"][-1]["reason"] == "WorkloadEvictedDueToPreempted"
+        assert status["failures"][-1]["action"] == "RestartJobIgnoreMax"
+        for name, pod in (await stage.machines.pods()).items():
+            if group(pod) == "urgent-a0":
+                await stage.machines.end(name, 0)
+        await until(stage, runs(stage, attempt=1))
+
+
+async def test_the_log_of_a_worker_that_failed_stays(queued_plane: kube.ControlPlane, namespace: str) -> None:
+    async with stage_of(queued_plane, namespace, cpus=2) as stage:
+        await stage.api.create(JOBS, wanted(namespace, runPolicy={"maxRestarts": 0}))
+        await until(stage, runs(stage))
+        stage.tell("job")
+        await stage.rest()
+        await stage.machines.end("job-worker-0", 1)
+
+        async def failed() -> bool:
+            return bool((await stage.job())["status"]["phase"] == "Failed")
+
+        await until(stage, failed)
+        assert set(await stage.machines.pods()) == {"job-worker-0"}
+
+
+@pytest.mark.usefixtures("collectors")
+@pytest.mark.parametrize("placed", [0, 1], ids=["queued", "half-placed"])
+@pytest.mark.parametrize("how", ["Background", "Foreground"])
+async def test_a_job_that_is_not_whole_is_deleted_and_another_takes_its_name(
+    queued_plane: kube.ControlPlane, namespace: str, placed: int, how: str
+) -> None:
+    """Also in the background, where the job has gone before its operator could do anything."""
+    async with stage_of(queued_plane, namespace, cpus=2 * placed) as stage:
+        assert isinstance(stage.machines, QueuedMachines)
+        stage.machines.full = frozenset({"job-worker-1"})
+        await stage.api.create(JOBS, wanted(namespace))
+        await until(stage, queued(stage, placed=placed))
+        before = {one["metadata"]["uid"] for one in (await stage.machines.pods()).values()}
+        path, body = JOBS.path(namespace, "job"), {"propagationPolicy": how}
+        answer = await stage.machines.client.request("DELETE", path, json=body)
+        assert answer.is_success, answer.text
+
+        async def gone() -> bool:
+            pods = {one["metadata"]["uid"] for one in (await stage.machines.pods()).values()}
+            return not pods & before and await stage.machines.api.get(JOBS, namespace, "job") is None
+
+        await until(stage, gone)
+        stage.machines.full = frozenset()
+        kueue.queue(queued_plane, namespace, QUEUE, cpus=2)
+        await stage.api.create(JOBS, wanted(namespace))
+        await until(stage, runs(stage))

@@ -1,0 +1,45 @@
+"""Machines under a queue: they take no pod behind a scheduling gate, and a pod that a finalizer holds stays."""
+
+import dataclasses
+
+from machines import Machines
+
+from megatronapp_operator.backends.kubernetes.api import PODS, Object
+
+TERMINATED = 143
+ENDED = frozenset({"Succeeded", "Failed"})
+
+
+@dataclasses.dataclass(slots=True)
+class QueuedMachines(Machines):
+    """Machines with a few troubles."""
+
+    full: frozenset[str] = frozenset()
+    """Workers that no machine takes."""
+    lost: frozenset[str] = frozenset()
+    """Pods (uids) whose machine does not answer any more."""
+
+    async def settle(self) -> bool:
+        """As kubelets do it: end containers before a pod goes. What has no machine is not theirs to remove."""
+        changed = False
+        for name, pod in (await self.pods()).items():
+            if pod["metadata"]["uid"] in self.lost:
+                continue
+            placed = bool(pod["spec"].get("nodeName"))
+            if pod["metadata"].get("deletionTimestamp"):
+                changed |= placed and await self._stop(name, pod)
+            elif pod["status"]["phase"] == "Pending" and (placed or self._takes(name, pod)):
+                await self.start(pod)
+                changed = True
+        return changed
+
+    def _takes(self, name: str, pod: Object) -> bool:
+        return not pod["spec"].get("schedulingGates") and name not in self.full
+
+    async def _stop(self, name: str, pod: Object) -> bool:
+        if pod["status"]["phase"] not in ENDED:
+            await self.end(name, TERMINATED)
+        elif pod["metadata"].get("deletionGracePeriodSeconds") == 0:
+            return False  # only its finalizers hold it
+        await self.api.delete(PODS, pod, grace_s=0)
+        return True

@@ -1,0 +1,68 @@
+"""A scheduler that keeps pod groups as Volcano 1.12 does, and machines that take pods when it lets them.
+
+After its sources: a group without enough pods becomes Pending, whoever owns it (`jobStatus`); a Pending group becomes
+Inqueue when it fits beside what is in use and what other Inqueue groups reserve (`proportion`, `enqueue`); pods are
+placed when their group is Inqueue or Running.
+"""
+
+import dataclasses
+
+from machines import Machines
+
+from megatronapp_common.job.quantity import quantity_value
+from megatronapp_operator.backends.kubernetes.api import PODS, VOLCANO_POD_GROUPS, Object
+
+ANNOTATION = "scheduling.k8s.io/group-name"
+PENDING, INQUEUE, RUNNING = "Pending", "Inqueue", "Running"
+
+
+@dataclasses.dataclass(slots=True)
+class VolcanoMachines(Machines):
+    """One queue of so many CPUs."""
+
+    cpus: int = 2
+    phases: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Of each group, by uid."""
+
+    async def settle(self) -> bool:
+        """One session of the scheduler, and what kubelets do after it."""
+        listing = await self.api.list_objects(VOLCANO_POD_GROUPS, self.namespace)
+        groups = {one["metadata"]["name"]: one for one in listing.items}
+        pods = await self.pods()
+        before = dict(self.phases)
+        self.phases = {_uid(one): self._phase(one, _members(pods, name)) for name, one in groups.items()}
+        self._enqueue(sorted(groups.values(), key=lambda one: str(one["metadata"]["creationTimestamp"])))
+        changed = self.phases != before
+        for pod in pods.values():
+            group = groups.get(pod["metadata"]["annotations"].get(ANNOTATION, ""))
+            if pod["metadata"].get("deletionTimestamp"):
+                await self.api.delete(PODS, pod, grace_s=0)
+                changed = True
+            elif pod["status"]["phase"] == "Pending" and group and self.phases[_uid(group)] != PENDING:
+                await self.start(pod)
+                changed = True
+        return changed
+
+    def _phase(self, group: Object, members: list[Object]) -> str:
+        if sum(bool(one["spec"].get("nodeName")) for one in members) >= group["spec"]["minMember"]:
+            return RUNNING
+        return INQUEUE if self.phases.get(_uid(group)) == INQUEUE else PENDING
+
+    def _enqueue(self, groups: list[Object]) -> None:
+        reserved = sum(_cpus(one) for one in groups if self.phases[_uid(one)] != PENDING)
+        for group in groups:
+            if self.phases[_uid(group)] == PENDING and reserved + _cpus(group) <= self.cpus:
+                self.phases[_uid(group)] = INQUEUE
+                reserved += _cpus(group)
+
+
+def _members(pods: dict[str, Object], group: str) -> list[Object]:
+    return [one for one in pods.values() if one["metadata"]["annotations"].get(ANNOTATION) == group]
+
+
+def _uid(group: Object) -> str:
+    return str(group["metadata"]["uid"])
+
+
+def _cpus(group: Object) -> float:
+    return float(quantity_value(str(group["spec"]["minResources"]["cpu"])))
