@@ -179,7 +179,7 @@ VARIETY: dict[str, Object] = {
     },
 }
 """What jobs say beside `BASE`."""
-UNRESTRICTED = {"rdma", "rdma-analyzed", "host-network"}
+UNRESTRICTED = {"rdma-host-devices", "rdma", "rdma-analyzed", "host-network"}
 """Those of them whose workers need more than the pod security standard `restricted` allows."""
 
 

@@ -1,0 +1,105 @@
+"""Workers that ask for RDMA devices, on nodes of kwok that advertise them, placed by Kubernetes' own scheduler."""
+
+import contextlib
+import json
+import pathlib
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import door
+import httpx
+import kube
+import pytest
+import rendered
+from ports import held_ports
+
+RESOURCE = "rdma/hca_shared_devices_a"
+GPU_ROOM = {"cpu": "64", "memory": "512Gi", "pods": "110", "ephemeral-storage": "1Ti", "nvidia.com/gpu": "8"}
+NODES = {
+    "ib-0": GPU_ROOM | {RESOURCE: "2"},
+    "ib-1": GPU_ROOM | {RESOURCE: "2"},
+    "ethernet": GPU_ROOM,
+    "one-left": GPU_ROOM | {RESOURCE: "1"},
+}
+STAGES = kube.ROOT / "bench" / "kwok"
+NAMESPACE = "team"
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: pathlib.Path) -> Iterator[None]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *command], stdout=out, stderr=out)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def client(tmp_path: pathlib.Path) -> Iterator[httpx.Client]:
+    """A cluster with these nodes, kwok behind them, and a scheduler."""
+    with kube.control_plane(tmp_path) as plane, plane.client() as client, held_ports(1) as (port,):
+        assert plane.kubectl("create", "namespace", NAMESPACE).returncode == 0
+        for name, room in NODES.items():
+            metadata = {"name": name, "labels": {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}}
+            status = {"allocatable": room, "capacity": room}
+            node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": status}
+            assert client.post("/api/v1/nodes", json=node).is_success
+            merge = {"Content-Type": "application/merge-patch+json"}
+            untainted = json.dumps({"spec": {"taints": None}})
+            assert client.patch(f"/api/v1/nodes/{name}", content=untainted, headers=merge).is_success
+        config = f"--kubeconfig={plane.kubeconfig()}"
+        kwok = [
+            *(
+                str(kube.programs("kwok") / "kwok"),
+                config,
+                "--manage-all-nodes=true",
+                "--node-lease-duration-seconds=0",
+            ),
+            *(f"--config={STAGES / 'nodes.yaml'},{STAGES / 'pods.yaml'}", "--cidr=127.64.0.1/12"),
+            f"--server-address=127.0.0.1:{port}",
+        ]
+        scheduler = [
+            str(kube.programs("cluster") / "kube-scheduler"),
+            config,
+            "--leader-elect=false",
+            "--secure-port=0",
+        ]
+        with running(kwok, tmp_path / "kwok.log"), running(scheduler, tmp_path / "scheduler.log"):
+            yield client
+
+
+def pods(client: httpx.Client) -> dict[str, dict[str, Any]]:
+    answer = client.get(f"/api/v1/namespaces/{NAMESPACE}/pods")
+    return {one["metadata"]["name"]: one for one in answer.json()["items"]}
+
+
+def unscheduled(pod: dict[str, Any]) -> str:
+    """Why the scheduler finds no node; empty: it has not said."""
+    conditions = pod["status"].get("conditions", ())
+    return next(
+        (one["message"] for one in conditions if one["type"] == "PodScheduled" and one["status"] == "False"), ""
+    )
+
+
+def test_workers_go_to_nodes_with_the_devices_they_ask_for(client: httpx.Client) -> None:
+    rdma = {"enabled": True, "resourceName": RESOURCE, "count": 2}
+    patch = {**rendered.GPUS, "nodes": 3, "network": {"mode": "SharedDevice", "rdma": rdma}}
+    job = rendered.make_job(patch, namespace=NAMESPACE)
+    for index in range(3):
+        answer = client.post(f"/api/v1/namespaces/{NAMESPACE}/pods", json=rendered.make_worker(job, index))
+        assert answer.is_success, answer.text
+
+    def settled() -> bool:
+        found = pods(client).values()
+        return all(one["spec"].get("nodeName") or unscheduled(one) for one in found)
+
+    door.wait_for(settled)
+    found = pods(client)
+    placed = sorted(one["spec"]["nodeName"] for one in found.values() if one["spec"].get("nodeName"))
+    assert placed == ["ib-0", "ib-1"], "each takes both devices of a node"
+    (left,) = (one for one in found.values() if not one["spec"].get("nodeName"))
+    assert f"4 Insufficient {RESOURCE}" in unscheduled(left)
+    door.wait_for(lambda: sum(one["status"]["phase"] == "Running" for one in pods(client).values()) == 2)
