@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -189,6 +189,14 @@ def test_a_changed_byte_is_found(directory: CheckpointDirectory) -> None:
     assert damaged_file(final, checksums, 1, 2) is None  # the share of another rank
     (final / "data.distcp").unlink()
     assert str(damaged_file(final, checksums)).startswith("its file data.distcp cannot be read")
+
+
+def test_readers_of_weights_alone_do_not_read_the_optimizer_for_its_checksum(directory: CheckpointDirectory) -> None:
+    final = write(directory, 3, claimed(directory))
+    stored = read_manifest(final)
+    assert stored.checksums_for(weights_alone=False).keys() == {"data.distcp"}
+    assert stored.checksums_for(weights_alone=True) == {}
+    assert replace(stored, optimizer=None).checksums_for(weights_alone=True).keys() == {"data.distcp"}
 
 
 def test_a_checkpoint_of_the_first_format_is_read(directory: CheckpointDirectory) -> None:

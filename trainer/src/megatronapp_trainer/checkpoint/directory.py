@@ -36,6 +36,7 @@ _FORMATS = (1, FORMAT)
 """That can be read; the first has no checksums."""
 KEPT_AT_LEAST = 2
 """Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
+_DATA_SUFFIX = ".distcp"
 _FINAL = re.compile(r"iter_(\d+)")
 _TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+")
 _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
@@ -66,6 +67,15 @@ class Manifest:
     checksums: dict[str, str] = field(default_factory=dict)
     """Of every file; empty in checkpoints of format 1."""
     format: int = FORMAT
+
+    def checksums_for(self, *, weights_alone: bool) -> dict[str, str]:
+        """Of the files to read in full before they are used.
+
+        Data files hold the optimizer's state too, several times the weights, which a reader of weights alone skips.
+        """
+        if not weights_alone or self.optimizer is None:
+            return self.checksums
+        return {name: value for name, value in self.checksums.items() if not name.endswith(_DATA_SUFFIX)}
 
 
 class BrokenCheckpointError(Exception):

@@ -205,7 +205,7 @@ class CheckpointManager:
         if (reason := arguments.conflict(manifest.arguments, self._config, optimizer=parts.optimizer)) is not None:
             raise CheckpointError(f"{candidate.path}: {reason}")
         on_all_ranks(lambda: _require_shared(candidate.path))
-        verify(candidate.path, manifest.checksums)
+        verify(candidate.path, manifest.checksums_for(weights_alone=not parts.optimizer))
         template = on_all_ranks(lambda: sharded_state(state, self._layout, parts, loading=True))
         loaded = read(template, candidate.path)
         agreement = Agreement()

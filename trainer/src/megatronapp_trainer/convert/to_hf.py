@@ -73,7 +73,7 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
             continue
         if iteration not in (None, manifest.iteration):
             continue
-        flaw = damaged_file(folder, manifest.checksums)
+        flaw = damaged_file(folder, manifest.checksums_for(weights_alone=True))
         if flaw is None:
             return folder, manifest
         flaws.append(f"{folder.name}: {flaw}")
