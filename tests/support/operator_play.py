@@ -84,6 +84,7 @@ class Play:
     machines: Machines
     namespace: str
     settings: RenderSettings = SETTINGS
+    installation: str = "megatronapp/megatronapp-operator"
     keys: KeyRing = dataclasses.field(default_factory=lambda: KeyRing([KEY]))
     skipped_s: float = 0.0
     store: Store = dataclasses.field(init=False)
@@ -101,7 +102,15 @@ class Play:
         self.api.dead = False
         self.store, self.due = Store(), {}
         executor = Executor(self.api, self.store, keys=self.keys, identity=f"life-{self.lives}")
-        self.reconciler = Reconciler(self.api, self.store, executor, self.settings, keys=self.keys, clock=self.now)
+        self.reconciler = Reconciler(
+            self.api,
+            self.store,
+            executor,
+            self.settings,
+            keys=self.keys,
+            installation=self.installation,
+            clock=self.now,
+        )
         await self.look()
 
     async def look(self) -> None:

@@ -52,6 +52,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end -}}
 {{- end -}}
 
+{{- define "megatronapp.leaseName" -}}
+{{- default (printf "%s-operator" (include "megatronapp.fullname" .)) .Values.operator.leaseName -}}
+{{- end -}}
+
 {{- define "megatronapp.doorAccount" -}}
 {{- $own := printf "%s-door" (include "megatronapp.fullname" .) -}}
 {{- if .Values.door.serviceAccount.create -}}

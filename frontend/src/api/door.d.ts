@@ -317,7 +317,7 @@ export interface paths {
         };
         /**
          * Readyz
-         * @description The cluster answers the door, too.
+         * @description The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves.
          */
         get: operations["readyz_readyz_get"];
         put?: never;

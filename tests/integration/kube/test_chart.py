@@ -289,6 +289,32 @@ def test_the_alert_of_no_leader_is_about_the_operator_of_its_own_release(chart: 
         assert "{namespace=" not in expression.replace(f'{{namespace="{namespace}"}}', "")
 
 
+def test_several_doors_keep_each_client_at_one_of_them(chart: Chart) -> None:
+    for words, expected in (
+        ((), None),
+        (("--set", "door.replicaCount=2"), "ClientIP"),
+        (("--set", "door.replicaCount=2", "--set", "door.service.sessionAffinity=None"), "None"),
+    ):
+        service = only(chart.render(None, *words), "Service", "megatronapp")
+        assert service["spec"].get("sessionAffinity") == expected
+
+
+def test_two_releases_of_a_namespace_have_two_leases(chart: Chart) -> None:
+    for words, lease in (((), "megatronapp-operator"), (("--set", "fullnameOverride=second"), "second-operator")):
+        documents = chart.render(None, *words)
+        flags = only(documents, "Deployment", lease)["spec"]["template"]["spec"]["containers"][0]["args"]
+        rules = only(documents, "Role", lease.replace("-operator", "-lease"))["rules"]
+        assert f"--lease-name={lease}" in flags and rules[1]["resourceNames"] == [lease]
+
+
+def test_helm_test_reaches_a_door_that_lets_few_in(chart: Chart) -> None:
+    documents = chart.render(None, "--set", "networkPolicy.doorFrom[0].podSelector.matchLabels.app=ingress")
+    ingress = only(documents, "NetworkPolicy", "megatronapp-door")["spec"]["ingress"]
+    labels = only(documents, "Pod", "megatronapp-test")["metadata"]["labels"]
+    peers = [one["podSelector"]["matchLabels"] for one in ingress[0]["from"]]
+    assert peers[1:] == [{"app": "ingress"}] and peers[0].items() <= labels.items()
+
+
 def key_of(plane: kube.ControlPlane) -> str:
     done = plane.kubectl("get", "secret", "megatronapp-key", "-n", HOME, "-o", "jsonpath={.data.key}")
     assert done.returncode == 0, done.stderr

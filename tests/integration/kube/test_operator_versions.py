@@ -52,6 +52,32 @@ async def test_a_server_says_itself_whether_containers_may_restart(plane: kube.C
         assert await stage.machines.pods() == {}
 
 
+async def test_of_two_installations_the_first_to_see_a_job_has_it(plane: kube.ControlPlane, namespace: str) -> None:
+    async with play(plane, namespace) as first, play(plane, namespace) as second:
+        second.installation = "other/megatronapp-operator"
+        await first.machines.api.create(JOBS, manifest(namespace))
+        await first.begin()
+        await second.begin()
+        await second.reconcile()
+        made = {name: pod["metadata"]["uid"] for name, pod in (await second.machines.pods()).items()}
+        await first.reconcile()  # it saw the job before the other wrote: its write is refused, and it looks again
+        await first.rest(machines=False)
+        assert (await first.job())["status"]["manager"] == "other/megatronapp-operator"
+        await second.rest()
+        assert {name: pod["metadata"]["uid"] for name, pod in (await second.machines.pods()).items()} == made
+        assert set(made) == {"job-worker-0", "job-worker-1"}
+        await first.machines.end("job-worker-1", 42, message="boom")
+        before = first.api.count
+        await first.rest(machines=False)
+        assert first.api.count == before and (await first.job())["status"]["attempt"] == 0
+        released = await first.job()
+        del released["status"]["manager"]
+        await first.machines.api.replace(JOBS, released, subresource="status")
+        await first.rest()
+        taken = (await first.job())["status"]
+        assert (taken["manager"], taken["attempt"]) == ("megatronapp/megatronapp-operator", 1)
+
+
 class Server:
     """Answers a dry run with an error, or as a server that drops the field."""
 

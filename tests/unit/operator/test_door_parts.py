@@ -4,7 +4,9 @@ import asyncio
 import base64
 import json
 import pathlib
+import types
 import urllib.parse
+from collections.abc import AsyncGenerator
 from typing import cast
 
 import aiohttp
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatronapp_common.tokens import Role
 from megatronapp_operator.backends.kubernetes.api import Api, Listing
+from megatronapp_operator.backends.kubernetes.errors import UnavailableError
 from megatronapp_operator.door.access import cookie_name
 from megatronapp_operator.door.app import build_api
 from megatronapp_operator.door.cache import Cache
@@ -24,7 +27,7 @@ from megatronapp_operator.door.live import reason_of
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
 from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
-from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, shares_of_request, turns_of
+from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, Door, readyz, shares_of_request, turns_of
 from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
 from megatronapp_operator.door.shares import Shares
 from megatronapp_operator.door.visits import CALLERS_SOCKETS, JOBS_SOCKETS
@@ -110,6 +113,34 @@ async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pyt
     before = api.asked
     assert [await catalog.job_of(token) for token in tokens] == [None] * 16
     assert api.asked <= before + 1
+
+
+class Cluster:
+    """Lists jobs page by page, while it answers."""
+
+    def __init__(self) -> None:
+        self.answers, self.asked = False, list[tuple[str | None, int]]()
+
+    async def pages(self, _resource: object, namespace: str | None, *, page: int) -> AsyncGenerator[Listing, None]:
+        self.asked.append((namespace, page))
+        if not self.answers:
+            raise UnavailableError("no answer")
+        yield Listing([], "1")
+        yield Listing([], "1")
+
+
+@pytest.mark.asyncio
+async def test_the_door_is_ready_once_the_cluster_has_answered_and_stays_so_at_the_cost_of_one_job() -> None:
+    cluster = Cluster()
+    catalog = Catalog(cast(Api, cluster), keys=KeyRing(["ab" * 32]), namespaces=("a", "b"))
+    door = cast(Door, types.SimpleNamespace(catalog=catalog, reached=False))
+    with pytest.raises(UnavailableError):
+        await readyz(door)
+    cluster.answers = True
+    assert (await readyz(door)).status == "ok"
+    assert cluster.asked == [("a", 1), ("a", 1), ("b", 1)]
+    cluster.answers = False
+    assert (await readyz(door)).status == "ok" and len(cluster.asked) == 3
 
 
 @given(st.text())

@@ -277,6 +277,8 @@ class Status(StatusModel):
     """When the job ended, RFC 3339."""
     pinned: Pinned | None = None
     """What the pods of the current attempt are made of."""
+    manager: str | None = None
+    """Installation that manages the job, as NAMESPACE/LEASE of its operator: the first that saw it, and no other."""
     hub_url: str | None = None
     """Where the hub listens, while it does."""
     serve_url: str | None = None

@@ -119,7 +119,13 @@ class Service:
         self._store = Store()
         executor = Executor(api, self._store, keys=settings.keys, identity=settings.identity)
         self._reconciler = Reconciler(
-            api, self._store, executor, settings.render, keys=settings.keys, clock=self._clock
+            api,
+            self._store,
+            executor,
+            settings.render,
+            keys=settings.keys,
+            installation=f"{settings.lease_namespace}/{settings.lease_name}",
+            clock=self._clock,
         )
         self._poller = Poller(client, keys=settings.keys, clock=self._clock)
         self._queue: KeyedQueue[Key] = KeyedQueue(self._clock)

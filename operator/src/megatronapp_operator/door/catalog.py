@@ -1,5 +1,6 @@
 """The jobs as the door sees them, and the tokens of each, which follow from the installation's key."""
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -71,6 +72,12 @@ class Catalog:
         self._all: Cache[None, _Listed] = Cache(self._list, ttl_s=FRESH_S)
         self._one = Cache(self._get, ttl_s=FRESH_S)
         self._unknown: Cache[str, bool] = Cache(self._is_unknown, ttl_s=UNKNOWN_S, size=MAX_UNKNOWN)
+
+    async def reach(self) -> None:
+        """Ask for one job of each watched namespace: whether the cluster answers, and whether the door may ask."""
+        for namespace in self._namespaces or (None,):
+            async with contextlib.aclosing(self._api.pages(JOBS, namespace, page=1)) as pages:
+                await anext(pages)
 
     async def jobs(self) -> tuple[Job, ...]:
         """All of them, by namespace and name."""

@@ -74,6 +74,8 @@ class Door:
         self.requests = Shares("requests", in_all=MAX_REQUESTS)
         self.bodies = Shares("long bodies", in_all=MAX_LONG_BODIES)
         self.sockets = sockets
+        self.reached = False
+        """Whether the cluster has answered once."""
         self.controls = Rates("controlling calls", turns=controls, fill_s=CONTROLS_S)
 
     async def caller(self, connection: HTTPConnection) -> Caller:
@@ -163,8 +165,10 @@ async def healthz() -> Health:
 
 @probes.get("/readyz", responses={503: {"model": Problem}})
 async def readyz(door: DoorOf) -> Health:
-    """The cluster answers the door, too."""
-    await door.catalog.jobs()
+    """The cluster has answered once. Later its silence takes no page away: requests that need it say so themselves."""
+    if not door.reached:
+        await door.catalog.reach()
+        door.reached = True
     return Health(status="ok")
 
 

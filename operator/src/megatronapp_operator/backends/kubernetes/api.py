@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -162,7 +162,7 @@ class Api:
 
     async def pages(
         self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
-    ) -> AsyncIterator[Listing]:
+    ) -> AsyncGenerator[Listing, None]:
         """The same page by page, for who need not hold them all. Raises GoneError where that takes too long."""
         query = {"labelSelector": labels, "limit": str(page)}
         while True:

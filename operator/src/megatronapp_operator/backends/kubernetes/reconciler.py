@@ -6,6 +6,7 @@ every `PROGRESS_S` seconds at most. One about which nothing is to be done, and t
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -43,6 +44,8 @@ from megatronapp_operator.plan import (
 from megatronapp_operator.plan.controls import spent_after
 from megatronapp_operator.status_reader import read_status
 
+log = logging.getLogger(__name__)
+
 PROGRESS_S = 15.0
 COUNTS_S = 1.0
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
@@ -69,6 +72,7 @@ class Reconciler:
         settings: RenderSettings,
         *,
         keys: KeyRing,
+        installation: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
@@ -76,10 +80,13 @@ class Reconciler:
         self._executor = executor
         self._settings = settings
         self._keys = keys
+        self._installation = installation
         self._clock = clock
         self._errands = Errands(store, executor, clock)
         self._memories: dict[Key, Memory] = {}
         self._troubles: dict[Key, str] = {}
+        self._left: set[str] = set()
+        """Uids of jobs of other installations that were named in the log."""
         self._spent: dict[Key, float] = {}
         """When turns for control events will have come back: also of a job that its author makes anew or writes to."""
 
@@ -93,7 +100,7 @@ class Reconciler:
         Raises AgainError, ApiError, NameTakenError, and JobError for a spec that this release cannot read.
         """
         document = self._store.job(key)
-        if document is None or document["spec"].get("managedBy", MANAGER) != MANAGER:
+        if document is None or not self._manages(document):
             self._memories.pop(key, None)
             self._troubles.pop(key, None)
             return None
@@ -110,6 +117,19 @@ class Reconciler:
         wake_at = _earliest(wake_at, await self._errands.run(memory, self._work(memory, document)))
         self._troubles.pop(key, None)  # what comes again after a success is news
         return wake_at
+
+    def _manages(self, document: Object) -> bool:
+        """Whether a job is ours: not an external controller's, nor of an installation that has seen it before us.
+
+        Of two installations that watch a namespace the first to write the status has the job; the other one's write
+        fails, because the object has changed meanwhile.
+        """
+        manager = (document.get("status") or {}).get("manager") or self._installation
+        if manager != self._installation and document["metadata"]["uid"] not in self._left:
+            self._left.add(document["metadata"]["uid"])
+            where = f"{document['metadata']['namespace']}/{document['metadata']['name']}"
+            log.warning("%s is managed by the installation %s (status.manager) and left to it", where, manager)
+        return manager == self._installation and document["spec"].get("managedBy", MANAGER) == MANAGER
 
     def _remember(self, key: Key, document: Object) -> Memory:
         """Our memory of the job, brought to what the object says. Raises JobError for a spec that we cannot read."""
@@ -220,7 +240,8 @@ class Reconciler:
     def _facts(self, memory: Memory, status: Status) -> Object:
         job, table = memory.job, self._table(memory)
         urls = {} if status.phase in TERMINAL_PHASES else self._urls(job)
-        return facts(job, status, table=table, pinned=memory.pinned, urls=urls)
+        found = facts(job, status, table=table, pinned=memory.pinned, urls=urls)
+        return found | {"manager": self._installation}
 
     def _urls(self, job: MegatronJob) -> dict[str, str]:
         """Where hub and API answer."""
