@@ -33,6 +33,13 @@ SERVE_EXAMPLES: tuple[Example, ...] = (
     *bad("training-given", "spec.training", ({"spec.training": None}, "is missing; write training with")),
     *good("serve-of-mode-serve", SERVED | {"spec.serve": {"port": 0}}),
     *bad("serve-of-mode-serve", "spec.serve", ({"spec.serve": {}}, "belongs to mode: serve; leave it out")),
+    *good("scope-of-mode-serve", SERVED | {"spec.scope": {"plugins": ["a.b"]}, "spec.analyzer.enabled": True}),
+    *bad(
+        "scope-of-mode-serve",
+        "spec.scope",
+        ({"spec.scope": {}, "spec.analyzer.enabled": True}, "belongs to mode: serve with analyzer.enabled: true"),
+        (SERVED | {"spec.scope": {}, "spec.analyzer.enabled": False}, "belongs to mode: serve with analyzer.enabled"),
+    ),
     *good("serve-needs-a-checkpoint", SERVED),
     *bad(
         "serve-needs-a-checkpoint",

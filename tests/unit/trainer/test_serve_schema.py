@@ -1,5 +1,6 @@
 """The server keeps to its OpenAPI document, whatever it is asked (schemathesis)."""
 
+import copy
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import schema_checks
 import schemathesis
 from schemathesis import Case, GenerationMode
+from schemathesis.core.failures import FailureGroup
 from served_model import Server, started, write_model
 
 OPERATIONS = (
@@ -105,7 +107,8 @@ def test_events_of_a_stream_are_as_the_document_says(
     checks = list(schema_checks.CHECKS)
     answer = case.call_and_validate(base_url=server.url, checks=checks, headers=headers)
     assert "event: queue" in answer.text
-    operation.definition.raw["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]["anyOf"].pop(1)
-    broken = schemathesis.openapi.from_dict(document)[path]["POST"].Case(body=case.body, media_type="application/json")
-    with pytest.raises(ExceptionGroup, match="distinct failure"):
+    other = copy.deepcopy(document)
+    other["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["itemSchema"]["anyOf"].pop(1)
+    broken = schemathesis.openapi.from_dict(other)[path]["POST"].Case(body=case.body, media_type="application/json")
+    with pytest.raises(FailureGroup):
         broken.call_and_validate(base_url=server.url, checks=checks, headers=headers)

@@ -41,7 +41,7 @@ async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     hint = "See /api/v1/openapi.json for what there is."
-    code = {404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
+    code = {400: "bad-request", 404: "not-found", 405: "method-not-allowed"}.get(error.status_code, "http-error")
     return problem_response(error.status_code, code, f"{request.url.path}: {error.detail}", hint)
 
 

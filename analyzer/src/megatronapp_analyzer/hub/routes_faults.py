@@ -11,6 +11,9 @@ from megatronapp_analyzer.hub.service import Hub
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 422: {"model": schemas.Problem}}
 
+PROBLEM: dict[str, Any] = {"model": schemas.Problem}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
+
 STEPS_AHEAD = 5
 """Steps from the newest finished one to the first that a new fault surely reaches, as a proposal."""
 
@@ -23,9 +26,7 @@ async def list_faults(hub: HubOf) -> list[schemas.Fault]:
     return hub.faults.current()
 
 
-@router.post(
-    "", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses={409: {"model": schemas.Problem}}
-)
+@router.post("", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses=BODY)
 async def add_fault(hub: HubOf, request: schemas.FaultRequest) -> schemas.Fault:
     """Make one rank slow for some steps."""
     _check_acts(hub, request)

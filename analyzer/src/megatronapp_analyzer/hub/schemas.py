@@ -97,6 +97,8 @@ FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
 class FaultRequest(ApiModel):
     """A fault to inject; see the control page."""
 
+    model_config = ConfigDict(strict=True)
+
     rank: Annotated[int, Field(ge=0)]
     kind: FaultKind
     factor: Annotated[float, Field(gt=1, le=100)]

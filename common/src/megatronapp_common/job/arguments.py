@@ -125,6 +125,7 @@ SERVE_FLAGS: tuple[FlagOf, ...] = (
     FlagOf("serve.queue_length", "--queue-length"),
     FlagOf("serve.prefill_chunk", "--prefill-chunk"),
     FlagOf("serve.precision", "--precision"),
+    FlagOf("scope.plugins", "--scope-plugins"),
 )
 """Flags of `megatronapp_trainer.serve` beside those of FLAGS."""
 

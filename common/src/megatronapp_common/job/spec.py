@@ -25,6 +25,7 @@ from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Mo
 from megatronapp_common.job.network import Network
 from megatronapp_common.job.policy import RunPolicy, Scheduling
 from megatronapp_common.job.runtimes import Dpp, Fbd
+from megatronapp_common.job.scope import Scope
 from megatronapp_common.job.serve import Serve
 from megatronapp_common.job.training import Checkpoint, Data, Index, Training
 
@@ -88,6 +89,8 @@ class Spec(ManifestModel):
     """Batches, optimizer, schedules, intervals; needed in mode train, which it belongs to."""
     serve: Serve | None = None
     """Where and how much a served model answers; belongs to mode serve."""
+    scope: Scope | None = None
+    """MegaScope of a served model; belongs to mode serve with analyzer.enabled."""
     dpp: Dpp = Dpp()
     """MegaDPP: a dynamic pipeline schedule."""
     fbd: Fbd = Fbd()

@@ -114,6 +114,9 @@ Exit code: 1 failed or refused, 2 bad options, 130 interrupted."""
     _add_serve_layout(parser)
     _add_serve_limits(parser)
     parser.add_argument("--pages", action=argparse.BooleanOptionalAction, default=True, help="serve the pages, too")
+    parser.add_argument(
+        "--scope-plugins", nargs="+", metavar="MODULE", help="modules of your own that register places for MegaScope"
+    )
     parser.add_argument("--manifest", action="store_true", help="only print the MegatronJob")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--follow", action="store_true", help="also print progress and the log of rank 0")

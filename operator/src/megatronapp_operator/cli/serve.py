@@ -58,6 +58,7 @@ def manifest_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "checkpoint": {"load": arguments.load},
         "data": _given(data),
         "serve": _given(serve),
+        "scope": _given({"plugins": arguments.scope_plugins}),
         "args": [*arguments.passed, *arguments.args],
         "analyzer": {"enabled": arguments.pages},
         "runPolicy": {"backoff": {"initialSeconds": RESTART_S}},

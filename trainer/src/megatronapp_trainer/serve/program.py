@@ -63,6 +63,7 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
     from megatronapp_trainer.signals import StopWish
 
     layout = generation_layout(config)
+    _load_plugins(command)
     with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
         front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
         stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
@@ -76,6 +77,14 @@ def serve(command: Command, config: TrainerConfig) -> ExitCode:
             front.answer(gang, config, wish, look)
         destroy_groups()
     return ExitCode.PREEMPTED
+
+
+def _load_plugins(command: Command) -> None:
+    """Import what users look at the model with, before anything long is begun. Raises UsageError."""
+    if modules := command.options.scope_plugins:
+        from megatronapp_trainer.scope.plugins import load_plugins
+
+        print(f"sites of {', '.join(modules)}: {', '.join(load_plugins(modules))}", flush=True)
 
 
 def _no_desk() -> None:

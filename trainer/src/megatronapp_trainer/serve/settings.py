@@ -29,6 +29,7 @@ class ServeOptions:
     max_length: int | None = option(None, "most tokens of a prompt and what follows; default: the model's positions")
     queue_length: int = option(32, "prompts that may wait; the most texts of a request are these and --max-batch-size")
     prefill_chunk: int = option(512, "tokens of prompts that one forward pass reads")
+    scope_plugins: tuple[str, ...] | None = option(None, "modules of your own that register places for MegaScope")
     precision: str | None = option(None, "weights and activations; default: as trained", choices=("fp32", "bf16"))
 
 

@@ -429,6 +429,7 @@ class ScopeDesk:
             },
             "presets": PRESETS,
             "reducers": list(NAMES),
+            "sites": sorted(self.publishers.sites),
             "runs": [run.summary() for run in reversed(self.runs.values())],
         }
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from megatronapp_analyzer.hub.schemas import ApiModel
 
@@ -106,6 +106,8 @@ class Hello(ApiModel):
     limits: ScopeLimits
     presets: dict[str, Any]
     reducers: list[str]
+    sites: tuple[str, ...] = ()
+    """Names of the places that ranks can look at, those of plugins included."""
     runs: list[RunSummary]
 
 
@@ -152,6 +154,8 @@ DETAIL_NAMES = frozenset(field.alias or name for name, field in RunDetail.model_
 
 class PcaRequest(ApiModel):
     """New axes of some layers."""
+
+    model_config = ConfigDict(strict=True)
 
     layers: Annotated[list[Annotated[int, Field(ge=0, lt=4096)]], Field(min_length=1, max_length=4096)]
     refit: Literal[True] = True

@@ -67,6 +67,12 @@ SERVE_RULES = (
         says="belongs to mode: serve; leave it out",
     ),
     Rule(
+        id="scope-of-mode-serve",
+        field=".scope",
+        rule=f"!has(self.scope) || ({_SERVES} && self.analyzer.enabled)",
+        says="belongs to mode: serve with analyzer.enabled: true; leave it out",
+    ),
+    Rule(
         id="serve-needs-a-checkpoint",
         field=".checkpoint.load",
         rule=f"!({_SERVES}) || has(self.checkpoint.load)",
