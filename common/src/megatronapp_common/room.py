@@ -39,9 +39,9 @@ class Room:
 
     @property
     def full(self) -> bool:
-        """Whether a ring may not fit any more."""
+        """True if another ring may not fit."""
         return self.free < LEAST_BYTES
 
     def __str__(self) -> str:
         """For a sentence about one that is full; the same text however little is left."""
-        return f"{self.path} has less than {LEAST_BYTES // MIB} of its {self.total // MIB} MiB free"
+        return f"{self.path} ({self.total // MIB} MiB) has less than {LEAST_BYTES // MIB} MiB free"

@@ -30,7 +30,7 @@ def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]
     first = made.plan()
     condition = first.status.condition(ConditionType.SHARED_MEMORY_FULL)
     assert (condition.status, condition.reason, told(first)) == (True, "SharedMemoryFull", ["SharedMemoryFull"])
-    assert condition.message.startswith("worker 1 on n1: /dev/shm has less than 4 of its 64 MiB free: ")
+    assert condition.message.startswith("worker 1 on n1: /dev/shm (64 MiB) has less than 4 MiB free: ")
     assert "raise spec.shm.sizeLimit" in condition.message
     less = entry | dataclasses.replace(FULL, free=0).to_json()
     read = summary.read_summary(ANSWER | {"fullSharedMemory": [less]})

@@ -241,7 +241,7 @@ def test_a_warning_that_finds_no_room_harms_nobody(tmp_path: pathlib.Path, monke
 
 def test_shared_memory_is_measured_without_a_hub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_settings(tmp_path, shm=tmp_path), [])
-    for free, said in ((LEAST_BYTES, ()), (0, (f"{tmp_path} has less than 4 of its 64 MiB free",))):
+    for free, said in ((LEAST_BYTES, ()), (0, (f"{tmp_path} (64 MiB) has less than 4 MiB free",))):
         room = Room(path=str(tmp_path), total=64 << 20, free=free)
         monkeypatch.setattr(Room, "measure", lambda _folder, room=room: room)
         assert backend._observe().full_shared_memory == said

@@ -1,4 +1,4 @@
-"""Whether InfiniBand can be used: a real shared library of the interface's three functions, and folders of devices."""
+"""The check of InfiniBand, on a real shared library with its three functions and on folders of devices."""
 
 import os
 import pathlib
@@ -49,7 +49,7 @@ def found(library: str, devices: pathlib.Path, hca: str = "") -> str:
 
 
 def close(devices: pathlib.Path, number: int) -> None:
-    """A device that root cannot open either: one that is gone behind its name."""
+    """Replace a device by a dangling link, which root cannot open either."""
     path = devices / "dev" / f"uverbs{number}"
     path.unlink()
     os.symlink("nowhere", path)

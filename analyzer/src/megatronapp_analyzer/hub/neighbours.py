@@ -68,7 +68,7 @@ def _read_status(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _backend_lives(path: pathlib.Path) -> bool:
-    """Whether the job's backend holds its lock."""
+    """True if the job's backend holds its lock."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

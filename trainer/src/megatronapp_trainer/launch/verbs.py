@@ -1,4 +1,4 @@
-"""Whether InfiniBand can be used from here: the library that NCCL opens, the adapters it lists, and their devices.
+"""Check that InfiniBand can be used from here: the library that NCCL opens, the adapters it lists, and their devices.
 
 Links of /sys say nothing about it: they show the node's adapters in every container.
 """
