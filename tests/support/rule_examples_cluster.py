@@ -41,10 +41,12 @@ def _requests(place: str, beside: Changes) -> list[Example]:
     ]
 
 
-_RESOURCES = [
+WITHIN_LIMITS = [
     *_requests("resources", {}),
     *_requests("analyzer.resources", {}),
     *_requests("fbd.forward.resources", {"spec.fbd.enabled": True}),
+]
+_RESOURCES = [
     *good(
         "gpus-named-once",
         {**_GPUS, "spec.resources": {"limits": {"nvidia.com/gpu": 4, "cpu": "7500m"}, "requests": {"cpu": 2}}},

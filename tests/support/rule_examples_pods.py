@@ -3,6 +3,7 @@
 from typing import Any
 
 from rule_example import Changes, Example, bad, good
+from rule_examples_cluster import WITHIN_LIMITS
 
 _POD = "spec.podTemplate.spec"
 _CONTAINERS = f"{_POD}.containers"
@@ -125,6 +126,7 @@ ADMISSION_EXAMPLES = (
         (_shm("16Gi", "trainer", "8Gi"), "must be below the memory limit of the trainer in podTemplate"),
         (_shm("2Gi", "trainer", "2Gi"), "must be below the memory limit of the trainer in podTemplate"),
     ),
+    *WITHIN_LIMITS,
     *good(
         "failure-rule-regex",
         {"spec.runPolicy.rules": [{"action": "FailJob", "match": {"messageRegex": r"^Xid \(\d+\)|\pL"}}]},

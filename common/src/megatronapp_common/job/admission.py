@@ -7,7 +7,7 @@ ones on this side. Where a text cannot be evaluated (a list that is none, a brok
 
 from typing import Any
 
-from megatronapp_common.job.rules.cluster import is_taken
+from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
 from megatronapp_common.job.rules.rule import Rule, first_item, no_item
 from megatronapp_common.job.rules.run import RESERVED_ENV
 from megatronapp_common.names import GROUP, VERSION
@@ -102,6 +102,7 @@ ADMISSION_RULES = (
         f"!quantity(string({_SHM})).isLessThan(quantity(string(one.resources.limits['memory'])))))",
         says="must be below the memory limit of the trainer in podTemplate, which it is charged to",
     ),
+    *WITHIN_LIMITS,
     Rule(
         id="failure-rule-regex",
         field=".runPolicy.rules",

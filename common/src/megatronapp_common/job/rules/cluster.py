@@ -55,8 +55,12 @@ def named_once(rule_id: str, field: str, *, when: str, resource: str, count: str
 
 
 def _within_limits(field: str, when: str = "true") -> Rule:
-    """The API server would refuse the pods."""
-    block = f"self{field}"
+    """The API server would refuse the pods.
+
+    A rule of the admission policy: before Kubernetes 1.34 the schema's estimate of its cost, for quantities of any
+    length, is beyond what a definition may have.
+    """
+    block = f"object.spec{field}"
     over = (
         f"name in {block}.limits && "
         f"quantity(string({block}.requests[name])).isGreaterThan(quantity(string({block}.limits[name])))"
@@ -69,11 +73,13 @@ def _within_limits(field: str, when: str = "true") -> Rule:
     )
 
 
-_FORWARD = "self.fbd.forward"
-_RESOURCES = (
+_FORWARD = "object.spec.fbd.forward"
+WITHIN_LIMITS = (
     _within_limits(".resources"),
     _within_limits(".analyzer.resources"),
     _within_limits(".fbd.forward.resources", f"has({_FORWARD}) && has({_FORWARD}.resources)"),
+)
+_RESOURCES = (
     named_once(
         "gpus-named-once",
         ".resources",
