@@ -259,6 +259,23 @@ def test_initializers_of_the_job_run_one_after_the_other_in_a_pod_of_their_own()
     assert render.init_pod(rendered.make_job(), rendered.owner_of(job), rendered.SETTINGS) is None
 
 
+def test_initializers_and_hub_have_the_priority_of_their_job_and_initializers_its_nodes() -> None:
+    initializers = [
+        {"name": "corpus", "image": "fetch:1", "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}}
+    ]
+    affinity: dict[str, Any] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    place = {"nodeSelector": {"pool": "a"}, "affinity": affinity, "schedulerName": "own"}
+    job = rendered.make_job({**place, "priorityClassName": "high", "gpusPerNode": 2, "initializers": initializers})
+    init = render.init_pod(job, rendered.owner_of(job), rendered.SETTINGS)
+    assert init is not None
+    spec = init["spec"]
+    assert {name: spec[name] for name in place} == place and spec["priorityClassName"] == "high"
+    assert spec["containers"][0]["resources"] == {"requests": {"cpu": "1"}, "limits": {"memory": "1Gi"}}
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
+    hub = render.hub_pod(job, rendered.owner_of(job), rendered.SETTINGS, starts=1)["spec"]
+    assert hub["priorityClassName"] == "high" and "nodeSelector" not in hub
+
+
 def test_preflight_is_told_what_the_pod_should_have() -> None:
     rdma = {"enabled": True, "resourceName": "rdma/ib", "hca": "mlx5_0"}
     network = {"mode": "SharedDevice", "rdma": rdma, "preflight": {"enabled": True, "timeoutSeconds": 30}}

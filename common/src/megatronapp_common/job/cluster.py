@@ -122,5 +122,8 @@ class Initializer(ManifestModel):
     checkpoint.volume; with scope Node it may also be a new directory, which the ranks of this node then see."""
     secret_ref: Reference | None = None
     """Secret whose keys become variables of the container."""
+    resources: Resources | None = None
+    """What the container gets; a namespace with a quota for CPU or memory refuses pods without. Left out: nothing is
+    set aside for it with scope Job; with scope Node it gets what the trainer gets."""
     scope: Literal["Job", "Node"] = "Job"
     """Once before all workers of the job, or in every worker for disks of its own."""

@@ -130,15 +130,16 @@ class Spec(ManifestModel):
     resources: Resources = Resources()
     """What the trainer's container gets; GPUs and RDMA devices are added."""
     node_selector: Labels = Field(default={})
-    """Labels of the nodes that workers go to."""
+    """Labels of the nodes that workers, and initializers of scope Job, go to."""
     affinity: dict[str, Any] | None = None
-    """Affinity of worker pods, as in a pod's spec."""
+    """Affinity of the pods of workers and of initializers of scope Job, as in a pod's spec."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=64)] = ()
     """Taints of nodes that workers may stand; that of GPU nodes is added."""
     priority_class_name: ObjectName | None = None
-    """Priority of the pods."""
+    """Priority of all pods of the job."""
     scheduler_name: ObjectName | None = None
-    """Scheduler of the workers; left out: the one that scheduling.gang needs, else the cluster's."""
+    """Scheduler of workers and of initializers of scope Job; left out: the one that scheduling.gang needs for workers,
+    else the cluster's."""
     runtime_class_name: ObjectName | None = None
     """Container runtime of the workers."""
     service_account_name: ObjectName | None = None

@@ -9,6 +9,7 @@ from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import storage
 from megatronapp_operator.backends.kubernetes.render.environment import UNPRIVILEGED_HOME, variables
 from megatronapp_operator.backends.kubernetes.render.objects import Names, make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.placement import tolerations
 from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
@@ -30,6 +31,7 @@ def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Obj
         "securityContext": container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+    made |= {"resources": one.resources.to_dict()} if one.resources is not None else {}
     made |= {"command": list(one.command)} if one.command else {}
     made |= {"args": list(one.args)} if one.args else {}
     made |= {"envFrom": [{"secretRef": {"name": one.secret_ref.name}}]} if one.secret_ref is not None else {}
@@ -45,12 +47,13 @@ def container_name(name: str) -> str:
 def node_containers(draft: Draft) -> list[Object]:
     """Init containers of every worker.
 
-    They get what the trainer gets later: that costs nothing more, and a pod with guaranteed resources stays one.
+    Unless they say otherwise, they get what the trainer gets later: that costs nothing more, and a pod with guaranteed
+    resources stays one.
     """
     mounts = [*storage.claim_mounts(draft.job, writable=True), *storage.local_mounts(draft.job)]
     resources = draft.group.resources.to_dict()
     made = [initializer(one, draft.job, mounts) for one in storage.node_initializers(draft.job)]
-    return [one | {"resources": resources} for one in made]
+    return [{"resources": resources} | one for one in made]
 
 
 def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object | None:
@@ -72,16 +75,29 @@ def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object
         "initContainers": containers[:-1],
         "containers": containers[-1:],
         **identity(job),
+        **_placement(job),
     }
     meta = metadata(owner, Names(owner.name).init, pod_labels(owner, ReplicaType.INIT))
     return make("v1", "Pod", meta, spec=spec)
 
 
+def _placement(job: MegatronJob) -> Object:
+    """The nodes of the workers: disks may be reached from these alone."""
+    given = {
+        "tolerations": tolerations(job.spec, job.spec.gpus_per_node),
+        "nodeSelector": dict(job.spec.node_selector),
+        "affinity": job.spec.affinity,
+        "schedulerName": job.spec.scheduler_name,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
 def identity(job: MegatronJob) -> Object:
-    """What all pods of a job have of its spec: who they are, how images are pulled, which taints they stand."""
+    """What all pods of a job have of its spec: account, pull secrets, tolerations and priority."""
     given: Object = {
         "imagePullSecrets": [{"name": one.name} for one in job.spec.image_pull_secrets],
         "tolerations": [one.to_dict() for one in job.spec.tolerations],
         "serviceAccountName": job.spec.service_account_name,
+        "priorityClassName": job.spec.priority_class_name,
     }
     return {name: value for name, value in given.items() if value}

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from megatronapp_common.job import Spec
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render.network import LABEL_HOST_NETWORK
@@ -14,11 +15,11 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
-def tolerations(draft: Draft) -> list[Object]:
+def tolerations(spec: Spec, gpus: int) -> list[Object]:
     """The user's, and the taint that keeps others off nodes with GPUs."""
-    given = [one.to_dict() for one in draft.spec.tolerations]
-    gpu = {"key": draft.spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
-    return [*given, gpu] if draft.gpus and gpu not in given else given
+    given = [one.to_dict() for one in spec.tolerations]
+    gpu = {"key": spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
+    return [*given, gpu] if gpus and gpu not in given else given
 
 
 def placed(spec: Object, draft: Draft) -> Object:

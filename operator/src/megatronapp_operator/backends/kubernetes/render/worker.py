@@ -91,7 +91,7 @@ def _chosen(draft: Draft) -> Object:
             *network.device_volumes(draft),
         ],
         **identity(draft.job),
-        "tolerations": tolerations(draft),
+        "tolerations": tolerations(draft.spec, draft.gpus),
         "nodeSelector": dict(draft.group.node_selector),
         "affinity": spec.affinity,
         "priorityClassName": spec.priority_class_name,
