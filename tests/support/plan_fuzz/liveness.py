@@ -106,7 +106,8 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
             break
     if trained < TRAINED_SHARE * SLOW_S / 2:
         broken("a slow node keeps the gang from training", f"{trained:.0f} s of {SLOW_S / 2:.0f} s")
-    spare = len(world.nodes) > world.spec.workers
+    tolerated = slow in {one.node for one in world.job.status.tolerated_nodes}
+    spare = len(world.nodes) > world.spec.workers and not tolerated
     if spare and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
         broken("a slow node is used though another is free")
     world.slow_ranks = ()
