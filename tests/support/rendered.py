@@ -140,7 +140,7 @@ VARIETY: dict[str, Object] = {
     },
     "host-network": {**GPUS, **ANALYZED, "network": {"mode": "HostNetwork", "policy": "None", "rankOrder": "IP"}},
     "kueue": {"scheduling": {"gang": "Kueue", "queue": "team-a", "topology": {"level": "example.com/rack"}}},
-    "volcano": {**GPUS, "scheduling": {"gang": "Volcano", "queue": "team-a", "minAvailable": 2}},
+    "volcano": {**GPUS, "scheduling": {"gang": "Volcano", "queue": "team-a"}},
     "coscheduling": {"scheduling": {"gang": "Coscheduling", "timeoutSeconds": 60}},
     "kai": {**GPUS, "scheduling": {"gang": "KAI", "queue": "team-a"}},
     "forward-apart": {

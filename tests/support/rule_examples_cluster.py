@@ -331,9 +331,10 @@ _POLICIES = [
         "spec.scheduling.minAvailable",
         (
             {"spec.scheduling": {"gang": "Volcano", "minAvailable": 3}},
-            "3 is above the 2 workers; write 2 or leave it out",
+            "is 3, and a gang trains with all of its 2 workers or not at all; leave it out or write 2",
         ),
-        ({**forward(nodes=2), "spec.scheduling": {"gang": "KAI", "minAvailable": 5}}, "5 is above the 4 workers"),
+        ({"spec.scheduling": {"gang": "Volcano", "minAvailable": 1}}, "is 1, and a gang trains with all of its 2"),
+        ({**forward(nodes=2), "spec.scheduling": {"gang": "KAI", "minAvailable": 2}}, "all of its 4 workers"),
     ),
     *good(
         "failure-rule-matches",

@@ -87,6 +87,8 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     heal(world)
     if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
         return False
+    if world.queue == "whole" and world.job.status.excluded_nodes:
+        return False  # a queue waits as long as a node that has failed is excluded
     limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
     policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)
     action = world.random.choice([*SlowNodeAction, SlowNodeAction.EXCLUDE_AND_RESTART])
@@ -212,15 +214,17 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
 
 def settle(world: World, operator: Operator) -> str:
     """Go on until the job rests. Raises Broken where it never does."""
-    trained = 0
+    trained, trained_in = 0, -1
     for _ in range(LOOKS):
         tick(world)
         operator.look()
         rests = rest_of(world)
         if rests is not None:
             return rests
-        trained += world.trains()
-        if trained and (why := failing_for(world)) == "StartDeadlineExceeded":
+        status, trains = world.job.status, world.trains()
+        trained += trains
+        trained_in = status.attempt if trains else trained_in
+        if trained_in == status.attempt and (why := failing_for(world)) == "StartDeadlineExceeded":
             broken("a gang that trains is said not to have started", why)
         if trained == TRAINED_LOOKS and world.spec.hub and world.hub is None and _may_train(world):
             broken("a gang trains without its hub")
@@ -266,8 +270,6 @@ def finish(world: World) -> None:
 
 def _some_succeeded(world: World) -> bool:
     """The others of a gang end with it, once all of it has started."""
-    if world.spec.serves:
-        return False
     phases = [one.phase for one in world.pods.values()]
     return WorkerPhase.SUCCEEDED in phases and WorkerPhase.PENDING not in phases
 

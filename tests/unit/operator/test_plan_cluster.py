@@ -190,6 +190,22 @@ def test_a_container_that_never_starts_fails_the_job_with_what_it_waits_for(scen
     assert message == "1 of 2 workers did not start within 900 s; worker 1: ImagePullBackOff: no such image"
 
 
+def test_a_gang_that_came_up_once_may_be_late_the_next_time(scene: Maker, worker: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    made.plan()
+    made.see(worker(0), worker(1, "Failed", 42))
+    made.plan()
+    made.see()
+    made.now = made.plan().wake_at
+    made.plan()
+    made.see(worker(0, attempt=1), worker(1, "Pending", attempt=1))
+    made.plan()
+    made.now += 900
+    status = made.plan().status
+    assert (status.attempt, status.failures[-1].reason) == (2, "StartDeadlineExceeded")
+    assert (status.failures[-1].action, status.restarts_towards_max) == (FailureAction.RESTART, 2)
+
+
 def test_launchers_that_gave_up_to_gather_without_all_machines_are_no_failure(scene: Maker, worker: Maker) -> None:
     made = scene(max_restarts=0)
     made.plan()

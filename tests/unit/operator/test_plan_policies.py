@@ -479,3 +479,21 @@ def test_the_time_of_a_condition_moves_only_with_its_status(running: Maker) -> N
     made.spec(generation=2)
     condition = made.plan().status.condition(ConditionType.RUNNING)
     assert condition.since == since
+
+
+def test_the_hub_of_a_suspended_job_goes_when_its_pages_have_stayed_for_a_while(
+    running: Maker, worker: Maker, ready_hub: Hub
+) -> None:
+    made = running()
+    made.spec(hub=True, hub_retain_s=300, suspend=True)
+    made.see(worker(0), worker(1), hub=ready_hub)
+    made.plan()
+    made.see(hub=ready_hub)
+    kept = made.plan()
+    assert (deeds(kept), kept.wake_at) == ([], made.now + 300)
+    made.now += 300
+    assert deeds(made.plan()) == [DeleteHub()]
+    made.see(hub=None)
+    assert made.plan().actions == ()
+    made.spec(suspend=False)
+    assert EnsureHub() in deeds(made.plan())

@@ -122,12 +122,15 @@ def test_pod_groups(kind: str, spec: rendered.Object) -> None:
     assert made["spec"] == spec
 
 
-def test_a_gang_that_needs_fewer_asks_for_fewer() -> None:
-    scheduling = {"gang": "Volcano", "minAvailable": 3}
-    made = group(rendered.make_job({**rendered.VARIETY["forward-apart"], "scheduling": scheduling}))
+def test_a_gang_of_several_kinds_of_workers_asks_for_all_of_them() -> None:
+    job = rendered.make_job({**rendered.VARIETY["forward-apart"], "scheduling": {"gang": "Volcano"}})
+    made = group(job)
     assert made is not None
-    assert made["spec"]["minMember"] == 3
-    assert made["spec"]["minResources"] == {"nvidia.com/gpu": "16"}
+    assert made["spec"]["minMember"] == job.world.nodes
+    pods = [rendered.make_worker(job, index) for index in range(job.world.nodes)]
+    asked = [rendered.container(pod, "trainer").get("resources", {}).get("limits", {}) for pod in pods]
+    total = sum(int(one.get("nvidia.com/gpu", 0)) for one in asked)
+    assert made["spec"]["minResources"]["nvidia.com/gpu"] == str(total)
 
 
 def test_an_init_container_counts_where_it_asks_for_more() -> None:

@@ -40,7 +40,7 @@ class Analyzer(ManifestModel):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the hub without a cluster; 0: a free one."""
     retain_seconds: Annotated[int, Field(ge=0, le=31_536_000)] = 300
-    """Seconds that the pages stay open after the end of the job."""
+    """Seconds that the pages stay open after the end of the job, and after it was suspended."""
     image: Image | None = None
     """Image of agent and hub on a cluster; left out: the operator's choice."""
     resources: Resources = Resources()

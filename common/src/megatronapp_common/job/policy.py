@@ -132,7 +132,7 @@ class Scheduling(ManifestModel):
     queue: ObjectName | None = None
     """Queue of Kueue (needed there), Volcano or KAI."""
     min_available: Annotated[int, Field(ge=1, le=MAX_NODES)] | None = None
-    """Workers that must be placeable together; left out: all."""
+    """Workers that must be placeable together: all, as if it were left out. A part of a gang cannot train."""
     timeout_seconds: Seconds | None = None
     """Longest time that placed workers wait for the others; left out: the scheduler's own."""
     topology: TopologyRequest | None = None

@@ -20,6 +20,7 @@ from megatronapp_operator.backends.kubernetes.api import Api, connect
 from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller.capabilities import has_container_restarts
+from megatronapp_operator.controller.clock import Clock
 from megatronapp_operator.controller.probes import create_app, create_server, served
 from megatronapp_operator.controller.service import Health, Service, namespaces_words
 from megatronapp_operator.controller.settings import Settings, parse
@@ -93,13 +94,15 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     place = settings.namespaces[0] if settings.namespaces else settings.render.operator_namespace
     restarts = await has_container_restarts(api, place)
     settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
+    clock = Clock()
     guarded = api.guarded(
         _guard(lease),
         lambda verb, what, code: metrics.request(verb, what, code or "error"),
+        dated=clock.heard,
         at_once=settings.concurrency,
     )
     async with httpx.AsyncClient(trust_env=False) as client:
-        service = Service(guarded, client, settings, metrics, health)
+        service = Service(guarded, client, settings, metrics, health, clock=clock)
         watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
         try:
             async with asyncio.TaskGroup() as group:

@@ -32,6 +32,7 @@ from megatronapp_operator.backends.kubernetes.poller import POLL_S, Poller
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.controller.clock import Clock
 from megatronapp_operator.controller.settings import Settings
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.metrics import JobFacts, OperatorMetrics
@@ -55,17 +56,6 @@ STUCK_S = 600.0
 """So long a job may wait while no look at any job comes to an end; each request ends within half a minute."""
 TURN_LATE_S = 120.0
 """The watches' loop turns every second, if it is not stuck."""
-
-
-class Clock:
-    """Seconds since the epoch, going on evenly whatever is done to the machine's clock."""
-
-    def __init__(self) -> None:
-        self._start = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        """The time."""
-        return self._start + time.monotonic()
 
 
 @dataclasses.dataclass(slots=True)

@@ -169,11 +169,17 @@ def suspend(draft: Draft) -> bool:
         draft.delete(worker, draft.job.spec.policy.grace_s)
     stop_init(draft)
     if draft.status.phase is Phase.SUSPENDED:
+        _retire_hub(draft, since=_suspended_since(draft))
         return True
     _forget_gang(draft)
     _rest(draft, reasons.SUSPENDED, "spec.suspend is true")
     draft.event(EventType.NORMAL, reasons.SUSPENDED, "the workers are being stopped")
     return True
+
+
+def _suspended_since(draft: Draft) -> float:
+    condition = draft.status.condition(ConditionType.SUSPENDED)
+    return draft.now if condition is None else condition.since
 
 
 def resume(draft: Draft) -> bool:
@@ -207,10 +213,11 @@ def _failing_grace_s(draft: Draft) -> float:
     return _stopping_grace_s(draft) if well or draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
 
 
-def _retire_hub(draft: Draft) -> None:
-    """Keep the pages open for a while, unless somebody asked for the end."""
-    assert draft.status.completion_time is not None
-    until = draft.status.completion_time + draft.job.spec.hub_retain_s
+def _retire_hub(draft: Draft, *, since: float | None = None) -> None:
+    """Keep the pages open for a while after the end or `since`, unless somebody asked for the end."""
+    ended = draft.status.completion_time if since is None else since
+    assert ended is not None
+    until = ended + draft.job.spec.hub_retain_s
     if draft.job.stop is not None or draft.now >= until:
         _delete_hub(draft)
     elif _hub_lives(draft):

@@ -109,7 +109,7 @@ def judge_start(draft: Draft) -> bool:
     else:
         message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
         failure = _failure(draft, reasons.START_DEADLINE_EXCEEDED, message)
-        if status.condition(ConditionType.RUNNING) is not None:  # image and volumes are right: it has run with them
+        if status.restarts or status.condition(ConditionType.RUNNING) is not None:  # its image and volumes were right
             failure = dataclasses.replace(failure, action=FailureAction.RESTART)
         attempt_failed(draft, failure)
     return True

@@ -28,12 +28,12 @@ _SCHEDULING = (
     Rule(
         id="available-workers",
         field=".scheduling.minAvailable",
-        rule="!has(self.scheduling.minAvailable) || " + with_gang(f"self.scheduling.minAvailable <= {WORKERS}"),
-        says="must not be above the number of workers",
+        rule="!has(self.scheduling.minAvailable) || " + with_gang(f"self.scheduling.minAvailable == {WORKERS}"),
+        says="must be the number of workers: a gang trains whole or not at all",
         message=say_with_sizes(
             say(
-                f"{{self.scheduling.minAvailable}} is above the {{{WORKERS}}} workers; "
-                f"write {{{WORKERS}}} or leave it out"
+                f"is {{self.scheduling.minAvailable}}, and a gang trains with all of its {{{WORKERS}}} workers "
+                f"or not at all; leave it out or write {{{WORKERS}}}"
             )
         ),
     ),

@@ -9,7 +9,9 @@ import dataclasses
 import json
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -115,24 +117,32 @@ class Api:
         request_s: float = REQUEST_S,
         guard: Callable[[], None] = lambda: None,
         told: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+        dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
         at_once: int | None = None,
     ) -> None:
         """`guard` is asked before every request that may change something, and raises where that must not be now.
 
-        `told` hears of every answer: verb, resource, HTTP status (0: none came). `at_once` bounds the requests that
+        `told` hears of every answer: verb, resource, HTTP status (0: none came); `dated` of the server's time in those
+        that carry it, between two times of the monotonic clock. `at_once` bounds the requests that
         are under way together; others wait.
         """
         self._client = client
         self._request_s = request_s
         self._guard = guard
         self._told = told
+        self._dated = dated
         self._limit = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
 
     def guarded(
-        self, guard: Callable[[], None], told: Callable[[str, str, int], None], *, at_once: int | None = None
+        self,
+        guard: Callable[[], None],
+        told: Callable[[str, str, int], None],
+        *,
+        dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
+        at_once: int | None = None,
     ) -> "Api":
         """The same server, with a guard before what changes something."""
-        return Api(self._client, request_s=self._request_s, guard=guard, told=told, at_once=at_once)
+        return Api(self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once)
 
     async def minor_version(self) -> int:
         """The server's minor version: 35 of Kubernetes 1.35."""
@@ -254,6 +264,7 @@ class Api:
                 self._guard()
             try:
                 await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+                sent = time.monotonic()
                 answer = await self._client.rest_client.request(
                     method,
                     f"{self._client.configuration.host}{path}",
@@ -263,6 +274,7 @@ class Api:
                     _request_timeout=self._request_s if timeout_s is None else timeout_s,
                 )
                 status = answer.status
+                self._note_date(answer.getheaders().get("Date"), sent)
                 return _document(answer.data)
             except ApiException as error:
                 status = error.status or 0
@@ -271,6 +283,11 @@ class Api:
                 raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
             finally:
                 self._told(method, resource.plural, status)
+
+    def _note_date(self, date: str | None, sent: float) -> None:
+        """A proxy may leave the date out, or write something else."""
+        with contextlib.suppress(TypeError, ValueError):
+            self._dated(parsedate_to_datetime(date or "").timestamp(), sent, time.monotonic())
 
 
 def _dry(dry_run: bool) -> dict[str, str]:

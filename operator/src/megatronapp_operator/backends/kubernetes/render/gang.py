@@ -15,12 +15,14 @@ from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, SECRETS, S
 from megatronapp_operator.backends.kubernetes.render import network, storage
 from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
 from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
-from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, min_available, pod_group
+from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, pod_group
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 from megatronapp_operator.backends.kubernetes.render.worker import render_worker
 from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 RANKS_KEY = "rank-table.json"
+PRIVATE = frozenset({"env", "podTemplate", "initializers"})
+"""Fields of a spec with variables of users. More people may read ConfigMaps than may read pods."""
 RANKS_BYTES = 512 << 10
 """The data of a ConfigMap may have 1 MiB."""
 
@@ -39,7 +41,7 @@ def gang_objects(job: MegatronJob, owner: Owner, attempt: Attempt, settings: Ren
         init_policy(job, owner),
         _service(owner),
         _serve_service(job, owner),
-        _document(job, owner),
+        _document(job, owner) if job.spec.analyzer.enabled else None,
         _group(Draft(job=job, owner=owner, attempt=attempt, index=0, settings=settings)),
     )
     return tuple(one for one in made if one is not None)
@@ -91,14 +93,15 @@ def _serve_service(job: MegatronJob, owner: Owner) -> Rendered | None:
 
 
 def _document(job: MegatronJob, owner: Owner) -> Rendered:
-    """The manifest as the hub reads it, without its status."""
+    """The manifest as the hub reads it: without its status, and without what may hold secrets of users."""
     given = job.to_dict()
+    spec = {name: value for name, value in given["spec"].items() if name not in PRIVATE}
     identity = {"name": owner.name, "namespace": owner.namespace, "uid": owner.uid}
     document = {
         "apiVersion": given["apiVersion"],
         "kind": given["kind"],
         "metadata": identity,
-        "spec": given["spec"],
+        "spec": spec,
     }
     text = yaml.dump(document, Dumper=_Plain, sort_keys=False, allow_unicode=True)
     meta = metadata(owner, Names(owner.name).document, labels(owner, "manifest"))
@@ -106,13 +109,11 @@ def _document(job: MegatronJob, owner: Owner) -> Rendered:
 
 
 def _group(draft: Draft) -> Rendered | None:
-    """The pod group, where the scheduler wants one. The gang needs at least what its first workers need."""
+    """The pod group, where the scheduler wants one. It asks for all workers: a part of a gang only waits."""
     resource = GROUPS.get(draft.spec.scheduling.gang)
     if resource is None:
         return None
-    needed = min_available(draft)
-    counts = [(group.first, min(group.nodes, needed - group.first)) for group in draft.world.worker_groups]
-    pods = [(_pod_spec(draft, index), count) for index, count in counts if count > 0]
+    pods = [(_pod_spec(draft, group.first), group.nodes) for group in draft.world.worker_groups]
     return pod_group(draft, resource, pods)
 
 

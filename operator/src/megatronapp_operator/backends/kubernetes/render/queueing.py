@@ -72,7 +72,7 @@ def pod_group(draft: Draft, resource: Resource, pods: Sequence[tuple[Object, int
     """The gang as an object; `pods` are those that must start together, and how many of each."""
     wanted = _without_none(
         {
-            "minMember": min_available(draft),
+            "minMember": draft.world.nodes,
             "queue": None if resource is COSCHEDULING_POD_GROUPS else draft.spec.scheduling.queue,
             "minResources": None if resource is KAI_POD_GROUPS else gang_requests(pods),
             "priorityClassName": None if resource is COSCHEDULING_POD_GROUPS else draft.spec.priority_class_name,
@@ -83,11 +83,6 @@ def pod_group(draft: Draft, resource: Resource, pods: Sequence[tuple[Object, int
     )
     meta = metadata(draft.owner, draft.names.group(draft.attempt.number), labels(draft.owner, "worker"))
     return resource, make(resource.api_version, "PodGroup", meta, spec=wanted)
-
-
-def min_available(draft: Draft) -> int:
-    """Workers that must be placeable together."""
-    return min(draft.spec.scheduling.min_available or draft.world.nodes, draft.world.nodes)
 
 
 def _without_none(values: dict[str, Any]) -> Object:
