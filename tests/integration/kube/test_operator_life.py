@@ -246,7 +246,7 @@ async def test_what_belongs_to_others_is_not_taken_over(plane: kube.ControlPlane
     read = ("get", kind, name, "-n", namespace, "-o", "yaml")
     before = plane.kubectl(*read).stdout
     async with play(plane, namespace) as stage:
-        await stage.api.create(JOBS, manifest(namespace))
+        await stage.api.create(JOBS, manifest(namespace, **HUB))
         await stage.begin()
         with pytest.raises(NameTakenError, match=f"{kind.lower()[:-1]}.* {namespace}/{name} is in the way"):
             await stage.reconcile()
