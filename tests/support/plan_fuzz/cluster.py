@@ -85,6 +85,8 @@ def delete(world: World, pod: Pod, grace_s: float) -> None:
     if pod.deletion is None:
         pod.deletion = Deletion(since=whole(world.now), grace_s=grace_s)
         world.note("deleted by others", pod.index, pod.attempt)
+    if grace_s == 0:
+        world.try_remove(pod)
 
 
 def run(world: World, pod: Pod) -> None:
@@ -121,11 +123,9 @@ def go(world: World, pod: Pod) -> None:
 
 
 def lose_peers(world: World) -> None:
-    """Ranks end when a peer is gone, where they notice it."""
-    if not world.peers_notice:
-        return
+    """Ranks end when a peer has ended, and where they notice it when its machine is dead."""
     for pod in list(world.pods.values()):
-        lost = pod.attempt in world.broken or not _all_alive(world, pod.attempt)
+        lost = pod.attempt in world.broken or (world.peers_notice and not _all_alive(world, pod.attempt))
         if pod.runs and world.healthy(pod) and lost and world.random.random() < 0.5:
             stopped = any(
                 one.outcome is not None and one.outcome.code == ExitCode.PREEMPTED for one in _gang(world, pod)

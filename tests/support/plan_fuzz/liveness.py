@@ -87,7 +87,7 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     heal(world)
     if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
         return False
-    if world.queue == "whole" and world.job.status.excluded_nodes:
+    if world.spec.gang and world.job.status.excluded_nodes:
         return False  # a queue waits as long as a node that has failed is excluded
     limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
     policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)
@@ -130,8 +130,7 @@ def keep_hanging(world: World, operator: Operator) -> bool:
     gathers = status.told is None and (world.progress is None or world.progress.attempt != status.attempt)
     if not gathers and world.spec.policy.progress_deadline_s is None:
         return False
-    world.peers_notice = False
-    world.broken.add(status.attempt)
+    world.hung.add(status.attempt)
     if gathers:
         world.missing, world.missing_in = (world.spec.workers - 1,), status.attempt
     return False
@@ -271,6 +270,7 @@ def finish(world: World) -> None:
 def _some_succeeded(world: World) -> bool:
     """The others of a gang end with it, once all of it has started."""
     phases = [one.phase for one in world.pods.values()]
+    phases += [WorkerPhase.SUCCEEDED] * len(world.job.status.succeeded)  # also of a failure that is ignored
     return WorkerPhase.SUCCEEDED in phases and WorkerPhase.PENDING not in phases
 
 

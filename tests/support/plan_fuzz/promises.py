@@ -14,6 +14,7 @@ from megatronapp_operator.plan import (
     Plan,
     RecordEvent,
     Status,
+    SuccessPolicy,
 )
 from plan_fuzz.world import World
 
@@ -103,6 +104,7 @@ def check_deadline(world: World, after: Status) -> None:
     limit, start = world.spec.policy.active_deadline_s, after.start_time
     over = limit is not None and start is not None and world.now >= start + limit and not world.spec.gang
     ends = after.phase in TERMINAL_PHASES or after.is_true(ConditionType.FAILURE_TARGET)
+    ends |= world.spec.success is SuccessPolicy.RANK0 and bool(after.succeeded)
     if over and not ends and after.phase is not Phase.SUSPENDED and not world.job.deletion_requested:
         broken("the job lives longer than it may", world.now - (start or 0.0))
 

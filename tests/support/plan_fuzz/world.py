@@ -59,7 +59,9 @@ class World:
     table_known: bool = True
     pods: dict[int, Pod] = dataclasses.field(default_factory=dict)
     broken: set[int] = dataclasses.field(default_factory=set)
-    """Attempts that have lost a rank: they never train again."""
+    """Attempts that have lost a rank whose machine still works: the others notice it, and they never train again."""
+    hung: set[int] = dataclasses.field(default_factory=set)
+    """Attempts whose ranks stand still."""
     hub: Hub | None = None
     hub_starts: int = 0
     init: Init | None = None
@@ -125,7 +127,7 @@ class World:
         """Whether the whole gang runs on machines that work, and has lost nobody."""
         gang = [one for one in self.pods.values() if one.attempt == self.job.status.attempt and one.runs]
         whole_gang = len(gang) == self.spec.workers and all(map(self.healthy, gang))
-        return whole_gang and self.job.status.attempt not in self.broken
+        return whole_gang and self.job.status.attempt not in self.broken | self.hung
 
     def end(self, pod: Pod, code: int, *, disrupted: str | None = None) -> None:
         """Its trainer ends."""
@@ -144,7 +146,7 @@ class World:
         """The object goes."""
         if self.pods.get(pod.index) is pod:
             del self.pods[pod.index]
-            if pod.runs:
+            if pod.runs and self.healthy(pod) and self.spec.workers > 1:
                 self.broken.add(pod.attempt)
             self.note("gone", pod.index, pod.attempt)
 
