@@ -18,6 +18,7 @@ def tick(world: World) -> None:
     """Everybody does a part of what is to be done."""
     admit(world)
     place(world)
+    let_go(world)
     for pod in list(world.pods.values()):
         evict(world, pod)
         run(world, pod)
@@ -68,6 +69,16 @@ def _choose(world: World, waiting: list[Pod]) -> dict[int, str]:
             free.remove(fits)
             chosen[pod.index] = fits
     return chosen
+
+
+def let_go(world: World) -> None:
+    """A queue takes its finalizers off once no pod of a gang that is never filled up again may still run."""
+    for pod in list(world.pods.values()):
+        gang = _gang(world, pod)
+        if pod.kept and not any(one.live for one in gang):
+            pod.kept = False
+            if pod.deletion is not None and pod.deletion.grace_s == 0:
+                world.try_remove(pod)
 
 
 def evict(world: World, pod: Pod) -> None:

@@ -7,6 +7,7 @@ from megatronapp_operator.plan import (
     Backoff,
     CleanPodPolicy,
     FailureAction,
+    Group,
     Job,
     JobSpec,
     Match,
@@ -35,6 +36,14 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (Rule(match=Match(workers=(0,)), action=FailureAction.EXCLUDE_AND_RESTART),),
     (Rule(match=Match(exit_codes=(1,)), action=FailureAction.FAIL_JOB),),
 )
+
+
+GROUPS = {
+    "none": (Group.NONE,),
+    "gated": (Group.WORKLOAD,),
+    "whole": (Group.POD_GROUP,),
+}
+"""How the queue knows a gang."""
 
 
 def play(seed: int) -> str:
@@ -103,6 +112,7 @@ def make_spec(draw: random.Random, seed: int, workers: int, queue: str) -> JobSp
         hub_retain_s=30,
         initializers=draw.random() < 0.25,
         gang=queue != "none",
+        group=draw.choice(GROUPS[queue]),
         serves=draw.random() < 0.1,
         success=draw.choice([SuccessPolicy.ALL_WORKERS] * 3 + [SuccessPolicy.RANK0]),
         rank_zero=draw.choice([0, None]),

@@ -242,10 +242,11 @@ def rest_of(world: World) -> str | None:
         hub_goes = world.hub is None or world.hub.deleting or world.hub.phase is HubPhase.ENDED
         return "deleted" if not world.pods and world.init is None and hub_goes else None
     if status.phase in TERMINAL_PHASES:
-        lives = any(one.live for one in world.pods.values())
+        lives = any(one.live for one in world.pods.values()) or world.groups  # a queue counts groups
         return status.phase.value if world.spec.policy.ttl_s is None and not lives else None
     if world.spec.suspend:
-        return "Suspended" if status.phase is Phase.SUSPENDED and not world.pods else None
+        rests = status.phase is Phase.SUSPENDED and not world.pods and not world.groups
+        return "Suspended" if rests else None
     if world.spec.serves and world.trains() and status.phase is Phase.RUNNING:
         return "serves"
     return None

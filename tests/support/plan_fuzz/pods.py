@@ -69,6 +69,7 @@ class Pod:
             unreachable_since=self.unreachable,
             heard_since=self.heard,
             disrupted=self.disrupted,
+            held_by=("kueue.x-k8s.io/managed",) if self.kept and self.deletion is not None else (),
         )
 
 

@@ -25,7 +25,7 @@ def pod_ends(world: World) -> None:
 
 
 def pod_vanishes(world: World) -> None:
-    if (pod := _pod(world)) is not None:
+    if (pod := _pod(world)) is not None and not pod.kept:
         world.remove(pod)
 
 

@@ -14,7 +14,7 @@ from megatronapp_operator.plan import (
     DeleteWorker,
     Deletion,
     EnsureHub,
-    EnsureSecret,
+    Group,
     Hub,
     HubPhase,
     Init,
@@ -26,6 +26,7 @@ from megatronapp_operator.plan import (
     Progress,
     RecordEvent,
     Refusal,
+    RemoveGroup,
     SlowRank,
     WorkerPhase,
 )
@@ -62,6 +63,8 @@ class World:
     """Attempts that have lost a rank whose machine still works: the others notice it, and they never train again."""
     hung: set[int] = dataclasses.field(default_factory=set)
     """Attempts whose ranks stand still."""
+    groups: set[int] = dataclasses.field(default_factory=set)
+    """Attempts whose pod group exists."""
     hub: Hub | None = None
     hub_starts: int = 0
     init: Init | None = None
@@ -101,6 +104,7 @@ class World:
             init=self.init,
             made=self.made,
             rank_zero=self._rank_zero(),
+            groups_gone=frozenset(range(self.job.status.attempt + 1)) - self.groups,
             refusal=self.refusal,
             since=self.since,
             heard=self.heard if self.polled else 0.0,
@@ -164,6 +168,8 @@ class World:
                 self._ensure_hub()
             case CreateInit() if self.init is None and not self._refused():
                 self.init = Init(phase=WorkerPhase.PENDING, created_at=self.now)
+            case RemoveGroup():
+                self._remove_group(action.attempt)
             case DeleteHub() if self.hub is not None:
                 going = Deletion(since=self.now, grace_s=HUB_GRACE_S)
                 self.hub = dataclasses.replace(self.hub, deleting=True, deletion=going)
@@ -171,8 +177,6 @@ class World:
                 self.init = None if action.force else dataclasses.replace(self.init, deleting=True)
             case DeleteJob():
                 self.gone = True
-            case EnsureSecret():
-                pass
 
     def _refused(self) -> bool:
         if not self.refuses:
@@ -187,6 +191,8 @@ class World:
         return True
 
     def _create(self, action: CreateWorker) -> None:
+        if self.spec.group is Group.POD_GROUP:
+            self.groups.add(action.attempt)
         if action.index in self.pods or self._refused():
             return
         self.pods[action.index] = Pod(
@@ -197,7 +203,17 @@ class World:
             created=self.now,
             avoids=frozenset(one.node for one in self.job.status.excluded_nodes if one.until > self.now),
             gated=self.queue == "gated",
+            kept=self.spec.group is Group.WORKLOAD,
         )
+
+    def _remove_group(self, attempt: int) -> None:
+        """A workload that goes takes its finalizers and its pods along."""
+        self.groups.discard(attempt)
+        for pod in [one for one in self.pods.values() if one.attempt == attempt and one.kept]:
+            pod.kept = False
+            pod.deletion = pod.deletion or Deletion(since=whole(self.now), grace_s=HUB_GRACE_S)
+            if pod.node is None or pod.deletion.grace_s == 0:
+                self.remove(pod)
 
     def _delete(self, action: DeleteWorker) -> None:
         pod = self.pods.get(action.index)
