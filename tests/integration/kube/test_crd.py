@@ -70,7 +70,7 @@ CLUSTER: dict[str, Any] = {
     "scheduling": {
         "gang": "Kueue",
         "queue": "team-a",
-        "minAvailable": 2,
+        "minAvailable": 4,
         "topology": {"level": "cloud.provider.com/rack", "required": True},
     },
     "managedBy": "example.com/other",
