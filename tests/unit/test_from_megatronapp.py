@@ -100,6 +100,8 @@ FLAGS = (
 )
 TOGETHER = {
     "--transformer-impl": "--transformer-impl local",
+    "--tokenizer-type": "--tokenizer-type HuggingFaceTokenizer",
+    "--tokenizer-model": "--tokenizer-model tokenizer.json",
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--sequence-parallel": "--tensor-model-parallel-size 2 --sequence-parallel",
     "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",

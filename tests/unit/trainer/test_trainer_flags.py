@@ -278,3 +278,100 @@ def test_layers_of_stages(flags: str, layers: tuple[int, ...]) -> None:
 )
 def test_stages_that_cannot_be_cut_so(flags: str, words: str) -> None:
     assert words in refusal(flags)
+
+
+def test_all_wrong_flags_are_told_at_once() -> None:
+    words = "--hiden-size 3 --trace-dir out --train-iters many --fp16 --trace-interval 5 --lr fast --async-save 1 2"
+    problems = refusal(words).splitlines()
+    assert [problem.split("(")[0][:44].strip() for problem in problems] == [
+        "argument --train-iters: invalid int value: '",
+        "argument --lr: invalid float value: 'fast'",
+        "unknown flag --hiden-size; did you mean --hi",
+        "--trace-dir: every step of a traced job is r",
+        "--fp16: write --bf16, which needs no scale o",
+        "--trace-interval: every step of a traced job",
+        "--async-save is a flag of Megatron-LM that t",
+    ]
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    problems = refusal(
+        "--openai-gelu --swiglu --num-query-groups 3 --group-query-attention --save-interval 0"
+    ).splitlines()
+    assert len(problems) == 3
+    assert any("--num-query-groups 3" in problem for problem in problems)
+    assert any("--openai-gelu and --swiglu" in problem for problem in problems)
+    assert any("--save-interval must be above 0" in problem for problem in problems)
+
+
+def test_all_missing_flags_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(["--mock-data", "--vocab-size", "128"])
+    missing = [problem.split()[0] for problem in str(caught.value).splitlines()]
+    assert missing == [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+        "--train-iters",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-query-groups 0", "--num-query-groups must be 1 or more"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "--num-layers-per-virtual-pipeline-stage must be 1 or more"),
+        ("--num-virtual-stages-per-pipeline-rank 0", "into 2 stages of 0 chunks"),
+    ],
+)
+def test_sizes_of_nothing_are_refused(flags: str, words: str) -> None:
+    assert words in refusal(f"--pipeline-model-parallel-size 2 {flags}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-flash-attn",
+        "--attention-backend auto",
+        "--attention-backend flash",
+        "--attention-backend local --transformer-impl local",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt",
+        "--log-timers-to-tensorboard --log-validation-ppl-to-tensorboard --log-batch-size-to-tensorboard",
+        "--use-mcore-models --no-masked-softmax-fusion --no-rope-fusion --no-barrier-with-level-1-timing",
+        "--dataloader-type single --use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-format torch_dist",
+    ],
+)
+def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
+    parsed(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--use-flash-attn --transformer-impl local", "--use-flash-attn and --transformer-impl local exclude each"),
+        ("--attention-backend local", "needs --transformer-impl local"),
+        ("--attention-backend fused", "invalid choice: 'fused'"),
+        ("--tokenizer-type NullTokenizer", "give --vocab-size N + 1"),
+        ("--tokenizer-type SentencePieceTokenizer --tokenizer-model t.model", "give --tokenizer-file tokenizer.json"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --vocab-file vocab.json --merge-file merges.txt",
+            "--vocab-file exclude each other",
+        ),
+        ("--dataloader-type cyclic", "invalid choice: 'cyclic'"),
+        ("--fp16", "write --bf16"),
+        ("--loss-scale 1024", "write --bf16"),
+        ("--hysteresis 2", "write --bf16"),
+        ("--use-rotary-position-embeddings", "give --position-embedding-type rope"),
+        ("--pipeline-model-parallel-layout Et*4|L", "--decoder-first-pipeline-num-layers"),
+        ("--trace-granularity full", "every step of a traced job is recorded"),
+        ("--continuous-trace-iterations 2", "megatronapp trace export"),
+        ("--workload 8", "MegaDPP"),
+        ("--num-gpus 4", "spec.gpusPerNode"),
+    ],
+)
+def test_flags_whose_meaning_differs_get_an_answer_each(flags: str, words: str) -> None:
+    assert words in refusal(flags)

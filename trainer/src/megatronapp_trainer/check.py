@@ -24,7 +24,7 @@ from megatronapp_trainer.data.corpus_check import CorpusFacts, inspect_corpus
 from megatronapp_trainer.data.datasets import DatasetRequest, check_length, check_tokens, check_training_has_data
 from megatronapp_trainer.data.request import dataset_request
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
-from megatronapp_trainer.errors import DataError, TrainerError
+from megatronapp_trainer.errors import DataError, TrainerError, UsageError, UsageErrors
 from megatronapp_trainer.layout import check_divides
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
@@ -73,6 +73,8 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
             return []
         request = dataset_request(config, data_size)
         check_training_has_data(request)
+    except UsageErrors as error:
+        return [problem_of(UsageError(text), flags=()) for text in error.problems]
     except TrainerError as error:
         return [problem_of(error, flags=("--split",) if isinstance(error, DataError) else ())]
     return list(_data_problems(config, request))

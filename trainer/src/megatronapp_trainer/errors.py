@@ -15,6 +15,7 @@ TrainerError               1  anything of ours that went wrong
 └── SupersededError       70  a newer attempt, or another job, owns the checkpoint directory
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from megatronapp_common.names import ExitCode
@@ -30,6 +31,14 @@ class UsageError(TrainerError):
     """Flags or a configuration that cannot work."""
 
     exit_code = ExitCode.USAGE
+
+
+class UsageErrors(UsageError):
+    """All that is wrong with a command line; its text has one line for each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
 class DataError(TrainerError):

@@ -129,7 +129,7 @@ class Reporter:
         seconds_left = self._seconds_left(metrics.iteration)
         self._publish(metrics, seconds_left)
         if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
-            self._add_events(metrics)
+            self._add_events(metrics, elapsed_s=elapsed_s, batch_size=batch_size)
         if metrics.iteration % self._config.logging.log_interval == 0:
             self._interval(metrics, batch_size=batch_size, skipped=skipped_steps, seconds_left=seconds_left)
 
@@ -209,12 +209,14 @@ class Reporter:
                 if self._events is not None:
                     self._events.add_scalar(tag, value, iteration)
 
-    def _add_events(self, metrics: StepMetrics) -> None:
+    def _add_events(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int) -> None:
         values = {
             "lm loss": metrics.loss,
             "learning-rate": metrics.learning_rate,
             "tokens-per-second": metrics.tokens_per_second,
             "throughput": metrics.tflops_per_gpu,
+            "iteration-time": elapsed_s,
+            "batch-size": batch_size,
         }
         if metrics.mfu is not None:
             values["mfu"] = metrics.mfu

@@ -4,13 +4,24 @@ from collections.abc import Callable
 
 from megatronapp_trainer.config.model import ModelConfig
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.errors import UsageError, UsageErrors
 
 
 def check(config: TrainerConfig) -> None:
-    """Raise UsageError for the first rule that the configuration breaks."""
-    for rule in _RULES:
-        rule(config)
+    """Raise UsageErrors that names every rule that the configuration breaks."""
+    problems = _broken(_FIRST_RULES, config) or _broken(_RULES, config)
+    if problems:
+        raise UsageErrors(problems)
+
+
+def _broken(rules: tuple[Callable[[TrainerConfig], None], ...], config: TrainerConfig) -> list[str]:
+    problems: list[str] = []
+    for rule in rules:
+        try:
+            rule(config)
+        except UsageError as error:
+            problems += error.problems if isinstance(error, UsageErrors) else [str(error)]
+    return problems
 
 
 def check_world(config: TrainerConfig, data_size: int) -> None:
@@ -54,8 +65,9 @@ def _required_flags(config: TrainerConfig) -> None:
     }
     if config.training.train_samples is None:
         needed["--train-iters"] = config.training.train_iters
-    for flag, value in needed.items():
-        _require(value > 0, f"{flag} is missing or not positive; give it a value above 0")
+    missing = [flag for flag, value in needed.items() if not value > 0]
+    if missing:
+        raise UsageErrors([f"{flag} is missing or not positive; give it a value above 0" for flag in missing])
 
 
 def _group_sizes(config: TrainerConfig) -> None:
@@ -64,9 +76,12 @@ def _group_sizes(config: TrainerConfig) -> None:
     sizes = {
         "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+        "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
+        "--num-query-groups": config.model.num_query_groups,
+        "--make-vocab-size-divisible-by": config.model.make_vocab_size_divisible_by,
     }
     for flag, size in sizes.items():
-        _require(size > 0, f"{flag} must be 1 or more")
+        _require(size is None or size > 0, f"{flag} must be 1 or more")
 
 
 def _attention(config: TrainerConfig) -> None:
@@ -127,6 +142,41 @@ def _shape(config: TrainerConfig) -> None:
     )
 
 
+def _accepted_spellings(config: TrainerConfig) -> None:
+    """Flags of Megatron that choose what is taken here anyway must choose that."""
+    model, data = config.model, config.data
+    local = model.transformer_impl == "local"
+    for flag, on in (
+        ("--use-flash-attn", model.use_flash_attn),
+        ("--attention-backend flash", model.attention_backend == "flash"),
+    ):
+        _require(not (on and local), f"{flag} and --transformer-impl local exclude each other; omit one")
+    _require(model.attention_backend != "local" or local, "--attention-backend local needs --transformer-impl local")
+    kind = data.tokenizer_type
+    if kind is None:
+        return
+    _require(
+        kind in _TOKENIZER_TYPES,
+        f"--tokenizer-type {kind} is not supported; {_TOKENIZER_ADVICE.get(kind, _NO_SUCH_TOKENIZER)}",
+    )
+    needed, given = _TOKENIZER_TYPES[kind], {data.tokenizer_file: "--tokenizer-file", data.vocab_file: "--vocab-file"}
+    found = [flag for value, flag in given.items() if value is not None]
+    _require(
+        not found or bool(set(found) & set(needed)),
+        f"--tokenizer-type {kind} and {' '.join(found)} exclude each other; omit the type: the files say it",
+    )
+
+
+_TOKENIZER_TYPES = {
+    "GPT2BPETokenizer": ("--vocab-file", "--tokenizer-file"),
+    "HuggingFaceTokenizer": ("--tokenizer-file",),
+}
+_NO_SUCH_TOKENIZER = "give --tokenizer-file tokenizer.json, or --vocab-file and --merge-file of a GPT-2 BPE"
+_TOKENIZER_ADVICE = {
+    "NullTokenizer": "Megatron adds one token to its --vocab-size N: omit the type, and give --vocab-size N + 1",
+}
+
+
 def _is_window(model: ModelConfig) -> bool:
     try:
         window = model.window
@@ -182,6 +232,8 @@ def _stages(config: TrainerConfig) -> None:
         "--decoder-last-pipeline-num-layers": parallel.decoder_last_pipeline_num_layers,
     }
     given = [flag for flag, value in ends.items() if value is not None]
+    if virtual < 1:  # another rule says so
+        return
     for flag in given:
         _require(pipeline > 1, f"{flag} needs --pipeline-model-parallel-size above 1")
         value = ends[flag] or 0
@@ -390,12 +442,13 @@ def _intervals(config: TrainerConfig) -> None:
     _require(config.logging.faults is None or config.logging.trace, "--faults needs --trace")
 
 
+_FIRST_RULES: tuple[Callable[[TrainerConfig], None], ...] = (_required_flags, _group_sizes)
+"""Without these the others cannot be judged."""
 _RULES: tuple[Callable[[TrainerConfig], None], ...] = (
-    _required_flags,
-    _group_sizes,
     _attention,
     _positions,
     _shape,
+    _accepted_spellings,
     _tensor_parallel,
     _pipeline,
     _stages,

@@ -54,6 +54,12 @@ class ModelConfig:
         "default: transformer_engine where it is installed, else torch",
         choices=("torch", "local", "transformer_engine"),
     )
+    use_flash_attn: bool = option(False, "the fused attention that torch has for the device; it is taken anyway")
+    attention_backend: str = option(
+        "auto",
+        "auto or flash: torch's fused attention; local: --transformer-impl local",
+        choices=("auto", "flash", "local"),
+    )
     attention_softmax_in_fp32: bool = option(False, "softmax of --transformer-impl local in fp32")
 
     @property

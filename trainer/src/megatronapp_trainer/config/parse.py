@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from megatronapp_common.migration.names import FLAGS
@@ -12,7 +13,7 @@ from megatronapp_trainer.config.checks import check
 from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
 from megatronapp_trainer.config.megatron_flags import megatron_flags
 from megatronapp_trainer.config.root import TrainerConfig
-from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.errors import UsageErrors
 
 OTHER_SPELLINGS = {
     "--learning-rate": "--lr",
@@ -51,6 +52,16 @@ LATER_FLAGS = {
     "--ignore-forward-tensor-parallel": "MegaFBD",
 }
 """Flags of runtimes that this trainer does not have yet."""
+_FP16 = "belongs to fp16; write --bf16 without it"
+ANSWERS = {
+    **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), _FP16),
+    "--use-rotary-position-embeddings": "give --position-embedding-type rope",
+    "--no-position-embedding": "give --position-embedding-type rope or none",
+    "--pipeline-model-parallel-layout": "is not supported; give --decoder-first-pipeline-num-layers, "
+    "--decoder-last-pipeline-num-layers, or --account-for-embedding-in-pipeline-split, "
+    "--account-for-loss-in-pipeline-split",
+}
+"""Flags of Megatron-LM and of old scripts that something here takes the place of."""
 _NEAR = 0.75
 ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 """Share of letters in common from which on a name is taken for a typing error."""
@@ -69,14 +80,60 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> TrainerConfig:
-    """The checked configuration of a command line. Raises UsageError that names the flag and what to write instead."""
+    """The checked configuration of a command line.
+
+    Raises UsageErrors that names every wrong flag, and what to write instead.
+    """
     parser = build_parser()
-    namespace, unknown = parser.parse_known_args(list(arguments))
-    if unknown:
-        raise UsageError(_refusal(unknown[0], _flags(parser)))
+    namespace, problems = _read(parser, list(arguments))
+    if problems:
+        raise UsageErrors(problems)
     config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
     check(config)
     return with_steps(config)
+
+
+def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The values of a command line, and all that is wrong with it."""
+    problems: list[str] = []
+    parser.exit_on_error = False
+    while True:
+        try:
+            namespace, unknown = parser.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            problems.append(str(error))
+            rest = _without(words, set((error.argument_name or "").split("/")))
+            if len(rest) == len(words):
+                return argparse.Namespace(), problems
+            words = rest
+        else:
+            return namespace, [*problems, *_refusals(unknown, _flags(parser))]
+
+
+def _without(words: list[str], flags: set[str]) -> list[str]:
+    """The command line without these flags and the values behind them."""
+    rest, dropping = [], False
+    for word in words:
+        dropping = word.partition("=")[0] in flags if _is_flag(word) else dropping
+        if not dropping:
+            rest.append(word)
+    return rest
+
+
+def _is_flag(word: str) -> bool:
+    return re.match(r"-+[A-Za-z]", word) is not None
+
+
+def _refusals(unknown: list[str], known: list[str]) -> Iterator[str]:
+    """One for each unknown flag; words behind it are its values."""
+    shown, has_values = set(), False
+    for word in unknown:
+        if _is_flag(word) or not has_values:
+            text = _refusal(word, known)
+            if text not in shown:
+                yield text
+            shown.add(text)
+        has_values = "=" not in word if _is_flag(word) else has_values
 
 
 def _sections() -> dict[str, type[Any]]:
@@ -92,6 +149,8 @@ def _refusal(argument: str, known: list[str]) -> str:
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}: every value needs a flag before it"
+    if flag in ANSWERS:
+        return f"{flag}: {ANSWERS[flag]}"
     if flag in LATER_FLAGS:
         return f"{flag} comes with a later release: this trainer has no {LATER_FLAGS[flag]} yet; leave it out"
     if flag in FLAGS and flag not in known:

@@ -98,7 +98,14 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "no loss where the input is the end of a document")
     reset_position_ids: bool = option(False, "positions count anew in each document")
     reset_attention_mask: bool = option(False, "attention stays within a document")
-    tokenizer_file: str | None = option(None, "tokenizer.json of the tokenizers library")
+    tokenizer_file: str | None = option(
+        None, "tokenizer.json of the tokenizers library, or its folder", aliases=("--tokenizer-model",)
+    )
+    tokenizer_type: str | None = option(
+        None,
+        "taken where the files say the same: GPT2BPETokenizer (--vocab-file and --merge-file) or "
+        "HuggingFaceTokenizer (--tokenizer-file)",
+    )
     vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE")
     merge_file: str | None = option(None, "merges.txt of a GPT-2 BPE")
     vocab_size: int | None = option(None, "tokens before padding; default: the tokenizer's")
@@ -118,7 +125,7 @@ class CheckpointConfig:
     load_rng: bool = turned_off_by("--no-load-rng", "do not read the random states")
     finetune: bool = option(False, "weights only: start at step 0 with a fresh optimizer")
     exit_on_missing_checkpoint: bool = option(False, "fail where --load holds no checkpoint")
-    ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",))
+    ckpt_format: str = option("torch_dist", "format", choices=("torch_dist",), aliases=("--dist-ckpt-format",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +152,15 @@ class AlwaysConfig:
     use_mcore_models: bool = option(False, "models are megatron-core's")
     use_cpu_initialization: bool = option(False, "initial weights do not depend on the layout")
     accumulate_allreduce_grads_in_fp32: bool = option(False, "gradients are accumulated and reduced in fp32")
+    use_dist_ckpt: bool = option(False, "checkpoints are distributed ones")
+    auto_detect_ckpt_format: bool = option(False, "the format is read from the checkpoint")
+    no_ckpt_fully_parallel_save: bool = option(False, "each shard is written by one replica")
+    log_timers_to_tensorboard: bool = option(False, "event files have the time of each step")
+    log_batch_size_to_tensorboard: bool = option(False, "event files have the batch size")
+    log_validation_ppl_to_tensorboard: bool = option(False, "event files have the perplexity of evaluations")
+    no_barrier_with_level_1_timing: bool = option(False, "no timer has a barrier")
+    no_rope_fusion: bool = option(False, "Transformer Engine's rotary kernel is not used")
+    dataloader_type: str = option("single", "samples are read in one order", choices=("single",))
     no_masked_softmax_fusion: bool = option(False, "Megatron's own softmax kernels are not used")
     no_bias_gelu_fusion: bool = option(False, "bias and GELU are apart")
     no_bias_swiglu_fusion: bool = option(False, "bias and SwiGLU are apart")

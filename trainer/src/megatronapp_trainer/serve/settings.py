@@ -100,7 +100,7 @@ def newest_arguments(directory: pathlib.Path) -> tuple[pathlib.Path, Mapping[str
 
 def _tokenizer_of(path: pathlib.Path, stored: Mapping[str, Any], rest: Sequence[str]) -> list[str]:
     """The tokenizer that lies beside a checkpoint, unless the command line names one."""
-    if {word.partition("=")[0] for word in rest} & {"--tokenizer-file", "--vocab-file"}:
+    if {word.partition("=")[0] for word in rest} & {"--tokenizer-file", "--tokenizer-model", "--vocab-file"}:
         return []
     names = {flag: stored.get(flag) for flag in (stored_arguments.TOKENIZER_FILE, "--vocab-file", "--merge-file")}
     return [word for flag, name in names.items() if name is not None for word in (flag, str(path / str(name)))]
