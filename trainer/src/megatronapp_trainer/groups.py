@@ -2,7 +2,9 @@
 
 import datetime
 import os
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
@@ -49,6 +51,8 @@ def seed_everything(config: TrainerConfig, layout: Layout) -> None:
     from megatron.core import tensor_parallel
 
     seed = config.training.seed + 100 * layout.pipeline_rank
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
