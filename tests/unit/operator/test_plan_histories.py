@@ -343,7 +343,7 @@ class History(RuleBasedStateMachine):
     def check_idempotent(self) -> None:
         if any(
             isinstance(action, DeleteJob | RemoveGroup) or action == DeleteInit(force=True)
-            or (isinstance(action, DeleteWorker) and action.grace_s == 0)
+            or (isinstance(action, DeleteWorker) and (action.grace_s == 0 or self.job.spec.group is Group.WORKLOAD))
             for action in self.last_actions()
         ):  # fmt: skip
             return  # what went by force or with a group is gone by now, so the next look is at another world
@@ -455,9 +455,10 @@ class History(RuleBasedStateMachine):
 
     def delete(self, action: DeleteWorker) -> None:
         target = next(one for one in self.world.workers if (one.index, one.attempt) == (action.index, action.attempt))
-        grace_s = action.grace_s if target.scheduled else 0.0
+        queued = self.job.spec.group is Group.WORKLOAD
+        grace_s = 0.0 if queued and not target.scheduled else action.grace_s
         self.replace(target, deletion=Deletion(since=self.now, grace_s=grace_s))
-        held = self.job.spec.group is Group.WORKLOAD and action.attempt in self.groups and target.live
+        held = queued and action.attempt in self.groups and target.live
         if grace_s == 0 and not held:
             workers = tuple(one for one in self.world.workers if one.index != action.index)
             self.world = dataclasses.replace(self.world, workers=workers)
