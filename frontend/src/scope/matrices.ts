@@ -136,15 +136,27 @@ export function fillHeads(
   cells.write({ column: 0, row: 0, columns: model.heads, rows: model.layers }, new Uint8Array(row.data));
 }
 
-/** The little pictures of all heads as one matrix, [layers x edge][heads x edge]. */
+/** Cells along the edge of a head's picture: a prompt of fewer tokens than the atlas has cells fills only as many. */
+export const atlasEdge = ({ atlas, promptLength }: SampleStore): number =>
+  Math.max(1, Math.min(atlas?.edge ?? 1, promptLength || Infinity));
+
+/** The little pictures of all heads as one matrix, [layers x edge][heads x edge]; every cell stands for tokens. */
 export function fillAtlas(cells: Cells, sample: SampleStore): void {
-  const { atlas } = sample;
+  const { atlas, promptLength } = sample;
   if (!atlas) return cells.resize(0, 0);
   const { layers, heads, edge, values } = atlas;
-  cells.resize(heads * edge, layers * edge);
+  const shown = atlasEdge(sample);
+  // Cell `at` of the atlas holds the tokens from at * length / edge on: of a short prompt some hold none.
+  const places = Array.from({ length: edge }, (_, at) => at).filter(
+    (at) =>
+      shown === edge || Math.floor(((at + 1) * promptLength) / edge) > Math.floor((at * promptLength) / edge),
+  );
+  cells.resize(heads * shown, layers * shown);
   for (let index = 0; index < layers * heads; index += 1) {
     const [layer, head] = [Math.floor(index / heads), index % heads];
-    const picture = values.subarray(index * edge * edge, (index + 1) * edge * edge);
-    cells.write({ column: head * edge, row: layer * edge, columns: edge, rows: edge }, picture);
+    const first = index * edge * edge;
+    const picture = places.flatMap((row) => places.map((column) => values[first + row * edge + column] ?? 0));
+    const place = { column: head * shown, row: layer * shown, columns: shown, rows: shown };
+    cells.write(place, Uint8Array.from(picture));
   }
 }

@@ -130,6 +130,8 @@ describe("matrices", () => {
     expect([...cells.values]).toEqual([0, 51, 102, 255]);
     sample.atlas = { layers: 1, heads: 2, edge: 2, values: Uint8Array.of(1, 2, 3, 4, 5, 6, 7, 8) };
     fillAtlas(cells, sample);
+    sample.promptLength = 2;
+    fillAtlas(cells, sample);
     expect([...cells.values]).toEqual([1, 2, 5, 6, 3, 4, 7, 8]);
   });
 

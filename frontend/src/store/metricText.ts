@@ -16,7 +16,8 @@ export const METRIC_OPTIONS: readonly {
   {
     value: "slowdown",
     label: "Slowdown",
-    title: "Compute time against the median of the peers; 1× is healthy",
+    title:
+      "Compute time against the median of the peers (the faster of two: its own last steps); 1× is healthy",
   },
   { value: "compute", label: "Compute", title: "Seconds of forward and backward per step" },
   { value: "wait", label: "Wait", title: "Seconds per step spent waiting for other ranks" },

@@ -7,12 +7,13 @@ import pytest
 
 from megatronapp_analyzer.hub.analysis import MAX_WAITING, Analysis, Liveness
 from megatronapp_analyzer.hub.curves import Point
-from megatronapp_analyzer.hub.digest import METRICS, StepDigest, against_others
+from megatronapp_analyzer.hub.digest import METRICS, Digester, StepDigest, against_others
 from megatronapp_analyzer.hub.ingest import Ingest
 from megatronapp_analyzer.hub.live import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
 from megatronapp_analyzer.hub.store import StoredStep, StoreLimits
 from megatronapp_analyzer.hub.verdicts import VerdictBook
 from megatronapp_analyzer.model import (
+    RANK_RECORD,
     Cause,
     JobLayout,
     RankLiveness,
@@ -24,6 +25,7 @@ from megatronapp_analyzer.model import (
     When,
 )
 from megatronapp_common import frames
+from megatronapp_common.trace import DURATION_UNIT_NS, Kind
 
 LAYOUT = JobLayout.grid(pp=2)
 
@@ -81,6 +83,27 @@ def test_each_rank_is_measured_against_the_others() -> None:
     assert against_others(np.array([2.0, 1.0])).tolist() == [2.0, 0.5]
     assert against_others(np.array([1.0, 1.0, 3.0, 1.0])).tolist() == [1.0, 1.0, 3.0, 1.0]
     assert np.isnan(against_others(np.array([1.0]))).all()
+
+
+def slowdowns(digester: Digester, *milliseconds: float) -> list[float]:
+    """Of a step in which each rank has one forward pass of this length."""
+    records = np.zeros(2 * len(milliseconds), RANK_RECORD)
+    for rank, length in enumerate(milliseconds):
+        for row, kind in ((2 * rank, Kind.STEP), (2 * rank + 1, Kind.FORWARD)):
+            records[row]["rank"], records[row]["kind"] = rank, int(kind)
+            records[row]["duration"] = int(length * 1e6 / DURATION_UNIT_NS)
+    return [round(float(one), 2) for one in digester.values(records)[METRICS.index("slowdown")]]
+
+
+def test_beside_one_slow_peer_a_healthy_rank_is_like_its_own_history() -> None:
+    digester = Digester(2, JobLayout.grid(dp=2))
+    first = slowdowns(digester, 10, 30)
+    assert (np.isnan(first[0]), first[1]) == (True, 3), "no history yet: nothing is said of the healthy one"
+    for _ in range(8):
+        slowdowns(digester, 10, 10)
+    assert slowdowns(digester, 10, 30) == [1, 3]
+    three = Digester(3, JobLayout.grid(dp=3))
+    assert slowdowns(three, 10, 5, 10) == [1.33, 0.5, 1.33]
 
 
 def verdict(state: State = State.CONFIRMED) -> Verdict:

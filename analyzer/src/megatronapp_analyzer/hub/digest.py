@@ -3,8 +3,8 @@
 compute   seconds in FORWARD, BACKWARD and OPTIMIZER spans, less the wait for a processor
 wait      seconds in waits for peers: SEND_WAIT, RECV_WAIT and collectives
 step      seconds of the STEP span
-slowdown  forward and backward against the median of the other ranks of the same stage; where there are none, against
-          the median of the rank's own last HISTORY_STEPS steps
+slowdown  forward and backward against the median of the other ranks of the same stage; where there are none, and for
+          the faster one of two, against the median of the rank's own last HISTORY_STEPS steps
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ METRICS = ("compute", "wait", "step", "slowdown")
 HISTORY_STEPS = 64
 MIN_HISTORY = 4
 WAIT_KINDS = frozenset({Kind.SEND_WAIT, Kind.RECV_WAIT}) | COLLECTIVE_KINDS
+PAIR = 2
 PASS_KINDS = (Kind.FORWARD, Kind.BACKWARD)
 Floats = NDArray[np.float64]
 
@@ -106,6 +107,9 @@ class Digester:
         ratio = np.full(self._world, np.nan)
         for group in self._groups:
             ratio[group] = against_others(passes[group])
+            if len(group) == PAIR:
+                # Beside a slow peer a healthy rank would look fast: which one differs only its own history can say.
+                ratio[group[ratio[group] < 1]] = np.nan
         alone = np.isnan(ratio)
         if alone.any() and len(self._history) >= MIN_HISTORY:
             usual = np.median(np.array(self._history), axis=0)

@@ -1,15 +1,18 @@
+import { atlasEdge } from "../../scope/matrices";
+import type { SampleStore } from "../../scope/sampleStore";
+
 /** What the picture of all heads can show. */
 export const HEAD_VIEWS = [
   {
     value: "head.entropy",
     label: "Entropy",
-    note: "how evenly each head looks",
+    note: "how evenly each head spreads its attention",
     unit: "entropy over log of the keys",
   },
   {
     value: "head.sink",
     label: "Sink",
-    note: "how much each head looks at the first token",
+    note: "how much each head attends to the first token",
     unit: "probability of key 0",
   },
   {
@@ -21,9 +24,18 @@ export const HEAD_VIEWS = [
   {
     value: "atlas",
     label: "Patterns",
-    note: "each head over the prompt, 8 by 8, largest values",
+    note: "each head over the prompt",
     unit: "probability",
   },
 ] as const;
 
 export type HeadView = (typeof HEAD_VIEWS)[number]["value"];
+
+/** What a head's picture is of. */
+export function patternNote(sample: SampleStore | null): string {
+  if (!sample?.atlas) return "each head over the prompt";
+  const { promptLength } = sample;
+  const edge = atlasEdge(sample);
+  const cells = promptLength > edge ? `, ${edge} by ${edge}, largest value of each cell` : "";
+  return `each head over the ${promptLength} token${promptLength === 1 ? "" : "s"} of the prompt${cells}`;
+}
