@@ -360,6 +360,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/scope/served": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Served
+         * @description Queue and latencies of the server, read from rank 0.
+         */
+        get: operations["getServed"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/scope/training": {
         parameters: {
             query?: never;
@@ -911,6 +931,29 @@ export interface components {
             worldSize: number;
         };
         /**
+         * Latencies
+         * @description Of prompts, and of each token after the first.
+         */
+        Latencies: {
+            firstToken: components["schemas"]["Latency"];
+            outputToken: components["schemas"]["Latency"];
+            queue: components["schemas"]["Latency"];
+        };
+        /**
+         * Latency
+         * @description Durations in seconds since the server's start; None without any. Median and 95th percentile are of buckets.
+         */
+        Latency: {
+            /** Count */
+            count: number;
+            /** Mean */
+            mean: number | null;
+            /** Median */
+            median: number | null;
+            /** P95 */
+            p95: number | null;
+        };
+        /**
          * Layout
          * @description Sizes of the parallel groups.
          */
@@ -1336,6 +1379,25 @@ export interface components {
             steps: number[];
             /** Values */
             values: (number | null)[];
+        };
+        /**
+         * Served
+         * @description The server of the model.
+         */
+        Served: {
+            /** Address */
+            address: string;
+            /** Ended */
+            ended: {
+                [key: string]: number;
+            };
+            latencies: components["schemas"]["Latencies"];
+            /** Refused */
+            refused: number;
+            /** Running */
+            running: number;
+            /** Waiting */
+            waiting: number;
         };
         /**
          * SharedMemory
@@ -3119,6 +3181,71 @@ export interface operations {
             };
             /** @description Request Entity Too Large */
             413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Unprocessable Entity */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Too Many Requests */
+            429: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Service Unavailable */
+            503: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+        };
+    };
+    getServed: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Served"];
+                };
+            };
+            /** @description Unauthorized */
+            401: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Problem"];
+                };
+            };
+            /** @description Conflict */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };

@@ -2,7 +2,7 @@
 import type { components as DoorComponents } from "./door";
 import type { components } from "./schema";
 
-type Schemas = components["schemas"];
+export type Schemas = components["schemas"];
 
 export type DoorJob = DoorComponents["schemas"]["DoorJob"];
 export type Fault = Schemas["Fault"];

@@ -1,11 +1,10 @@
 /** The hub's interface for runs: requests, tiles of attention, exact numbers. Failures are ApiErrors. */
 import { ApiError, type ApiClient } from "../api/client";
-import type { components } from "../api/schema";
+import type { Schemas } from "../api/types";
 import { decodeFrame } from "../wire/frames";
 import type { Capture, EarlyHello, RunHeader, RunRequest } from "./protocol";
 import { readTensors, type Tensor } from "./tensors";
 
-type Schemas = components["schemas"];
 export type Format = "json" | "csv" | "npy";
 
 /** The attention of a head, each cell the largest of 2^level x 2^level. */

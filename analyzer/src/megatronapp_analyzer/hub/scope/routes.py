@@ -1,6 +1,7 @@
 """HTTP and WebSocket of MegaScope (docs/scope-protocol.md, sections 7 and 8)."""
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from megatronapp_analyzer.hub.scope.asking import RETRY_MS
 from megatronapp_analyzer.hub.scope.candidates import candidates_of
 from megatronapp_analyzer.hub.scope.limits import caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
+from megatronapp_analyzer.hub.scope.served import read_counts
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, MAX_TILES, Place, body, etag
 from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
@@ -99,6 +101,14 @@ def _coming(probe: str) -> JSONResponse:
 async def hello(scope: ScopeOf, role: Annotated[Role, Depends(direct(role_of))]) -> schemas.Hello:
     """The model, its limits, and the runs that are known."""
     return schemas.Hello.model_validate(scope.desk.hello(role.value))
+
+
+@router.get("/served", operation_id="getServed", responses={409: PROBLEM, 503: PROBLEM})
+async def served(scope: ScopeOf) -> schemas.Served:
+    """Queue and latencies of the server, read from rank 0."""
+    serving = scope.asker.serving
+    counts = read_counts(await serving.metrics())
+    return schemas.Served.model_validate({**dataclasses.asdict(counts), "address": f"{serving.url}/v1"})
 
 
 @router.get("/runs", operation_id="listRuns")

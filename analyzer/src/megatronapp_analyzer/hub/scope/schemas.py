@@ -177,6 +177,38 @@ class Variance(ApiModel):
     """Sum over all features."""
 
 
+class Latency(ApiModel):
+    """Durations in seconds since the server's start; None without any. Median and 95th percentile are of buckets."""
+
+    count: int
+    mean: float | None
+    median: float | None
+    p95: float | None
+
+
+class Latencies(ApiModel):
+    """Of prompts, and of each token after the first."""
+
+    queue: Latency
+    first_token: Latency
+    output_token: Latency
+
+
+class Served(ApiModel):
+    """The server of the model."""
+
+    address: str
+    """Of its OpenAI interface, inside of the job's network."""
+    waiting: int
+    """Prompts in the queue."""
+    running: int
+    refused: int
+    """Requests that found the queue full."""
+    ended: dict[str, int]
+    """Prompts by how they ended."""
+    latencies: Latencies
+
+
 class Values(ApiModel):
     """Exact numbers as JSON."""
 

@@ -30,6 +30,21 @@ class ServeClient:
         """Let connections go."""
         await self._client.aclose()
 
+    @property
+    def url(self) -> str:
+        """Where rank 0 answers, without a slash at its end."""
+        return str(self._client.base_url).rstrip("/")
+
+    async def metrics(self) -> str:
+        """The counts of rank 0 in the text format of Prometheus."""
+        try:
+            answer = await self._client.get("/metrics")
+        except httpx.HTTPError as error:
+            raise _silent(error) from error
+        if not answer.is_success:
+            _read(answer)
+        return answer.text
+
     async def start(self, request: RunRequest) -> dict[str, Any]:
         """Queue a run: `{"run", "position"}`."""
         return await self._ask("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
@@ -62,10 +77,13 @@ class ServeClient:
         try:
             answer = await self._client.request(method, path, content=body, headers=headers)
         except httpx.HTTPError as error:
-            raise ApiError(
-                503, "restarting", f"the model does not answer: {type(error).__name__}", "Try again in a moment."
-            ) from error
+            raise _silent(error) from error
         return _read(answer)
+
+
+def _silent(error: httpx.HTTPError) -> ApiError:
+    what = f"the model does not answer: {type(error).__name__}"
+    return ApiError(503, "restarting", what, "Try again in a moment.")
 
 
 def _read(answer: httpx.Response) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""What the server of a model counts, for its page: read from the metrics of rank 0. Pure but for the names."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatronapp_analyzer.hub.problems import ApiError
+
+PREFIX = "megatronapp_serve_"
+HISTOGRAMS = {
+    "queue": "queue_seconds",
+    "firstToken": "time_to_first_token_seconds",
+    "outputToken": "time_per_output_token_seconds",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Latency:
+    """Durations in seconds; None without any."""
+
+    count: int
+    mean: float | None
+    median: float | None
+    p95: float | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """Of one server since its start."""
+
+    waiting: int
+    running: int
+    refused: int
+    ended: dict[str, int]
+    latencies: dict[str, Latency]
+
+
+def read_counts(text: str) -> Counts:
+    """The counts of an exposition. Raises ApiError 503 if it is none."""
+    try:
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    except ValueError as error:
+        raise ApiError(503, "model-failed", "the model's metrics cannot be read", "See the log of rank 0.") from error
+    plain = {one.name.removeprefix(PREFIX): one.value for one in samples if not one.labels}
+    ended = {one.labels["reason"]: int(one.value) for one in samples if one.name == f"{PREFIX}prompts_total"}
+    latencies = {}
+    for name, metric in HISTOGRAMS.items():
+        buckets = sorted(
+            (float(one.labels["le"]), one.value) for one in samples if one.name == f"{PREFIX}{metric}_bucket"
+        )
+        latencies[name] = _latency(buckets, plain.get(f"{metric}_sum", 0.0))
+    return Counts(
+        waiting=int(plain.get("queue_length", 0)),
+        running=int(plain.get("running", 0)),
+        refused=int(plain.get("refused_total", 0)),
+        ended=ended,
+        latencies=latencies,
+    )
+
+
+def _latency(buckets: Sequence[tuple[float, float]], total: float) -> Latency:
+    count = int(buckets[-1][1]) if buckets else 0
+    if count == 0:
+        return Latency(0, None, None, None)
+    return Latency(count, total / count, quantile(buckets, 0.5), quantile(buckets, 0.95))
+
+
+def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """Of cumulative counts by upper bound, as Prometheus computes it: linear within a bucket."""
+    wanted = share * buckets[-1][1]
+    for (low, before), (high, count) in itertools.pairwise([(0.0, 0.0), *buckets]):
+        if count >= wanted and count > before:
+            return low if math.isinf(high) else low + (high - low) * (wanted - before) / (count - before)
+    return buckets[-1][0]

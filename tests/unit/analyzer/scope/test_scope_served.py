@@ -1,0 +1,62 @@
+"""What the page of a server shows: the counts that rank 0 exposes, and quantiles as Prometheus computes them."""
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope.served import Latency, quantile, read_counts
+from megatronapp_analyzer.hub.scope.serving import ServeClient
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+COUNTS = """\
+megatronapp_serve_queue_length 3.0
+megatronapp_serve_running 2.0
+megatronapp_serve_prompts_total{reason="stop"} 5.0
+megatronapp_serve_prompts_total{reason="error"} 1.0
+megatronapp_serve_refused_total 4.0
+"""
+
+
+def exposed(durations: list[float]) -> str:
+    registry = CollectorRegistry()
+    metric = Histogram("megatronapp_serve_time_to_first_token_seconds", "x", buckets=BOUNDS, registry=registry)
+    for one in durations:
+        metric.observe(one)
+    return generate_latest(registry).decode()
+
+
+def test_counts_are_those_of_rank_zero() -> None:
+    counts = read_counts(COUNTS + exposed([0.2, 0.4, 3.0]))
+    assert (counts.waiting, counts.running, counts.refused) == (3, 2, 4)
+    assert counts.ended == {"stop": 5, "error": 1}
+    first = counts.latencies["firstToken"]
+    assert first.count == 3
+    assert first.mean == pytest.approx(1.2)
+    assert counts.latencies["queue"] == Latency(0, None, None, None)
+
+
+@given(durations=st.lists(st.floats(0, 4.9), min_size=1, max_size=40), share=st.sampled_from([0.5, 0.95]))
+def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(durations: list[float], share: float) -> None:
+    bounds = (*BOUNDS, float("inf"))
+    buckets = [(bound, float(sum(one <= bound for one in durations))) for bound in bounds]
+    wanted = sorted(durations)[max(0, -(-int(share * 100) * len(durations) // 100) - 1)]
+    found = quantile(buckets, share)
+    upper = next(bound for bound in BOUNDS if wanted <= bound)
+    lower = max([0.0, *(bound for bound in BOUNDS if bound < upper)])
+    assert lower <= found <= upper + 1e-9
+
+
+def test_a_value_above_all_bounds_is_told_as_the_last_bound() -> None:
+    assert quantile([(1.0, 0.0), (float("inf"), 3.0)], 0.5) == 1.0
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_answers_something_else_is_a_problem() -> None:
+    client = ServeClient("http://model", "token", transport=httpx.MockTransport(lambda _: httpx.Response(500)))
+    with pytest.raises(ApiError, match="500"):
+        await client.metrics()
+    with pytest.raises(ApiError, match="cannot be read"):
+        read_counts("megatronapp_serve_running two")
