@@ -383,7 +383,7 @@ def test_candidates_have_texts_and_are_cut_after_the_temperature(page: pw.Page, 
     page.get_by_test_id("what-if").press("End")
     pw.expect(page.get_by_test_id("cuts")).to_contain_text("cut at temperature 2")
     pw.expect(cut).to_have_count(1)
-    page.get_by_role("button", name="As it was").click()
+    page.get_by_role("button", name="Of the run").click()
     pw.expect(cut).to_have_count(4)
     lines = list(csv.DictReader(io.StringIO(saved(page, "Candidates", "Table CSV").decode())))
     assert [line["text"] for line in lines] == [" the", " a", "\ufffd", "x", "y", "z"]

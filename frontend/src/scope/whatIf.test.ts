@@ -1,6 +1,6 @@
 import fc from "fast-check";
 import { describe, expect, it } from "vitest";
-import { allowed, TEMPERATURES, whatIf } from "./whatIf";
+import { allowed, TEMPERATURES, whatIf, nearestTemperature } from "./whatIf";
 
 const logits = fc.array(fc.float({ min: -30, max: 30, noNaN: true }), { minLength: 2, maxLength: 40 });
 
@@ -95,5 +95,12 @@ describe("whatIf", () => {
     expect(at(0.8)).toEqual({ sure: 4, possible: 4 });
     expect(allowed(place(all, 10), { temperature: 0, topK: 0, topP: 1 })).toEqual({ sure: 1, possible: 1 });
     expect(allowed(place(all, 10), { temperature: 1, topK: 3, topP: 1 })).toEqual({ sure: 3, possible: 3 });
+  });
+});
+
+describe("the temperature that is shown at first", () => {
+  it("is that of the run, or the nearest one; of a greedy run that of the model", () => {
+    const shown = (temperature: number) => TEMPERATURES[nearestTemperature(temperature)];
+    expect([0.7, 0.8, 1, 3, 0.01, 0].map(shown)).toEqual([0.7, 0.85, 1, 2, 0.1, 1]);
   });
 });

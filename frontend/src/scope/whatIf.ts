@@ -106,3 +106,11 @@ export function allowed(reading: Reading, { temperature, topK, topP }: Rules): A
   };
   return { sure: reach(known + low), possible: reach(known + high) };
 }
+
+/** Index of the temperature that is nearest to that of a run, on a scale of ratios; that of the model for a greedy one. */
+export function nearestTemperature(temperature: number): number {
+  if (temperature <= 0) return TEMPERATURES.indexOf(1);
+  const distance = (one: number): number => Math.abs(Math.log(one / temperature));
+  const least = Math.min(...TEMPERATURES.map(distance));
+  return TEMPERATURES.findIndex((one) => distance(one) === least);
+}

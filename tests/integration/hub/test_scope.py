@@ -117,7 +117,17 @@ async def test_a_page_that_does_not_read_holds_up_nobody(hub: Any, fake_job: Any
         dead.transport.abort()
 
 
-NO_COMMANDS = (b"\0" * 64, "{", "[]", "7", '{"type": 7}', '{"type": "credit", "bytes": -1}', "x" * 5000, "[" * 3000)
+NO_COMMANDS = (
+    b"\0" * 64,
+    "{",
+    "[]",
+    "7",
+    '{"type": 7}',
+    '{"type": "eval"}',
+    '{"type": "credit", "bytes": -1}',
+    "x" * 5000,
+    "[" * 3000,
+)
 
 
 async def test_what_is_no_command_is_told_and_ends_the_connection(hub: Any) -> None:
@@ -130,9 +140,6 @@ async def test_what_is_no_command_is_told_and_ends_the_connection(hub: Any) -> N
             with pytest.raises(ConnectionClosed):
                 await receive(page)
             assert page.close_code == 1008
-    async with viewer(hub) as page:
-        await page.send(json.dumps({"type": "of-a-newer-page"}))
-        assert (await receive(page)).type == FrameType.SCOPE_HELLO
 
 
 async def test_a_page_that_floods_is_let_go(hub: Any) -> None:

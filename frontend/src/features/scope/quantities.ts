@@ -18,7 +18,7 @@ export const QUANTITIES = [
   {
     value: "residual.cosine",
     label: "Cosine",
-    note: "angle between the hidden state before and after the layer",
+    note: "cosine similarity of the hidden state before and after the layer",
     format: short,
   },
 ] as const;

@@ -53,7 +53,7 @@ const WHAT: Readonly<Record<Gap["what"], string>> = {
 };
 const REASONS: Readonly<Record<Gap["reason"], string>> = {
   slow: "this page was slower than the model",
-  late: "ranks reported too late",
+  late: "their ranks did not report in time, or have ended",
   restart: "the hub was restarted",
   old: "the hub needed the room for newer ones",
   large: "no message is large enough for them",
@@ -86,7 +86,7 @@ export function gapText(gaps: readonly Gap[]): { title: string; hint: string } |
   const whose = ranks.length > 0 ? ` (${rankList(ranks)})` : "";
   const count = gaps.reduce((sum, { from, to }) => sum + Math.max(1, (to ?? 0) - (from ?? 0) + 1), 0);
   return {
-    title: `${count} ${WHAT[last.what]} were skipped${whose}: ${REASONS[last.reason] ?? last.reason}.`,
+    title: `${count} ${count === 1 ? WHAT[last.what].replace("s", "") : WHAT[last.what]} ${count === 1 ? "was" : "were"} skipped${whose}: ${REASONS[last.reason] ?? last.reason}.`,
     hint: "Their places are hatched.",
   };
 }

@@ -18,6 +18,8 @@ from megatronapp_common.scope.codes import Code, encode
 from megatronapp_common.scope.protocol import unpack
 
 LOG = logging.getLogger(__name__)
+MAX_LAYERS, MAX_HEADS, MAX_RANKS = 512, 512, 1024
+"""Of a model that the page draws."""
 USUAL_RATE = 20.0
 """Tokens per second of a run that does not tell its own."""
 GARBLED = (ProtocolError, FrameError, KeyError, TypeError, ValueError, IndexError, AttributeError)
@@ -30,7 +32,20 @@ def settings_of(session: Session) -> ScopeSettings:
         hello = schemas.Hello.model_validate(dict(session.frames[0].header))
     except ValidationError as error:
         raise SessionError(f"its SCOPE_HELLO cannot be understood: {error}") from error
+    _check_sizes(hello)
     return ScopeSettings(job=hello.job, source="replay")
+
+
+def _check_sizes(hello: schemas.Hello) -> None:
+    """Raises SessionError for sizes that no page can draw."""
+    model, ranks = hello.model, len(hello.layout.ranks or ())
+    if model is not None and not (1 <= model.layers <= MAX_LAYERS and 1 <= model.heads <= MAX_HEADS):
+        raise SessionError(
+            f"its model has {model.layers} layers of {model.heads} heads; "
+            f"at most {MAX_LAYERS} of {MAX_HEADS} can be shown"
+        )
+    if ranks > MAX_RANKS:
+        raise SessionError(f"its layout has {ranks} ranks; at most {MAX_RANKS} can be shown")
 
 
 class Player:

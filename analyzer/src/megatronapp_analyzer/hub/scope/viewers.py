@@ -135,12 +135,15 @@ def parse_command(text: str | None) -> dict[str, Any]:
 
 
 def _obey(command: dict[str, Any], viewer: Viewer, desk: "ScopeDesk") -> None:
-    """Types of a newer page are skipped. Raises ProtocolError."""
+    """Raises ProtocolError, for another type, too."""
     if command["type"] == "credit":
         viewer.outbox.grant(_count(command, "bytes"))
         viewer.wake.set()
     elif command["type"] == "resume":
         desk.resume(viewer, str(command.get("run")), _count(command, "seq"))
+    else:
+        what = f"there is no message of type {command['type'][:40]!r}"
+        raise ProtocolError("bad-message", what, "Send credit or resume (docs/scope-protocol.md, 7).")
 
 
 def _count(command: dict[str, Any], name: str) -> int:

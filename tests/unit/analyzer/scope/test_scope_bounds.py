@@ -1,0 +1,33 @@
+"""What a session file or a page says is bounded."""
+
+from typing import Any
+
+import pytest
+import scope_session
+
+from megatronapp_analyzer.errors import ProtocolError, SessionError
+from megatronapp_analyzer.hub.scope import viewers
+from megatronapp_analyzer.hub.scope.player import settings_of
+from megatronapp_analyzer.hub.scope.session_file import Session
+from megatronapp_common.frames import Frame, FrameType
+
+
+def hello(model: dict[str, Any], ranks: int) -> Session:
+    header = scope_session.desk_of(scope_session.record(tokens=1)).hello("viewer")
+    said = {"stage": 0, "tensor": 0, "layers": [0, 1], "heads": [0, 1]}
+    layout = {"tensor": 1, "pipeline": 1, "ranks": [{"rank": rank, **said} for rank in range(ranks)]}
+    return Session([Frame(FrameType.SCOPE_HELLO, header | {"model": header["model"] | model, "layout": layout})], None)
+
+
+def test_sizes_that_no_page_can_draw_are_refused() -> None:
+    assert settings_of(hello({"layers": 128, "heads": 128}, 64)).source == "replay"
+    for model in ({"layers": 10**6}, {"heads": 10**6}, {"layers": 0}, {"heads": -1}):
+        with pytest.raises(SessionError, match="layers of"):
+            settings_of(hello(model, 1))
+    with pytest.raises(SessionError, match="20000 ranks"):
+        settings_of(hello({}, 20_000))
+
+
+def test_a_message_of_another_type_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="'eval'"):
+        viewers._obey(viewers.parse_command('{"type": "eval"}'), None, None)  # type: ignore[arg-type]
