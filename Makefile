@@ -47,10 +47,11 @@ test-py: setup
 	scripts/kube_tools.sh helm
 	$(BIN)/python scripts/test_lanes.py --lanes $(LANES)
 
-test-full: test ## All tests, and gangs under a real Kueue (10 minutes more the first time)
+test-full: test ## All tests, and what needs a real Kueue, scheduler and kwok (15 minutes more the first time)
 	scripts/kube_tools.sh cluster
 	scripts/kube_tools.sh kueue
-	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues --timeout 600
+	scripts/kube_tools.sh kwok
+	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues tests/integration/kube/test_rdma_scheduling.py --timeout 600
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native

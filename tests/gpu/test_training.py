@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from device_training import STEPS, train
+from device_training import STEPS, train, train_without_fusing
 
 RunRanks = Callable[..., list[Any]]
 TOLERANCE = 1e-4
@@ -50,6 +50,31 @@ def test_a_resumed_run_is_equal_to_the_bit(run_ranks: RunRanks, tmp_path: pathli
     first = run_ranks(1, on_device, f"{flags} --exit-interval 4")[0]["losses"]
     second = run_ranks(1, on_device, flags)[0]["losses"]
     assert first + second == run_ranks(1, on_device, "--bf16 --deterministic-mode")[0]["losses"]
+
+
+def unfused(flags: str) -> dict[str, Any]:
+    return train_without_fusing(flags)
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])
+def test_fused_adam_trains_as_the_plain_one(run_ranks: RunRanks, flags: str) -> None:
+    (fused,), (plain,) = run_ranks(1, on_device, flags), run_ranks(1, unfused, flags)
+    assert all(fused["fused"])
+    assert not any(plain["fused"])
+    assert fused["step_devices"] == ["cuda"]
+    assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-5 if not flags else 1e-3)
+
+
+def test_adam_is_fused_after_a_checkpoint_of_a_processor(
+    run_ranks: RunRanks, on_processor: RunRanks, tmp_path: pathlib.Path
+) -> None:
+    flags = f"--save {tmp_path} --load {tmp_path}"
+    first = on_processor(1, train, f"{flags} --exit-interval 4")[0]
+    second = run_ranks(1, on_device, flags)[0]
+    assert all(second["fused"])
+    assert second["step_devices"] == ["cuda"]
+    whole = losses_of(on_processor(1, train, ""))
+    assert first["losses"] + second["losses"] == pytest.approx(whole, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("flags", ["", "--bf16 --use-distributed-optimizer"])

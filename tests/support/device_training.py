@@ -73,8 +73,28 @@ def train(flags: str) -> dict[str, Any]:
         "losses": losses,
         "norms": norms,
         "synchronisations": synchronisations,
+        **_adam(run.state.optimizer),
         **_ring(layout.rank),
     }
+
+
+def _adam(optimizer: Any) -> dict[str, Any]:
+    """Whether each group of Adam is fused, and the devices of its counts of steps."""
+    from megatronapp_trainer.checkpoint.optimizer_state import inner_optimizers
+
+    parts = [part.optimizer for part in inner_optimizers(optimizer)]
+    return {
+        "fused": [bool(group.get("fused")) for part in parts for group in part.param_groups],
+        "step_devices": sorted({state["step"].device.type for part in parts for state in part.state.values()}),
+    }
+
+
+def train_without_fusing(flags: str) -> dict[str, Any]:
+    """Train with torch's Adam as megatron-core makes it."""
+    from megatronapp_trainer import optimizer_kernels
+
+    optimizer_kernels.fuse_adam = lambda optimizer: None
+    return train(flags)
 
 
 def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:

@@ -1,6 +1,7 @@
 """An interface keeps to its OpenAPI document, whatever it is asked: schemathesis over one operation.
 
-Tests draw from the same few seeds each time; `make bench-schema` draws more, from seeds of its own.
+Tests draw from the same few seeds each time. SCHEMA_RANDOM=1 draws new seeds, and SCHEMA_EXAMPLES sets the number of
+requests to each operation.
 """
 
 import os
