@@ -1,13 +1,10 @@
 """An operator that is older than the definition, and what a cluster can do beside its version."""
 
-from typing import Any, cast
-
 import kube
 import pytest
 from operator_play import manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, Api, Object
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, InvalidError
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, Object
 from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS, has_container_restarts
 
 pytestmark = pytest.mark.asyncio
@@ -76,35 +73,3 @@ async def test_of_two_installations_the_first_to_see_a_job_has_it(plane: kube.Co
         await first.rest()
         taken = (await first.job())["status"]
         assert (taken["manager"], taken["attempt"]) == ("megatronapp/megatronapp-operator", 1)
-
-
-class Server:
-    """Answers a dry run with an error, or as a server that drops the field."""
-
-    def __init__(self, error: Exception | None, minor: int) -> None:
-        self._error, self._minor = error, minor
-
-    async def create(self, _resource: Any, obj: Object, *, dry_run: bool) -> Object:
-        assert dry_run
-        if self._error is not None:
-            raise self._error
-        containers = [{"name": one["name"]} for one in obj["spec"]["containers"]]
-        return obj | {"spec": obj["spec"] | {"containers": containers}}
-
-    async def minor_version(self) -> int:
-        return self._minor
-
-
-@pytest.mark.parametrize(
-    ("error", "minor", "expected"),
-    [
-        (None, 36, False),
-        (InvalidError("may not be set"), 36, False),
-        (ForbiddenError("exceeded quota"), 35, True),
-        (ForbiddenError("exceeded quota"), 34, False),
-    ],
-)
-async def test_a_feature_that_a_provider_switched_off_is_not_used(
-    error: Exception | None, minor: int, expected: bool
-) -> None:
-    assert await has_container_restarts(cast(Api, Server(error, minor)), "n") is expected

@@ -1,5 +1,6 @@
 """What a cluster can do that its version alone does not tell: providers switch features on and off."""
 
+import asyncio
 import logging
 
 from megatronapp_operator.backends.kubernetes.api import PODS, Api, Object
@@ -9,27 +10,32 @@ log = logging.getLogger(__name__)
 
 CONTAINER_RESTARTS = 35
 """Minor version of the servers from which on a container may have a restart policy of its own by default."""
+ANSWER_S = 5.0
+"""Longest wait for an answer to the question; admission webhooks for pods may be slow."""
 
 
 async def has_container_restarts(api: Api, namespace: str) -> bool:
     """Whether a container may have a restart policy of its own: asked by a pod that is never stored.
 
-    Where the question itself is refused (a quota, a policy, no such namespace), the server's version decides.
+    Where the question itself is refused (a quota, a policy, no such namespace), or the answer is late, the server's
+    version decides.
     """
     try:
-        made = await api.create(PODS, _pod(namespace), dry_run=True)
-    except InvalidError:
-        return False
-    except ApiError as error:
-        log.info("whether containers may restart is judged by the server's version: %s", error)
+        async with asyncio.timeout(ANSWER_S):
+            made = await api.create(PODS, _pod(namespace), dry_run=True)
+    except (ApiError, TimeoutError) as error:
+        if isinstance(error, InvalidError) and "restartPolicy" in str(error):  # a policy's refusal is invalid, too
+            return False
+        log.info("the server's version decides whether containers may restart: %s", error or "no answer in time")
         return await _by_version(api)
     return any(one.get("restartPolicy") for one in made["spec"]["containers"])
 
 
 async def _by_version(api: Api) -> bool:
     try:
-        return await api.minor_version() >= CONTAINER_RESTARTS
-    except ApiError:  # everybody may ask, unless the cluster took that away
+        async with asyncio.timeout(ANSWER_S):
+            return await api.minor_version() >= CONTAINER_RESTARTS
+    except (ApiError, TimeoutError):  # everybody may ask, unless the cluster took that away
         return False
 
 

@@ -91,9 +91,18 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
     log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
     metrics.leader(True)
     health.leads = True
+    async with asyncio.TaskGroup() as group:
+        group.create_task(lease.hold())  # before any question: an answer may take longer than the lease lasts
+        await _serve(api, lease, await _with_capabilities(api, settings), metrics, health)
+
+
+async def _with_capabilities(api: Api, settings: Settings) -> Settings:
     place = settings.namespaces[0] if settings.namespaces else settings.render.operator_namespace
     restarts = await has_container_restarts(api, place)
-    settings = dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
+    return dataclasses.replace(settings, render=dataclasses.replace(settings.render, container_restarts=restarts))
+
+
+async def _serve(api: Api, lease: LeaseHolder, settings: Settings, metrics: OperatorMetrics, health: Health) -> None:
     clock = Clock()
     guarded = api.guarded(
         _guard(lease),
@@ -106,7 +115,6 @@ async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: Opera
         watches = Watches(settings.kubeconfig, settings.namespaces, service.news)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(lease.hold())
                 await service.begin()  # before the watches list the same again: what is to be done soon comes first
                 watches.start(asyncio.get_running_loop())
                 health.turned_at = lambda: watches.turned_at

@@ -1,0 +1,102 @@
+"""What a new leader asks the cluster, and how long it waits for an answer."""
+
+import asyncio
+import pathlib
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from megatronapp_operator.backends.kubernetes.api import Api, Object
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, InvalidError
+from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
+from megatronapp_operator.controller import capabilities
+from megatronapp_operator.controller.capabilities import has_container_restarts
+from megatronapp_operator.controller.main import _lead
+from megatronapp_operator.controller.service import Health
+from megatronapp_operator.controller.settings import parse
+from megatronapp_operator.metrics import OperatorMetrics
+
+
+class Server:
+    """Answers a dry run with an error, or as a server that drops the field."""
+
+    def __init__(self, error: Exception | None, minor: int) -> None:
+        self._error, self._minor = error, minor
+
+    async def create(self, _resource: Any, obj: Object, *, dry_run: bool) -> Object:
+        assert dry_run
+        if self._error is not None:
+            raise self._error
+        containers = [{"name": one["name"]} for one in obj["spec"]["containers"]]
+        return obj | {"spec": obj["spec"] | {"containers": containers}}
+
+    async def minor_version(self) -> int:
+        return self._minor
+
+
+@pytest.mark.parametrize(
+    ("error", "minor", "expected"),
+    [
+        (None, 36, False),
+        (InvalidError("spec.containers[1].restartPolicy: Forbidden: may not be set"), 36, False),
+        (InvalidError("ValidatingAdmissionPolicy 'images' denied request: no digest"), 35, True),
+        (InvalidError("ValidatingAdmissionPolicy 'images' denied request: no digest"), 34, False),
+        (ForbiddenError("exceeded quota"), 35, True),
+        (ForbiddenError("exceeded quota"), 34, False),
+    ],
+)
+@pytest.mark.asyncio
+async def test_a_feature_that_a_provider_switched_off_is_not_used(
+    error: Exception | None, minor: int, expected: bool
+) -> None:
+    assert await has_container_restarts(cast(Api, Server(error, minor)), "n") is expected
+
+
+class SilentServer(Server):
+    """Answers no dry run."""
+
+    async def create(self, _resource: Any, _obj: Object, *, dry_run: bool) -> Object:
+        assert dry_run
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets it")
+
+
+@pytest.mark.asyncio
+async def test_the_version_decides_where_a_webhook_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "ANSWER_S", 0.01)
+    assert await has_container_restarts(cast(Api, SilentServer(None, 35)), "n")
+    assert not await has_container_restarts(cast(Api, SilentServer(None, 34)), "n")
+
+
+class Asked(Exception):
+    """The question has arrived."""
+
+
+class CuriousServer:
+    """Ends the operator at its first question."""
+
+    def __init__(self) -> None:
+        self.renewals: list[bool] = []
+        self.renewing = False
+
+    async def hold(self) -> None:
+        """Like LeaseHolder.hold."""
+        self.renewing = True
+        await asyncio.Event().wait()
+
+    async def create(self, *_words: Any, **_options: Any) -> Object:
+        """Like Api.create."""
+        await asyncio.sleep(0)
+        self.renewals.append(self.renewing)
+        raise Asked
+
+
+@pytest.mark.asyncio
+async def test_the_lease_is_renewed_while_the_first_question_waits(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "keys").write_text("ab" * 32)
+    flags = ["--trainer-image", "a", "--analyzer-image", "b", "--key-file", str(tmp_path / "keys")]
+    server, metrics = CuriousServer(), OperatorMetrics(CollectorRegistry(), version="0")
+    with pytest.raises((Asked, ExceptionGroup)):
+        await _lead(cast(Api, server), cast(LeaseHolder, server), parse(flags), metrics, Health())
+    assert server.renewals == [True]
