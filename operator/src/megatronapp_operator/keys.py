@@ -78,10 +78,10 @@ class KeyRing:
         return True
 
     async def follow(self) -> NoReturn:
-        """Read the file again and again."""
+        """Read the file again and again, first at once: it may have changed since it was read at the start."""
         while True:
-            await asyncio.sleep(RELOAD_S)
             self.reload()
+            await asyncio.sleep(RELOAD_S)
 
     def _take(self, values: Sequence[str]) -> None:
         self._values = tuple(values)

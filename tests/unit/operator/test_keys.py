@@ -1,18 +1,32 @@
 """The keys of an installation: reading them, rotating them, and what the plan makes of a job that refuses ours."""
 
+import asyncio
 import dataclasses
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import rendered
+from prometheus_client import CollectorRegistry
 
+from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.api import Api, Listing, Object
+from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.render.objects import Names
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt
+from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.door.app import DoorSettings, create_app
+from megatronapp_operator.door.catalog import Catalog
+from megatronapp_operator.door.metrics import DoorMetrics
+from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.errors import SettingsError
 from megatronapp_operator.keys import KeyRing, key_id
-from megatronapp_operator.plan import ConditionType, Hub, HubPhase, RecordEvent
+from megatronapp_operator.plan import ConditionType, CreateWorker, Hub, HubPhase, RecordEvent
 
 OLD, NEW = "ab" * 32, "cd" * 32
 DAY_S = 24 * 3600
+PINNED = {"attempt": 0, "trainerImage": "t", "analyzerImage": "a"}
 
 
 @pytest.mark.parametrize("content", [None, "", "\n", "ab", "zz" * 32, "AB" * 32, f"{NEW}\nab", "\xe4" * 64])
@@ -80,3 +94,97 @@ def test_a_gang_that_is_said_to_stand_still_is_restarted_though_the_hub_refuses_
     made.see(*made.observed.workers, heard=made.now, token_refused=("hub",))
     assert made.plan().status.failures[-1].reason == "ProgressDeadlineExceeded"
     assert dataclasses.asdict(made.observed)["token_refused"] == ("hub",)
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_has_waited_reads_the_keys_before_it_waits_again(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(OLD, encoding="ascii")
+    ring = KeyRing.read(path)
+    path.write_text(f"{NEW}\n{OLD}", encoding="ascii")
+    task = asyncio.create_task(ring.follow())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert ring.current == NEW
+
+
+class OneJob:
+    """An API server with one job, whose attempt has begun under a key."""
+
+    def __init__(self, key: str) -> None:
+        metadata = {"namespace": "team", "name": "gpt", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
+        self.document = {"metadata": metadata, "status": {"pinned": PINNED | {"keyId": key_id(key)}}}
+
+    async def list_objects(self, *_: object) -> Listing:
+        return Listing([self.document], "1")
+
+    async def get(self, *_: object) -> Object:
+        return self.document
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.asyncio
+async def test_the_door_reads_a_key_that_the_operator_took_first(tmp_path: pathlib.Path, listed: bool) -> None:
+    path = tmp_path / "key"
+    path.write_text(OLD, encoding="ascii")
+    catalog = Catalog(cast(Api, OneJob(NEW)), keys=KeyRing.read(path))
+    path.write_text(f"{NEW}\n{OLD}", encoding="ascii")
+    job = (await catalog.jobs())[0] if listed else await catalog.find("team", "gpt")
+    assert job is not None
+    token = derive(job_secret(NEW, "u"), Role.VIEWER)
+    assert catalog.token(job, Role.VIEWER) == token
+    assert await catalog.job_of(token) == (job, Role.VIEWER)
+
+
+@pytest.mark.asyncio
+async def test_the_door_sends_no_token_of_another_key() -> None:
+    catalog = Catalog(cast(Api, OneJob(NEW)), keys=KeyRing([OLD]))
+    (job,) = await catalog.jobs()
+    with pytest.raises(Refusal, match=rf"key {key_id(NEW)} of team/gpt is not in the door's key file") as refused:
+        catalog.token(job, Role.VIEWER)
+    assert (refused.value.status, refused.value.code, refused.value.retry_s) == (503, "unknown-key", 10)
+
+
+@pytest.mark.asyncio
+async def test_the_door_follows_its_keys_while_it_serves(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(OLD, encoding="ascii")
+    settings = DoorSettings(keys=KeyRing.read(path))
+    app = create_app(cast(Api, OneJob(OLD)), settings, DoorMetrics(CollectorRegistry()))
+    path.write_text(NEW, encoding="ascii")
+    async with app.router.lifespan_context(app):
+        await asyncio.sleep(0)
+        assert settings.keys.current == NEW
+
+
+class EmptyNamespace:
+    """An API server that takes everything, and has nothing of another job."""
+
+    def __init__(self) -> None:
+        self.secrets: list[str] = []
+
+    async def has_label(self, *_: object) -> None:
+        return None
+
+    async def apply(self, *_: object) -> None:
+        return None
+
+    async def create(self, _resource: object, obj: Object, *, dry_run: bool = False) -> Object:
+        if obj["kind"] == "Secret":
+            self.secrets.append(obj["metadata"]["name"])
+        return obj
+
+
+@pytest.mark.asyncio
+async def test_an_attempt_whose_key_changes_before_its_first_worker_has_the_secret_of_the_new_key() -> None:
+    """Initializers run under the key of their time; what the gang is started with is pinned with its first worker."""
+    job = rendered.make_job(rendered.GPUS)
+    cluster, owner = EmptyNamespace(), rendered.owner_of(job)
+    executor = Executor(cast(Api, cluster), Store(), keys=KeyRing([NEW, OLD]), identity="one")
+    for key in (OLD, NEW, NEW):
+        settings = dataclasses.replace(rendered.SETTINGS, key_id=key_id(key))
+        document = {"metadata": {"generation": 1}}
+        work = Work(document=document, job=job, owner=owner, attempt=Attempt(number=0), settings=settings)
+        assert await executor.run(work, [CreateWorker(index=0, attempt=0)]) is None
+    names = [Names(owner.name).secret(owner.uid, key_id(key)) for key in (OLD, NEW)]
+    assert cluster.secrets == names

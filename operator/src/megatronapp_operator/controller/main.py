@@ -90,6 +90,7 @@ async def operate(settings: Settings) -> None:
 async def _lead(api: Api, lease: LeaseHolder, settings: Settings, metrics: OperatorMetrics, health: Health) -> None:
     log.info("leading as %s; watching %s", settings.identity, namespaces_words(settings.namespaces))
     metrics.leader(True)
+    settings.keys.reload()  # they may have been rotated while this process waited for the lease
     health.leads = True
     async with asyncio.TaskGroup() as group:
         group.create_task(lease.hold())  # before any question: an answer may take longer than the lease lasts

@@ -1,5 +1,6 @@
 """The door's web application: routes, error answers and headers put together."""
 
+import asyncio
 import contextlib
 import dataclasses
 import pathlib
@@ -66,6 +67,18 @@ def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
     return app
 
 
+@contextlib.asynccontextmanager
+async def _following(keys: KeyRing) -> AsyncIterator[None]:
+    """Keep reading the key file while the door serves: the jobs that start after a rotation have the new key."""
+    task = asyncio.create_task(keys.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
 def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAPI:
     """The application that opens the jobs of a cluster."""
     sockets = Shares("live sockets", in_all=settings.max_sockets)
@@ -74,7 +87,7 @@ def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAP
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         catalog = Catalog(api, keys=settings.keys, namespaces=settings.namespaces)
-        async with new_session() as session:
+        async with new_session() as session, _following(settings.keys):
             app.state.door = routes.Door(
                 catalog=catalog,
                 gate=Gate(catalog, Reviews(api) if settings.reviews else None),

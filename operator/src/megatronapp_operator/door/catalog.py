@@ -4,14 +4,16 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import JOBS, Api, Object
 from megatronapp_operator.backends.kubernetes.facts import read_pinned
 from megatronapp_operator.door.cache import Cache
-from megatronapp_operator.keys import KeyRing
+from megatronapp_operator.door.problems import Refusal
+from megatronapp_operator.keys import RELOAD_S, KeyRing
 
 FRESH_S = 2.0
 """So old may a list be. Pages ask for it again and again, each for itself."""
@@ -23,6 +25,7 @@ ROLES = (Role.VIEWER, Role.CONTROLLER)
 """Of people. The other tokens of a job open nothing here."""
 SHOWN = ("phase", "progress", "restarts", "slowRanks", "hungRanks")
 """Of a status."""
+KEY_HINT = "The door reads its key file every few seconds. If this stays, write the lost key behind the newest one."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,21 +103,38 @@ class Catalog:
         return (await self._all.get(None)).by_token.get(mark)
 
     def token(self, job: Job, role: Role) -> str:
-        """What the job's hub wants to see of somebody with this role."""
-        key = self._keys.current if job.key_id is None else self._keys.find(job.key_id)
-        return derive(job_secret(key or self._keys.current, job.uid), role)
+        """What the job's hub wants to see of somebody with this role. Raises Refusal where its key is unknown."""
+        return derive(job_secret(self._key_of(job), job.uid), role)
 
     def alias(self, job: Job, identity: str) -> str:
         """A word that stands for somebody who looks at a job: the same in each of its requests, and no name."""
         said = f"megatronapp:alias:{job.uid}:{identity}".encode()
-        return "viewer-" + hmac.new(bytes.fromhex(self._keys.current), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
+        return "viewer-" + hmac.new(bytes.fromhex(self._key_of(job)), said, hashlib.sha256).hexdigest()[:ALIAS_DIGITS]
+
+    def _key_of(self, job: Job) -> str:
+        """The key of the job's running attempt. Raises Refusal: no other key opens its hub."""
+        key = self._find_key(job)
+        if key is None:
+            text = f"the key {job.key_id} of {job.namespace}/{job.name} is not in the door's key file"
+            raise Refusal(503, "unknown-key", text, KEY_HINT, retry_s=math.ceil(RELOAD_S))
+        return key
+
+    def _find_key(self, job: Job) -> str | None:
+        return self._keys.current if job.key_id is None else self._keys.find(job.key_id)
+
+    def _read_keys_for(self, jobs: Iterable[Job]) -> None:
+        """Read the key file at once where a job has a key that is not known: the operator may have read it first."""
+        if any(self._find_key(job) is None for job in jobs):
+            self._keys.reload()
 
     async def _list(self, _: None) -> _Listed:
         documents: list[Object] = []
         for namespace in self._namespaces or (None,):
             documents += (await self._api.list_objects(JOBS, namespace)).items
         jobs = sorted((Job.of(document) for document in documents), key=lambda job: (job.namespace, job.name))
-        marks = {_fingerprint(self.token(job, role)): (job, role) for job in jobs for role in ROLES}
+        self._read_keys_for(jobs)
+        known = [job for job in jobs if self._find_key(job) is not None]
+        marks = {_fingerprint(self.token(job, role)): (job, role) for job in known for role in ROLES}
         return _Listed(tuple(jobs), marks)
 
     async def _is_unknown(self, mark: str) -> bool:
@@ -123,7 +143,11 @@ class Catalog:
 
     async def _get(self, key: tuple[str, str]) -> Job | None:
         document = await self._api.get(JOBS, *key)
-        return None if document is None else Job.of(document)
+        if document is None:
+            return None
+        job = Job.of(document)
+        self._read_keys_for([job])
+        return job
 
 
 def _fingerprint(token: str) -> str:

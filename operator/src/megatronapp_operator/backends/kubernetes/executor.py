@@ -83,7 +83,7 @@ class Executor:
         self._identity = identity
         self._hub_pauses: dict[str, float] = {}
         """Until when (monotonic) a hub that was refused is left alone, by the job's uid."""
-        self._applied: OrderedDict[tuple[str, int, int], None] = OrderedDict()
+        self._applied: OrderedDict[tuple[str, int, int, str], None] = OrderedDict()
 
     async def run(self, work: Work, actions: Sequence[Action]) -> Refusal | None:
         """Carry out the actions; the refusal of a pod, if there was one. Raises ApiError, NameTakenError."""
@@ -182,7 +182,7 @@ class Executor:
     async def _ensure_objects(self, work: Work) -> None:
         """What must be there before any pod, in its order; once for an attempt, as far as this process knows."""
         generation = int(work.document["metadata"]["generation"])
-        mark = work.owner.uid, work.attempt.number, generation
+        mark = work.owner.uid, work.attempt.number, generation, work.settings.key_id  # of which the Secret is one
         if mark in self._applied:
             return
         await self._put(work, render.gang_objects(work.job, work.owner, work.attempt, work.settings))
