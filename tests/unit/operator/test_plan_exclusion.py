@@ -104,6 +104,10 @@ def test_a_slow_machine_is_used_again_where_no_other_is_free(running: Maker, wor
     assert (made.job.status.phase, made.job.status.attempt, excluded(made)) == (Phase.RUNNING, attempt, [])
     message = made.job.status.condition(ConditionType.SLOW_NODE_DETECTED).message
     assert message == "Rank 2 is slow. Not excluded, because the gang found no room without: gpu-7."
+    made.observed = dataclasses.replace(made.observed, slow_ranks=None)  # the hub does not answer
+    for _ in range(3):
+        assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED).message == message
+    made.see(*made.observed.workers, slow_ranks=(again,))
     made.now = 1120.0 + 86400
     made.plan()
     assert excluded(made) == ["gpu-7"], "the toleration ends when the exclusion would have"
@@ -201,6 +205,9 @@ def test_a_full_list_takes_no_more_slow_machines_and_says_so(running: Maker) -> 
     assert ([one.node for one in status.excluded_nodes], status.attempt) == (["gpu-1"], 0)
     message = status.condition(ConditionType.SLOW_NODE_DETECTED).message
     assert message.endswith("runPolicy.nodeExclusion.maxNodes (1) is reached: gpu-7.")
+    made.observed = dataclasses.replace(made.observed, slow_ranks=None)  # the hub does not answer
+    for _ in range(3):
+        assert made.plan().status.condition(ConditionType.SLOW_NODE_DETECTED).message == message
     made.now = 9000.0
     assert [one.node for one in made.plan().status.excluded_nodes] == ["gpu-7"]
 

@@ -195,8 +195,12 @@ def slow_ranks(draft: Draft) -> None:
     if not named:
         draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, reasons.NONE_SLOW, "no rank, link or node is slow now")
         return
-    message = " ".join(one.sentence for one in named)
-    draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), message)
+    draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), sentences(found))
+
+
+def sentences(verdicts: tuple[SlowRank, ...]) -> str:
+    """The message of the condition: what the verdicts say, but those about ranks that hang."""
+    return " ".join(one.sentence for one in _named(verdicts))
 
 
 def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:

@@ -1,6 +1,6 @@
 """Machines that the hub has confirmed to be slow, and what the job chose to do about them."""
 
-from megatronapp_operator.plan import exclusion, reasons
+from megatronapp_operator.plan import exclusion, reasons, report
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import SlowRank
 from megatronapp_operator.plan.restart import attempt_failed
@@ -23,10 +23,8 @@ def slow_nodes(draft: Draft) -> bool:
     if policy.action is SlowNodeAction.REPORT or not limits.enabled or draft.status.phase is not Phase.RUNNING:
         return False
     found = _nodes(draft)
-    _tell_of_tolerated(draft)
-    room = limits.max_nodes - len(draft.status.excluded_nodes)
-    if len(found) > room:
-        _tell_of_full_list(draft, list(found)[room:])
+    room = max(0, limits.max_nodes - len(draft.status.excluded_nodes))
+    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[room:])])
     taken = dict(list(found.items())[:room])
     for node in taken:
         exclusion.exclude(draft, node, reasons.SLOW_NODE_DETECTED)
@@ -69,22 +67,23 @@ def _bad_enough(draft: Draft, verdict: SlowRank) -> bool:
     return draft.now >= at
 
 
-def _tell_of_full_list(draft: Draft, nodes: list[str]) -> None:
+def _beyond_limit(draft: Draft, nodes: list[str]) -> list[str]:
     limit = f"runPolicy.nodeExclusion.maxNodes ({draft.job.spec.policy.exclusion.max_nodes}) is reached"
-    _add_to_condition(draft, f"Not excluded, because {limit}: {', '.join(nodes)}.")
+    return [f"Not excluded, because {limit}: {', '.join(nodes)}."] if nodes else []
 
 
-def _tell_of_tolerated(draft: Draft) -> None:
+def _tolerated(draft: Draft) -> list[str]:
     tolerated = {one.node for one in draft.status.tolerated_nodes}
     named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
-    if named:
-        _add_to_condition(draft, f"Not excluded, because the gang found no room without: {', '.join(named)}.")
+    return [f"Not excluded, because the gang found no room without: {', '.join(named)}."] if named else []
 
 
-def _add_to_condition(draft: Draft, words: str) -> None:
+def _explain(draft: Draft, notes: list[str]) -> None:
+    """Say in the condition why slow machines stay. The message is made anew: the hub may not answer for hours."""
     condition = draft.status.condition(ConditionType.SLOW_NODE_DETECTED)
     if condition is not None and condition.status:
-        draft.set_condition(condition.type, True, condition.reason, f"{condition.message} {words}")
+        message = " ".join([report.sentences(draft.status.slow_ranks), *notes])
+        draft.set_condition(condition.type, True, condition.reason, message)
 
 
 def _failure(draft: Draft, nodes: dict[str, SlowRank]) -> Failure:
