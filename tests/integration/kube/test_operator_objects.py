@@ -81,6 +81,21 @@ async def test_what_was_deleted_of_a_running_attempt_comes_back_within_minutes(
         assert stage.due[namespace, "job"] <= stage.now() + TEND_S
 
 
+async def test_nothing_is_restored_while_the_job_is_being_deleted(plane: kube.ControlPlane, namespace: str) -> None:
+    """Like a deletion in the foreground, which keeps the job until the garbage collector has removed what it owns."""
+    async with play(plane, namespace) as stage:
+        await train(stage)
+        job = await stage.job()
+        job["metadata"]["finalizers"] = ["example.com/hold"]
+        await stage.machines.api.delete(JOBS, await stage.machines.api.replace(JOBS, job))
+        for resource in (NETWORK_POLICIES, SERVICES):
+            await delete(stage, resource, "job-workers")
+        await stage.rest()
+        await stage.pass_time(2 * TEND_S)
+        assert (await stage.job())["metadata"]["generation"] > job["metadata"]["generation"]
+        assert [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES)] == [set(), set()]
+
+
 async def test_an_edited_policy_holds_at_once_and_pods_stay(plane: kube.ControlPlane, namespace: str) -> None:
     async with play(plane, namespace) as stage:
         pods = await train(stage, **HUB)

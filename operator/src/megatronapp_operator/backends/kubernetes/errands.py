@@ -59,7 +59,7 @@ class Errands:
         times = [at for at, _ in memory.errands.values()]
         if "tend" not in memory.errands and memory.tend_at > self._clock():
             times.append(memory.tend_at)
-        return min(times, default=None) if _lives(memory) else None
+        return min(times, default=None) if _lives(memory, work) else None
 
     async def _report_unknown(self, memory: Memory, work: Work) -> None:
         """Name the fields of a newer definition that have no effect here, once for each set of them."""
@@ -80,7 +80,7 @@ class Errands:
 
     async def _tell_places(self, memory: Memory, work: Work) -> None:
         """What workers wait for, and what is too long for the status."""
-        if not _lives(memory):
+        if not _lives(memory, work):
             return
         await self._executor.tell_topology(work)
         table = memory.told.rank_table
@@ -105,7 +105,7 @@ class Errands:
         An edit that makes other pods waits for the next attempt, and the objects around the pods wait with it.
         """
         pinned, generation, now = memory.pinned, memory.generation, self._clock()
-        if not _lives(memory) or pinned is None or pinned.attempt != memory.status.attempt:
+        if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
             return
         if memory.tended is None:  # a new process spreads what it finds over the first minutes
             memory.tended, memory.tend_at = pinned.generation, now + zlib.crc32(memory.uid.encode()) % TEND_S
@@ -117,7 +117,10 @@ class Errands:
         memory.tended, memory.tend_at = generation, now + TEND_S
 
 
-def _lives(memory: Memory) -> bool:
-    """Whether an attempt has begun and has not ended for good."""
-    status = memory.status
-    return status.attempt_time is not None and status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
+def _lives(memory: Memory, work: Work) -> bool:
+    """Whether an attempt has begun and has not ended for good, and the job is not being deleted.
+
+    A deletion raises the generation, too, and the garbage collector removes what would be restored.
+    """
+    status, deleting = memory.status, work.document["metadata"].get("deletionTimestamp") is not None
+    return not deleting and status.attempt_time is not None and status.phase not in TERMINAL_PHASES | {Phase.SUSPENDED}
