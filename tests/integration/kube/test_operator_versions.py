@@ -63,6 +63,10 @@ async def test_of_two_installations_the_first_to_see_a_job_has_it(plane: kube.Co
         await second.rest()
         assert {name: pod["metadata"]["uid"] for name, pod in (await second.machines.pods()).items()} == made
         assert set(made) == {"job-worker-0", "job-worker-1"}
+        events = (await first.machines.api.list_objects(EVENTS, namespace)).items
+        (note,) = [one["note"] for one in events if one["reason"] == "OtherManager"]
+        assert note.startswith("the installation other/megatronapp-operator (status.manager) manages this job")
+        assert f"kubectl -n {namespace} patch mgj job --subresource=status" in note
         await first.machines.end("job-worker-1", 42, message="boom")
         before = first.api.count
         await first.rest(machines=False)

@@ -86,7 +86,7 @@ class Reconciler:
         self._memories: dict[Key, Memory] = {}
         self._troubles: dict[Key, str] = {}
         self._left: set[str] = set()
-        """Uids of jobs of other installations that were named in the log."""
+        """Uids of jobs that another installation manages and that were reported."""
         self._spent: dict[Key, float] = {}
         """When turns for control events will have come back: also of a job that its author makes anew or writes to."""
 
@@ -103,6 +103,8 @@ class Reconciler:
         if document is None or not self._manages(document):
             self._memories.pop(key, None)
             self._troubles.pop(key, None)
+            if document is not None:
+                await self._report_manager(key, document)
             return None
         memory = self._remember(key, document)
         await self._see_volumes(key, memory)
@@ -124,12 +126,28 @@ class Reconciler:
         Of two installations that watch a namespace the first to write the status has the job; the other one's write
         fails, because the object has changed meanwhile.
         """
-        manager = (document.get("status") or {}).get("manager") or self._installation
-        if manager != self._installation and document["metadata"]["uid"] not in self._left:
-            self._left.add(document["metadata"]["uid"])
-            where = f"{document['metadata']['namespace']}/{document['metadata']['name']}"
-            log.warning("%s is managed by the installation %s (status.manager) and left to it", where, manager)
+        manager = self._manager(document)
         return manager == self._installation and document["spec"].get("managedBy", MANAGER) == MANAGER
+
+    def _manager(self, document: Object) -> str:
+        """The installation that manages a job, ours where none does yet."""
+        return (document.get("status") or {}).get("manager") or self._installation
+
+    async def _report_manager(self, key: Key, document: Object) -> None:
+        """Name the other installation at its job, once: after a change of our own name no operator manages the job."""
+        uid, manager = document["metadata"]["uid"], self._manager(document)
+        phase = (document.get("status") or {}).get("phase")
+        if manager == self._installation or uid in self._left or phase in TERMINAL_PHASES:
+            return
+        self._left.add(uid)
+        text = (
+            f"the installation {manager} (status.manager) manages this job, so {self._installation} leaves it alone; "
+            f"if there is no operator of that name any more, hand the job over: kubectl -n {key[0]} patch mgj {key[1]} "
+            """--subresource=status --type=merge -p '{"status":{"manager":null}}'"""
+        )
+        log.warning("%s/%s: %s", *key, text)
+        event = RecordEvent(type=EventType.WARNING, reason="OtherManager", message=text)
+        await self._executor.tell(Owner(namespace=key[0], name=key[1], uid=uid), event)
 
     def _remember(self, key: Key, document: Object) -> Memory:
         """Our memory of the job, brought to what the object says. Raises JobError for a spec that we cannot read."""
