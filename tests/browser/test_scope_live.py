@@ -220,7 +220,8 @@ def test_a_viewer_looks_and_does_not_generate(page: pw.Page, job: Served) -> Non
     pw.expect(screen.go).to_be_disabled()
     assert page.evaluate(POST, {"prompts": ["hello"], "tokens": 1}) == 403
     page.get_by_title("The page of the job").click()
-    pw.expect(page.get_by_text("Nothing trains here")).to_be_visible()
+    pw.expect(page.get_by_test_id("latencies")).to_be_visible()
+    pw.expect(page.get_by_test_id("served-ranks").get_by_role("row")).to_have_count(3)  # the head and two ranks
     page.go_back()
     pw.expect(screen.go).to_be_visible()
 

@@ -1,6 +1,7 @@
 """The operator in the model: it looks, checks its promises, and does part of what it should."""
 
 import dataclasses
+import math
 
 from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
@@ -20,6 +21,7 @@ from plan_fuzz import promises
 from plan_fuzz.world import World
 
 FROZEN_LOOKS = 40
+REFUSED_S = 1.0
 
 
 class Operator:
@@ -52,6 +54,8 @@ class Operator:
             self._carry_out(made.actions, cut_after)
         promises.check_pods(world)
         self.wake_at = made.wake_at
+        if world.refusal is not None:  # the reconciler looks again as soon as pods were refused
+            self.wake_at = min(world.now + REFUSED_S, made.wake_at or math.inf)
         return made
 
     def _pin(self) -> None:

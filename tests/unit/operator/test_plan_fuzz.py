@@ -12,7 +12,7 @@ from plan_fuzz.promises import Broken
 from megatronapp_operator.plan import planner
 
 HISTORIES = 60
-MOST = 300
+MOST = 1500
 """Histories until a plan without one of its policies is found out."""
 FIRST = random.SystemRandom().randrange(2**32)
 """Each run plays other histories; a broken promise names its seed."""
