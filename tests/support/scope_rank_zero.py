@@ -13,13 +13,21 @@ import numpy as np
 import scope_session
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Probe
 
+METRICS = """\
+megatronapp_serve_queue_length 0.0
+megatronapp_serve_running 0.0
+megatronapp_serve_prompts_total{reason="stop"} 2.0
+megatronapp_serve_queue_seconds_bucket{le="0.1"} 2.0
+megatronapp_serve_queue_seconds_bucket{le="+Inf"} 2.0
+megatronapp_serve_queue_seconds_sum 0.1
+"""
 LAYERLESS = {"embedding", "final_norm", "logits"}
 
 
@@ -45,6 +53,10 @@ class RankZero:
             if self.refuse is not None:
                 return JSONResponse(self.refuse[1], self.refuse[0], headers={"Retry-After": "7"})
             return self.answer(request.method, path, body)
+
+        @app.get("/metrics")
+        async def metrics() -> PlainTextResponse:
+            return PlainTextResponse(METRICS)
 
         return app
 
