@@ -49,7 +49,8 @@ class Names:
 
         An empty id is of a release that had one key only.
         """
-        return "-".join(part for part in (self.job, "tokens", uid[:8], key_id) if part)
+        # The template hash is taken without a uid: it stays as long as the empty part does.
+        return f"{self.job}-tokens-{uid[:8]}" + (f"-{key_id}" if key_id else "")
 
     @property
     def document(self) -> str:
