@@ -162,6 +162,23 @@ def test_a_denial_that_passed_does_not_count_later(scene: Maker, worker: Maker) 
     assert made.job.status.phase is Phase.PENDING
 
 
+def test_a_denial_of_the_initializers_does_not_count_against_the_gang(scene: Maker) -> None:
+    made = scene(start_deadline_s=900)
+    made.spec(initializers=True)
+    deny(made, for_s=600)
+    assert made.job.status.phase is Phase.PENDING
+    made.see(init=init("Running"), refusal=None)
+    made.plan()
+    made.now += 3600
+    made.see(init=init("Succeeded"))
+    made.plan()
+    deny(made, for_s=600)
+    assert made.job.status.phase is Phase.PENDING
+    deny(made, for_s=3600)
+    made.plan()
+    assert made.job.status.condition(ConditionType.FAILED).reason == "PodDenied"
+
+
 @pytest.mark.parametrize("final", [True, False])
 def test_a_job_that_has_trained_waits_for_whatever_is_refused(running: Maker, worker: Maker, final: bool) -> None:
     made = running(max_restarts=100, start_deadline_s=900)

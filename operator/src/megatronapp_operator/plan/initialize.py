@@ -1,6 +1,6 @@
 """Initializers: one pod makes what the job shares, once, before its first gang."""
 
-from megatronapp_operator.plan import reasons
+from megatronapp_operator.plan import placement, reasons
 from megatronapp_operator.plan.actions import CreateInit, DeleteInit, EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Init, WorkerPhase
@@ -13,6 +13,8 @@ def initialize(draft: Draft) -> bool:
     if not draft.job.spec.initializers or draft.status.initialized:
         return False
     init = draft.observed.init
+    if init is not None:
+        placement.forget_denial(draft)
     if init is None:
         _start(draft)
     elif draft.status.init_clearing or init.deleting:

@@ -26,8 +26,8 @@ def placed(draft: Draft) -> None:
     if status.attempt_time is None or status.scheduled_time is not None:
         return
     wanted = draft.job.spec.workers
-    if len(gang) >= wanted and status.denied_time is not None:
-        draft.update(denied_time=None)
+    if len(gang) >= wanted:
+        forget_denial(draft)
     found = sum(_has_machine(one) for one in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
@@ -73,6 +73,12 @@ def judge_refusal(draft: Draft) -> bool:
     else:
         release(draft, refusal.reason, refusal.message)
     return True
+
+
+def forget_denial(draft: Draft) -> None:
+    """Pods of the job are accepted: what was denied before is not counted against those that follow."""
+    if draft.status.denied_time is not None:
+        draft.update(denied_time=None)
 
 
 def _denied_for_long(draft: Draft, refusal: Refusal) -> bool:
