@@ -26,6 +26,7 @@ from megatronapp_common.job import (
     WorkerRole,
     derive_world,
     load_job,
+    load_stored_job,
     parse_manifest,
 )
 from megatronapp_common.job.model import MAX_PROC_PER_NODE
@@ -68,6 +69,34 @@ def test_an_object_of_the_api_server_is_accepted(build: Any) -> None:
     }
     job = load_job(build(server_side))
     assert (job.metadata.uid, job.status.phase, job.status.attempt) == ("0c2e", "Running", 1)
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"spec.env": [{"name": "NNODES", "value": "2"}]},
+        {"spec.env": [{"name": "MEGATRON_NODE_IPS", "value": "10.0.0.1"}]},
+        {"spec.network": {"mode": "HostNetwork", "policy": "None", "rdma": {"enabled": True}}},
+        {"spec.scheduling": {"gang": "Volcano", "minAvailable": 1}},
+    ],
+)
+def test_a_stored_job_is_not_judged_by_rules_that_are_stricter_now(build: Any, older: dict[str, Any]) -> None:
+    document = build(older)
+    with pytest.raises(JobError):
+        load_job(document)
+    with pytest.raises(JobError):
+        load_stored_job(document, accepted=False)
+    job, unknown = load_stored_job(document)
+    assert (job.spec.nodes, unknown) == (2, ())
+    newer = build({**older, "spec.newerField": 1})
+    assert load_stored_job(newer) == (job, ("spec.newerField",))
+    with pytest.raises(JobError):
+        load_stored_job(newer, accepted=False)
+
+
+def test_a_stored_job_of_wrong_types_is_refused(build: Any) -> None:
+    with pytest.raises(JobError, match=r"spec\.nodes"):
+        load_stored_job(build({"spec.nodes": "many"}))
 
 
 def test_status_round_trip_leaves_absent_fields_out() -> None:

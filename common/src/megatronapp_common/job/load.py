@@ -25,33 +25,41 @@ def load_job(source: str | Mapping[str, Any]) -> MegatronJob:
     Rules between fields are judged as far as the fields that they look at are right by themselves.
     """
     document = parse_manifest(source) if isinstance(source, str) else source
-    try:
-        job = MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
-    except ValidationError as error:
-        partial = partial_spec(document, error.errors(include_url=False))
-        between = [] if partial is None else find_problems(*partial)
-        raise JobError(*describe_errors(error, MegatronJob), *between) from error
-    except (TypeError, ValueError) as error:
-        raise JobError(f"the document: is not plain data ({error}); use text, numbers, lists and maps") from error
+    job = _read(document)
     problems = find_problems(job.spec.to_dict())
     if problems:
         raise JobError(*problems)
     return job
 
 
-def load_stored_job(document: Mapping[str, Any]) -> tuple[MegatronJob, tuple[str, ...]]:
+def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tuple[MegatronJob, tuple[str, ...]]:
     """The job in an object that an API server has stored, and the fields of it that this release does not know.
 
     The server has judged it by its own definition, which may be of a newer release and fills in defaults of that: such
-    fields are ignored, because an operator that refuses them would manage no job at all. Raises JobError as `load_job`.
+    fields are ignored, because an operator that refuses them would manage no job at all. A spec that was `accepted`
+    before is read by its types only: the rules of this release may be stricter than those it was accepted by. Raises
+    JobError as `load_job`.
     """
+    read = _read if accepted else load_job
     try:
-        return load_job(document), ()
+        return read(document), ()
     except JobError:
         unknown = _unknown_fields(document)
         if not unknown:
             raise
-    return load_job(_without(document, unknown)), tuple(".".join(map(str, path)) for path in unknown)
+    return read(_without(document, unknown)), tuple(".".join(map(str, path)) for path in unknown)
+
+
+def _read(document: Mapping[str, Any]) -> MegatronJob:
+    """The job by the types of its fields. Raises JobError; if a field is wrong, rules between the others are judged."""
+    try:
+        return MegatronJob.model_validate_json(json.dumps(document), by_alias=True, by_name=False)
+    except ValidationError as error:
+        partial = partial_spec(document, error.errors(include_url=False))
+        between = [] if partial is None else find_problems(*partial)
+        raise JobError(*describe_errors(error, MegatronJob), *between) from error
+    except (TypeError, ValueError) as error:
+        raise JobError(f"the document: is not plain data ({error}); use text, numbers, lists and maps") from error
 
 
 def _unknown_fields(document: Mapping[str, Any]) -> list[tuple[int | str, ...]]:

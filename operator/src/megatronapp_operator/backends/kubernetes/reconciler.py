@@ -154,13 +154,13 @@ class Reconciler:
         metadata, status = document["metadata"], document.get("status") or {}
         known = self._memories.get(key)
         if known is None or known.uid != metadata["uid"]:
-            job, unknown = load_stored_job(document)
+            job, unknown = load_stored_job(document, accepted=is_accepted(document))
             known = Memory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
             known.since, known.unknown_fields = self._clock(), unknown
             known.pinned = read_pinned(status)
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
-            known.job, known.unknown_fields = load_stored_job(document)
+            known.job, known.unknown_fields = load_stored_job(document, accepted=is_accepted(document))
             known.generation = metadata["generation"]
         if status != known.written:  # somebody else wrote it
             known.status, known.written, known.sent = read_status(status), status, status
@@ -354,6 +354,16 @@ class Reconciler:
             attempt=Attempt(number=status.attempt, excluded_nodes=avoided),
             settings=settings,
         )
+
+
+def is_accepted(document: Object) -> bool:
+    """Whether the spec of a job was accepted before, maybe by the rules of an earlier release, or the job only ends.
+
+    The pods of such a job exist: refusing to manage it would leave them without restart, deadline and removal.
+    """
+    metadata = document["metadata"]
+    observed = (document.get("status") or {}).get("observedGeneration")
+    return observed == metadata["generation"] or metadata.get("deletionTimestamp") is not None
 
 
 def _ends_attempt(before: Status, after: Status) -> bool:
