@@ -11,6 +11,7 @@ import sys
 import pytest
 import rendered
 
+from megatronapp_common.job import load_stored_job
 from megatronapp_common.names import Env
 from megatronapp_operator.backends.kubernetes.render import annotations, gang
 from megatronapp_operator.backends.kubernetes.render.network import LABEL_HOST_NETWORK, ucx_devices
@@ -37,6 +38,21 @@ def test_rdma_asks_for_its_devices_and_tells_the_libraries() -> None:
         "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:2",
         "UCX_IB_GID_INDEX": "3",
     }
+
+
+def test_nccl_chooses_the_network_where_a_plugin_reaches_the_adapters() -> None:
+    """aws-ofi-nccl names its network AWS Libfabric: NCCL would find none that is called IB."""
+    pod = network({"mode": "SharedDevice", "rdma": {"enabled": True, "resourceName": "vpc.amazonaws.com/efa"}})
+    assert rendered.container(pod)["resources"]["limits"]["vpc.amazonaws.com/efa"] == "1"
+    assert "NCCL_NET" not in rendered.environment(pod)
+
+
+def test_nccl_is_not_held_to_adapters_that_a_job_of_an_earlier_release_does_not_get() -> None:
+    """Such jobs had TCP on the host network; what is stored now is refused without a device."""
+    document = rendered.make_job(rendered.GPUS).to_dict()
+    document["spec"]["network"] = {"mode": "HostNetwork", "policy": "None", "rdma": {"enabled": True}}
+    pod = rendered.make_worker(load_stored_job(document)[0])
+    assert "NCCL_NET" not in rendered.environment(pod)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
 INFINIBAND, INFINIBAND_PATH = "infiniband", "/dev/infiniband"
+PLUGIN_RESOURCES = ("vpc.amazonaws.com/",)
+"""Resources that NCCL reaches by a plugin: the Elastic Fabric Adapter by aws-ofi-nccl."""
 SERVE = "serve"
 """Name of the port of a served model's API."""
 LABEL_HOST_NETWORK = "megatronapp.io/host-network"
@@ -18,7 +20,7 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     rdma = draft.spec.network.rdma
     if not rdma.enabled:
         return {}
-    made = {"NCCL_NET": "IB"}  # NCCL would take TCP without a word where the adapters cannot be used
+    made = {"NCCL_NET": "IB"} if _has_verbs(draft) else {}  # NCCL would fall back to TCP where adapters cannot be used
     if rdma.hca is not None:
         made["NCCL_IB_HCA"] = rdma.hca
     if (devices := ucx_devices(rdma.hca or "")) is not None:
@@ -26,6 +28,12 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     if rdma.gid_index is not None:
         made |= {"NCCL_IB_GID_INDEX": str(rdma.gid_index), "UCX_IB_GID_INDEX": str(rdma.gid_index)}
     return made
+
+
+def _has_verbs(draft: Draft) -> bool:
+    """Whether the trainer gets adapters that NCCL opens itself. Those of a plugin have a network of another name."""
+    name = draft.spec.network.rdma.resource_name
+    return draft.privileged or (name is not None and not name.startswith(PLUGIN_RESOURCES))
 
 
 def ucx_devices(hca: str) -> str | None:
