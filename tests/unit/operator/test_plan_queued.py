@@ -2,11 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatronapp_common.names import ExitCode
+from megatronapp_operator.backends.kubernetes.api import Api
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.groups import RETRY_S, Groups
+from megatronapp_operator.backends.kubernetes.render.settings import Owner
 from megatronapp_operator.plan import ConditionType, Deletion, Group, Progress, RecordEvent, RemoveGroup, SuccessPolicy
 
 Maker = Callable[..., Any]
@@ -100,6 +104,31 @@ def test_a_workload_goes_where_a_machine_is_lost(running: Maker, worker: Maker) 
     assert groups(made.plan()) == []
     made.see(held(worker(1), 0, made.now))
     assert groups(made.plan()) == [0]
+    made.observed = dataclasses.replace(made.observed, groups_refused=frozenset({0}))
+    assert groups(made.plan()) == [], "the operator may have no right to read workloads"
+
+
+class NoRights:
+    """An API server that refuses to show workloads."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def get(self, *_: object) -> None:
+        self.asked += 1
+        raise ForbiddenError("no")
+
+
+@pytest.mark.asyncio
+async def test_a_refused_removal_is_tried_again_after_ten_minutes_and_announced_once() -> None:
+    now, api, owner = [0.0], NoRights(), Owner(namespace="team", name="gpt", uid="u")
+    kept = Groups(cast(Api, api), clock=lambda: now[0])
+    assert await kept.remove(owner, "Kueue", 1, ()) is not None
+    assert (kept.refused("u"), kept.refused("other")) == ({1}, frozenset())
+    now[0] = RETRY_S
+    assert kept.refused("u") == frozenset()
+    assert await kept.remove(owner, "Kueue", 1, ()) is None
+    assert (kept.refused("u"), api.asked) == ({1}, 2)
 
 
 def test_a_workload_goes_where_the_success_of_worker_0_ends_a_job_whose_others_wait(

@@ -20,7 +20,7 @@ def remove(draft: Draft) -> None:
             if _is_over(draft, attempt) and not any(one.live or one.occupies for one in _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
     if draft.job.spec.group is Group.WORKLOAD:
-        for attempt in sorted({one.attempt for one in draft.observed.workers}):
+        for attempt in sorted({one.attempt for one in draft.observed.workers} - draft.observed.groups_refused):
             if _is_stuck(draft, _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
 

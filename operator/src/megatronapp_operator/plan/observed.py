@@ -224,6 +224,8 @@ class Observed:
     """Worker that holds rank 0 in the current attempt, by the table that its launchers agreed on."""
     groups_gone: AbstractSet[int] = frozenset()
     """Attempts whose pod groups are known to be removed, or must stay."""
+    groups_refused: AbstractSet[int] = frozenset()
+    """Attempts whose groups the operator may not remove; asked for again after some minutes."""
     volumes: str | None = None
     """What is wrong with the volume claims of the job; empty: nothing; None: nobody has looked."""
     refusal: Refusal | None = None

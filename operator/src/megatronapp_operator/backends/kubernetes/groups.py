@@ -1,8 +1,9 @@
 """Removing the groups of attempts that are over: pod groups of ours, and workloads that Kueue made of our pods."""
 
 import dataclasses
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
 from megatronapp_common.names import LABEL_JOB_UID
@@ -15,6 +16,8 @@ from megatronapp_operator.backends.kubernetes.render.settings import Owner
 KUEUE = "Kueue"
 REMEMBERED = 20_000
 """So many jobs whose groups were removed by this process are remembered."""
+RETRY_S = 600.0
+"""How long a refused removal is not tried again. The rights may change while a job runs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -22,11 +25,19 @@ class Groups:
     """For all jobs of one process."""
 
     api: Api
+    clock: Callable[[], float] = time.monotonic
     _gone: OrderedDict[str, AbstractSet[int]] = dataclasses.field(default_factory=OrderedDict)
+    _refused: OrderedDict[str, dict[int, float]] = dataclasses.field(default_factory=OrderedDict)
+    """When the removal of a group was refused, by the job's uid and the attempt."""
 
     def gone(self, uid: str) -> AbstractSet[int]:
         """Attempts of a job whose groups this process has removed, or may not remove."""
         return self._gone.get(uid, frozenset())
+
+    def refused(self, uid: str) -> AbstractSet[int]:
+        """Attempts of a job whose groups this process was not allowed to remove during the last minutes."""
+        since = self.clock() - RETRY_S
+        return frozenset(attempt for attempt, at in self._refused.get(uid, {}).items() if at > since)
 
     async def remove(self, owner: Owner, gang: str, attempt: int, pods: Iterable[str]) -> str | None:
         """Remove the group of an attempt; `pods` are uids of its pods. Returns why it may not be, when that is news."""
@@ -39,6 +50,10 @@ class Groups:
             self._gone[owner.uid] = self.gone(owner.uid) | {attempt}
             if len(self._gone) > REMEMBERED:
                 self._gone.popitem(last=False)
+        if refused:
+            self._refused.setdefault(owner.uid, {})[attempt] = self.clock()
+            if len(self._refused) > REMEMBERED:
+                self._refused.popitem(last=False)
         return None if known else refused
 
     async def _delete(self, resource: Resource, owner: Owner, attempt: int, pods: frozenset[str]) -> str | None:

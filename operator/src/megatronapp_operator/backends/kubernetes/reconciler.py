@@ -180,6 +180,7 @@ class Reconciler:
             seen,
             since=memory.since,
             groups_gone=self._executor.groups.gone(memory.uid),
+            groups_refused=self._executor.groups.refused(memory.uid),
             controls_spent=self._spent.get(key, 0.0),
             made=None if memory.pinned is None else memory.pinned.made,
             rank_zero=rank_zero(self._table(memory), memory.status.attempt),
