@@ -115,3 +115,13 @@ def test_lengths_that_do_not_fit_together(flags: str, words: str) -> None:
 def test_samples_need_the_size_of_a_step() -> None:
     with pytest.raises(UsageError, match="--train-samples needs --global-batch-size"):
         parse(shlex.split(f"{MODEL} --train-samples 80".replace("--global-batch-size 16", "")))
+
+
+@pytest.mark.parametrize(("fraction", "iterations"), [(0.001, 100), (0.01, 30), (0.05, 7), (0.1, 11), (0.3, 999)])
+def test_a_warm_up_by_a_fraction_is_rounded_as_in_earlier_releases(fraction: float, iterations: int) -> None:
+    """A checkpoint of theirs holds this number, and is refused if this run's differs in the last bit."""
+    from megatronapp_trainer.optim import schedule_lengths
+
+    config = parse(shlex.split(f"{MODEL} --train-iters {iterations} --lr-warmup-fraction {fraction}"))
+    lengths = schedule_lengths(config, batch_schedule(config, data_size=1))
+    assert lengths.warmup == fraction * iterations * 16

@@ -70,6 +70,8 @@ def schedule_lengths(config: TrainerConfig, batches: BatchSchedule) -> ScheduleL
         decay = ours.lr_decay_samples or total
         warmup: float = ours.lr_warmup_samples
         last_phase = ours.lr_wsd_decay_samples
+        if ours.lr_warmup_fraction is not None:
+            warmup = ours.lr_warmup_fraction * decay
     else:
         total = batches.samples_of(training.train_iters)
         decay_iters = ours.lr_decay_iters or training.train_iters
@@ -77,8 +79,9 @@ def schedule_lengths(config: TrainerConfig, batches: BatchSchedule) -> ScheduleL
         warmup = batches.samples_of(ours.lr_warmup_iters)
         last_iters = ours.lr_wsd_decay_iters
         last_phase = None if last_iters is None else decay - batches.samples_of(max(0, decay_iters - last_iters))
-    if ours.lr_warmup_fraction is not None:
-        warmup = ours.lr_warmup_fraction * decay
+        if ours.lr_warmup_fraction is not None:
+            # Rounded in this order, the product is that of earlier releases, with whose checkpoints it is compared.
+            warmup = ours.lr_warmup_fraction * decay_iters * (decay / decay_iters)
     return ScheduleLengths(total, decay, warmup, last_phase)
 
 

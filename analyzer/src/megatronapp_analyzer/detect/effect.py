@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatronapp_analyzer.detect.features import Floats
+from megatronapp_analyzer.detect.features import Floats, Ints
 from megatronapp_analyzer.graph.build import Edge, StepGraph
 from megatronapp_analyzer.graph.replay import makespan_s, replay
 from megatronapp_analyzer.model import Cause, Subject, SubjectType
@@ -13,6 +13,8 @@ from megatronapp_common.trace import Kind
 
 HIDDEN_SHARE = 0.05
 """A gap beyond this part of the step is taken for a wait that nobody records, unless gaps are what is judged."""
+REMEDIES_AT_ONCE = 16
+"""Bounds the memory of a replay: two lanes of all edges each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +36,33 @@ def seconds_lost(graph: StepGraph, remedies: Sequence[Remedy]) -> Floats:
 
     The mean of what a remedy saves alone and what it saves after all others. Two ranks that are equally slow hide each
     other: alone, neither remedy saves anything. Of two remedies the mean is the Shapley value, so that the costs add up
-    to what both save together.
+    to what both save together. Where remedies shorten the same edge, what they take off it is added up.
     """
-    if not remedies:
-        return np.empty(0)
-    lanes = []
-    for chosen in remedies:
-        recorded = graph.edges.weight if chosen.cause is Cause.HOST else _without_hidden_waits(graph)
-        others = recorded
-        for remedy in remedies:
-            if remedy is not chosen:
-                others = _weights(graph, others, remedy)
-        lanes += [recorded, _weights(graph, recorded, chosen), others, _weights(graph, others, chosen)]
-    spans_s = makespan_s(graph, replay(graph, np.stack(lanes, axis=1))).reshape(-1, 2, 2)
-    saved_s = np.maximum(spans_s[:, :, 0] - spans_s[:, :, 1], 0.0)
-    lost: Floats = saved_s.mean(axis=1)
+    lost: Floats = np.zeros(len(remedies))
+    between_spans = np.array([remedy.cause is Cause.HOST for remedy in remedies], np.bool_)
+    for judged in (np.flatnonzero(between_spans), np.flatnonzero(~between_spans)):
+        if len(judged):
+            recorded = graph.edges.weight if between_spans[judged[0]] else _without_hidden_waits(graph)
+            lost[judged] = _saved_s(graph, recorded, remedies, judged)
     return lost
+
+
+def _saved_s(graph: StepGraph, recorded: Floats, remedies: Sequence[Remedy], judged: Ints) -> Floats:
+    """Seconds that each of the judged remedies saves; the mean of alone and after all others."""
+    healed = recorded.copy()
+    for remedy in remedies:
+        healed -= recorded - _weights(graph, recorded, remedy)
+    healed = np.maximum(healed, 0.0)
+    saved_s: list[Floats] = []
+    for first in range(0, len(judged), REMEDIES_AT_ONCE):
+        lanes = [recorded, healed]
+        for place in judged[first : first + REMEDIES_AT_ONCE]:
+            alone = _weights(graph, recorded, remedies[place])
+            lanes += [alone, np.minimum(healed + (recorded - alone), recorded)]
+        ends_s = makespan_s(graph, replay(graph, np.stack(lanes, axis=1)))
+        saved_s.append(np.maximum(ends_s[0] - ends_s[2::2], 0.0) + np.maximum(ends_s[3::2] - ends_s[1], 0.0))
+    mean: Floats = np.concatenate(saved_s) / 2
+    return mean
 
 
 def _without_hidden_waits(graph: StepGraph) -> Floats:

@@ -5,9 +5,12 @@ import io
 import pathlib
 import pickle
 import types
+import zipfile
 from typing import IO, Any
 
 import torch
+
+from megatronapp_trainer.errors import DataError
 
 _PLAIN = {
     ("argparse", "Namespace"),
@@ -90,15 +93,24 @@ def read_torch(path: pathlib.Path) -> Any:  # noqa: ANN401 - whatever it holds
 
     Raises:
         OSError: the file cannot be read.
+        DataError: it is a TorchScript program, which torch would run whatever unpickler it is given.
         Exception: what a damaged file makes torch raise.
     """
     mapped = _is_archive(path)
+    if mapped and _is_program(path):
+        raise DataError(f"{path} is a TorchScript program and no checkpoint; it is not read, as reading would run it")
     return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False, pickle_module=PLAIN)
 
 
 def read_plain(content: bytes) -> Any:  # noqa: ANN401 - whatever it holds
     """What pickle.dump wrote."""
     return _load(io.BytesIO(content))
+
+
+def _is_program(path: pathlib.Path) -> bool:
+    """Whether an archive is one of torch.jit.save; torch.load tells them apart by the same record."""
+    with zipfile.ZipFile(path) as archive:
+        return any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist())
 
 
 def _is_archive(path: pathlib.Path) -> bool:
