@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from megatronapp_common.job import Serve, Spec, load_job, megatron_arguments, place_of
 from megatronapp_common.job.arguments import FLAGS, SERVE_FLAGS
 from megatronapp_common.job.fields import model_of
+from megatronapp_common.job.scope import Scope
 from megatronapp_trainer.config import build_parser, parse
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.serve.settings import build_serve_parser, read_command
@@ -236,7 +237,7 @@ def test_a_served_job_gives_the_servers_flags(build: Any) -> None:
 
 
 def test_every_field_of_serve_has_a_flag_that_the_server_knows() -> None:
-    assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve")
+    assert {entry.field for entry in SERVE_FLAGS} == leaves(Serve, "serve") | leaves(Scope, "scope")
     known = {flag for action in build_serve_parser()._actions for flag in action.option_strings}
     assert {entry.flag for entry in SERVE_FLAGS} <= known
 

@@ -27,6 +27,7 @@ from megatronapp_common.job.fields import (
 from megatronapp_common.job.metadata import JOB_NAME_PATTERN, NAME_PATTERN
 from megatronapp_common.job.network import ATTACHMENT_PATTERN, INTERFACE_PATTERN
 from megatronapp_common.job.quantity import QUANTITY_PATTERN
+from megatronapp_common.job.scope import MODULE_PATTERN
 from megatronapp_common.job.spec import VARIABLE_PATTERN
 from megatronapp_common.job.training import SPLIT_PATTERN
 
@@ -133,6 +134,7 @@ PATTERNS = {
     INTERFACE_PATTERN: "the name of an interface, or a regular expression without spaces for it",
     QUANTITY_PATTERN: "a quantity such as 4, 500m or 16Gi",
     VARIABLE_PATTERN: "letters, digits and '_', no digit first",
+    MODULE_PATTERN: "the dotted name of a Python module, such as team.places",
     SPLIT_PATTERN: "up to three numbers with commas between, such as 98,2,0",
 }
 _CONSTRAINTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
