@@ -24,7 +24,7 @@ class Writes(torch.nn.Module):
     @torch.jit.export
     def __setstate__(self, state: tuple[torch.Tensor, str, bool]) -> None:
         torch.save(state[0], state[1])
-        self.values, self.path, self.training = state[0], state[1], state[2]
+        self.values, self.path, self.training = state[0], state[1], state[2]  # type: ignore[assignment]  # TorchScript
 
     def forward(self) -> torch.Tensor:
         return self.values
@@ -32,7 +32,7 @@ class Writes(torch.nn.Module):
 
 def test_a_torchscript_program_is_refused_unread(tmp_path: pathlib.Path) -> None:
     source, written = tmp_path / "model_optim_rng.pt", tmp_path / "written"
-    torch.jit.script(Writes(str(written))).save(str(source))
+    torch.jit.script(Writes(str(written))).save(str(source))  # type: ignore[no-untyped-call]
     with pytest.raises(DataError, match="TorchScript"):
         read_torch(source)
     assert not written.exists()
