@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import kube
+import psutil
 import pytest
 from machines import Machines
 from operator_play import KEY, SETTINGS, manifest
@@ -39,6 +40,20 @@ class FailingApi(Api):
         return await super().list_objects(*words, **options)
 
 
+def connections() -> set[Any]:
+    """Local and remote addresses of this process's TCP connections."""
+    return {(one.laddr, one.raddr) for one in psutil.Process().net_connections("tcp") if one.raddr}
+
+
+@contextlib.asynccontextmanager
+async def closed_connections(before: set[Any]) -> AsyncIterator[None]:
+    """Wait at the end for connections whose requests were cancelled: TLS says goodbye to the server first."""
+    yield
+    async with asyncio.timeout(DEADLINE_S):
+        while connections() - before:
+            await asyncio.sleep(0.01)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     plane: kube.ControlPlane, namespace: str, failures: list[Exception]
@@ -49,7 +64,9 @@ async def serving(
         namespaces=(namespace,), resync_s=0.05,
     )  # fmt: skip
     health = Health(leads=True)
+    before = connections()
     async with (
+        closed_connections(before),
         connect(kubeconfig=str(plane.kubeconfig())) as api,
         httpx.AsyncClient(trust_env=False) as client,
     ):

@@ -15,7 +15,7 @@ class Writes(torch.nn.Module):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
-        self.values = torch.nn.Parameter(torch.zeros(2))
+        self.values = torch.zeros(2)
 
     @torch.jit.export
     def __getstate__(self) -> tuple[torch.Tensor, str, bool]:
@@ -24,7 +24,7 @@ class Writes(torch.nn.Module):
     @torch.jit.export
     def __setstate__(self, state: tuple[torch.Tensor, str, bool]) -> None:
         torch.save(state[0], state[1])
-        self.values, self.path, self.training = state[0], state[1], state[2]  # type: ignore[assignment]  # TorchScript
+        self.values, self.path, self.training = state[0], state[1], state[2]
 
     def forward(self) -> torch.Tensor:
         return self.values
