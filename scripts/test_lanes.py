@@ -64,12 +64,13 @@ def in_turn(groups: Sequence[str]) -> list[str]:
     return sorted(groups, key=lambda group: LONGEST.index(group) if group in LONGEST else len(LONGEST))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # pytest keeps its plugins in sets
 class Lane:
     """The plugin of one lane. `folder` is shared: a file in it says that its group is taken."""
 
     folder: pathlib.Path
     ran: int = 0
+    failed: list[str] = dataclasses.field(default_factory=list)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -104,8 +105,12 @@ class Lane:
             return False
         return True
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(f"{report.nodeid} failed ({report.when})")
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        counts = {"collected": session.testscollected, "ran": self.ran}
+        counts = {"collected": session.testscollected, "ran": self.ran, "failed": self.failed}
         with contextlib.suppress(OSError):  # fixtures end after this, whatever has become of the folder
             (self.folder / f"counts-{os.getpid()}").write_text(json.dumps(counts), encoding="utf-8")
 
@@ -168,6 +173,7 @@ def run_lanes(runs: Runs, count: int, paths: Sequence[str]) -> list[str]:
     collected, ran = {one["collected"] for one in counts}, sum(one["ran"] for one in counts)
     if collected != {ran}:
         wrong.append(f"{ran} tests ran of {sorted(collected)} collected")
+    wrong += [failure for one in counts for failure in one["failed"]]  # last: a log may be kept by its end only
     return wrong
 
 

@@ -39,3 +39,11 @@ def test_fixtures_of_a_lane_end_before_it_does(tmp_path: pathlib.Path, number: s
     assert lanes.returncode == 1
     assert f"error: ended by {number.name}" in said
     assert "!! KeyboardInterrupt !!" in said
+
+
+def test_names_of_failed_tests_come_last(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_wrong.py").write_text("def test_sum():\n    assert 1 + 1 == 3\n", encoding="utf-8")
+    command = [sys.executable, "scripts/test_lanes.py", "--lanes", "1", str(tmp_path / "test_wrong.py")]
+    lanes = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, timeout=PATIENCE_S)
+    assert lanes.returncode == 1
+    assert lanes.stdout.splitlines()[-1].endswith("::test_sum failed (call)")
