@@ -28,6 +28,7 @@ _MODEL = [
         "hidden-size-of-heads",
         {"spec.model.hiddenSize": 68},
         {"spec.model.hiddenSize": 66, "spec.model.kvChannels": 16},
+        {"spec.model.hiddenSize": 66, "spec.args": ["--kv-channels", "16"]},
     ),
     *bad(
         "hidden-size-of-heads",
@@ -102,11 +103,19 @@ _MODEL = [
             "3 needs pipeline above 1; leave it out",
         ),
     ),
-    *good("layers-of-stages", {"spec.model.numLayers": 8, "spec.parallelism.virtualPipeline": 4}),
+    *good(
+        "layers-of-stages",
+        {"spec.model.numLayers": 8, "spec.parallelism.virtualPipeline": 4},
+        {"spec.model.numLayers": 5, "spec.args": ["--account-for-loss-in-pipeline-split"]},
+        {"spec.model.numLayers": 5, "spec.args": ["--account-for-embedding-in-pipeline-split"]},
+        {"spec.model.numLayers": 5, "spec.args": ["--decoder-first-pipeline-num-layers", "2"]},
+        {"spec.model.numLayers": 5, "spec.args": ["--seed", "1", "--decoder-last-pipeline-num-layers=2"]},
+    ),
     *bad(
         "layers-of-stages",
         "spec.model.numLayers",
         ({"spec.model.numLayers": 5}, "5 cannot be divided into 2 stages; write 6"),
+        ({"spec.model.numLayers": 5, "spec.args": ["--decoder-first-pipeline-num-layers-2"]}, "cannot be divided"),
         (
             {"spec.model.numLayers": 6, "spec.parallelism.virtualPipeline": 2},
             "6 cannot be divided into 2 stages of 2 chunks; write 8",
@@ -134,6 +143,11 @@ _MODEL = [
         "layers-of-uneven-stages",
         {"spec.model.numLayers": 5, "spec.parallelism.lastStageLayers": 2},
         {"spec.parallelism.firstStageLayers": 3, "spec.parallelism.lastStageLayers": 1},
+        {
+            "spec.parallelism": {"pipeline": 4, "firstStageLayers": 1},
+            "spec.model.numLayers": 6,
+            "spec.args": ["--decoder-last-pipeline-num-layers", "1"],
+        },
     ),
     *bad(
         "layers-of-uneven-stages",
@@ -168,19 +182,31 @@ _TRAINING = [
     *good(
         "gather-needs-distributed-optimizer",
         {**_GATHER, "spec.training.useDistributedOptimizer": True, "spec.training.overlapGradReduce": True},
+        {**_GATHER, "spec.training.overlapGradReduce": True, "spec.args": ["--use-distributed-optimizer"]},
     ),
     *bad(
         "gather-needs-distributed-optimizer",
         "spec.training.overlapParamGather",
         ({**_GATHER, "spec.training.overlapGradReduce": True}, "needs useDistributedOptimizer: true"),
     ),
-    *good("gather-needs-overlapped-reduce", {"spec.training.overlapGradReduce": True}),
+    *good(
+        "gather-needs-overlapped-reduce",
+        {"spec.training.overlapGradReduce": True},
+        {**_GATHER, "spec.training.useDistributedOptimizer": True, "spec.args": ["--overlap-grad-reduce"]},
+    ),
     *bad(
         "gather-needs-overlapped-reduce",
         "spec.training.overlapParamGather",
         ({**_GATHER, "spec.training.useDistributedOptimizer": True}, "needs overlapGradReduce: true"),
     ),
-    *good("recompute-full", {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}}),
+    *good(
+        "recompute-full",
+        {"spec.training.recompute": {"granularity": "full", "method": "uniform", "numLayers": 1}},
+        {
+            "spec.training.recompute": {"granularity": "full"},
+            "spec.args": ["--recompute-method", "uniform", "--recompute-num-layers", "1"],
+        },
+    ),
     *bad(
         "recompute-full",
         "spec.training.recompute",
@@ -211,14 +237,22 @@ _TRAINING = [
             "lrWarmupIters is given too; leave one of them out",
         ),
     ),
-    *good("warmup-below-decay", {"spec.training.lrWarmupIters": 120, "spec.training.lrDecayIters": 200}),
+    *good(
+        "warmup-below-decay",
+        {"spec.training.lrWarmupIters": 120, "spec.training.lrDecayIters": 200},
+        {"spec.training.lrWarmupIters": 120, "spec.args": ["--lr-decay-iters", "200"]},
+    ),
     *bad(
         "warmup-below-decay",
         "spec.training.lrWarmupIters",
         ({"spec.training.lrWarmupIters": 100}, "100 must be below the 100 steps of the decay; write 10"),
         ({"spec.training.lrWarmupIters": 50, "spec.training.lrDecayIters": 50}, "the 50 steps of the decay; write 5"),
     ),
-    *good("wsd-needs-last-phase", {"spec.training.lrDecayStyle": "WSD", "spec.training.lrWsdDecayIters": 10}),
+    *good(
+        "wsd-needs-last-phase",
+        {"spec.training.lrDecayStyle": "WSD", "spec.training.lrWsdDecayIters": 10},
+        {"spec.training.lrDecayStyle": "WSD", "spec.args": ["--lr-wsd-decay-iters", "10"]},
+    ),
     *bad(
         "wsd-needs-last-phase",
         "spec.training.lrWsdDecayIters",
@@ -231,6 +265,11 @@ _TRAINING = [
             "spec.training.startWeightDecay": 0,
             "spec.training.endWeightDecay": 0.1,
         },
+        {
+            "spec.training.weightDecayIncrStyle": "linear",
+            "spec.training.startWeightDecay": 0,
+            "spec.args": ["--end-weight-decay", "0.1"],
+        },
     ),
     *bad(
         "weight-decay-growth",
@@ -240,7 +279,15 @@ _TRAINING = [
             "linear needs startWeightDecay and endWeightDecay; write both",
         ),
     ),
-    *good("weight-decay-constant", {"spec.training.weightDecayIncrStyle": "constant"}),
+    *good(
+        "weight-decay-constant",
+        {"spec.training.weightDecayIncrStyle": "constant"},
+        {
+            "spec.training.startWeightDecay": 0,
+            "spec.training.endWeightDecay": 0.1,
+            "spec.args": ["--weight-decay-incr-style", "cosine"],
+        },
+    ),
     *bad(
         "weight-decay-constant",
         "spec.training.weightDecayIncrStyle",
@@ -252,7 +299,12 @@ _TRAINING = [
     ),
 ]
 _DATA = [
-    *good("data-given", _MOCK),
+    *good(
+        "data-given",
+        _MOCK,
+        {"spec.data.path": [], "spec.args": ["--train-data-path", "corpus"]},
+        {"spec.data.path": [], "spec.args": ["--mock-data", "--vocab-size=64"]},
+    ),
     *bad("data-given", "spec.data.path", ({"spec.data.path": []}, "is missing; write path: [PREFIX]")),
     *good("mock-or-path", _MOCK),
     *bad(
@@ -260,7 +312,7 @@ _DATA = [
         "spec.data.mock",
         ({"spec.data.mock": True, "spec.model.vocabSize": 64}, "path is given too; leave one of them out"),
     ),
-    *good("mock-needs-vocabulary", _MOCK),
+    *good("mock-needs-vocabulary", _MOCK, {**_MOCK, "spec.model.vocabSize": None, "spec.args": ["--vocab-size", "64"]}),
     *bad(
         "mock-needs-vocabulary",
         "spec.model.vocabSize",
@@ -325,7 +377,11 @@ _DATA = [
             "has no effect on rotary positions, which are relative; leave it out",
         ),
     ),
-    *good("saveInterval-needs-save", {"spec.checkpoint": {"save": "d", "saveInterval": 10}}),
+    *good(
+        "saveInterval-needs-save",
+        {"spec.checkpoint": {"save": "d", "saveInterval": 10}},
+        {"spec.checkpoint": {"saveInterval": 10}, "spec.args": ["--save", "d"]},
+    ),
     *bad(
         "saveInterval-needs-save",
         "spec.checkpoint.saveInterval",

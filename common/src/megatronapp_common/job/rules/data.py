@@ -24,6 +24,7 @@ def _belongs_to(option: str, place: str, *, given: str | None = None) -> Rule:
         field=f".checkpoint.{option}",
         rule=f"!{given or f'self.checkpoint.{option}'} || has(self.checkpoint.{place})",
         says=f"needs {place}: DIRECTORY",
+        args=(f"--{place}",),
     )
 
 
@@ -42,6 +43,7 @@ _SOURCE = (
         field=".data.path",
         rule=f"self.mode != 'train' || {_PATH}.size() > 0 || {_MOCK}",
         says="is missing; write path: [PREFIX] (made by `megatronapp data prepare`), or mock: true",
+        args=("--data-path", "--train-data-path", "--mock-data"),
     ),
     Rule(
         id="mock-or-path",
@@ -54,6 +56,7 @@ _SOURCE = (
         field=".model.vocabSize",
         rule=f"!{_MOCK} || has(self.model.vocabSize)",
         says="is missing; data.mock needs it, for example vocabSize: 1024",
+        args=("--vocab-size",),
     ),
     _not_with_mock("resetPositionIds"),
     _not_with_mock("resetAttentionMask"),

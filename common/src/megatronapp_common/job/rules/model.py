@@ -15,6 +15,12 @@ _FIRST, _LAST = "self.parallelism.firstStageLayers", "self.parallelism.lastStage
 _UNEVEN = f"(has({_FIRST}) || has({_LAST}))"
 _SHARED = f"(self.model.numLayers - (has({_FIRST}) ? {_FIRST} : 0) - (has({_LAST}) ? {_LAST} : 0))"
 _SHARING = f"({STAGES} - (has({_FIRST}) ? 1 : 0) - (has({_LAST}) ? 1 : 0))"
+_UNEVEN_FLAGS = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 _OF_CHUNKS = f"{_PIPED} > 1 ? {say(f' of {{{_PIPED}}} chunks')} : ''"
 
 
@@ -52,6 +58,7 @@ _WIDTHS = (
         named="numAttentionHeads",
         unless="has(self.model.kvChannels)",
         else_=", or give kvChannels",
+        args=("--kv-channels",),
     ),
     _multiple_of_tensor("heads-of-tensor", ".model.numAttentionHeads", value=HEADS),
     Rule(
@@ -112,6 +119,7 @@ _LAYOUT = (
             f"{{self.model.numLayers}} cannot be divided into {{{STAGES}}} stages{{{_OF_CHUNKS}}}; "
             f"write {{{nearest_multiple('self.model.numLayers', f'({_PARTS})')}}}"
         ),
+        args=_UNEVEN_FLAGS,
     ),
     *(
         Rule(
@@ -128,6 +136,7 @@ _LAYOUT = (
         rule=f"!{_UNEVEN} || {STAGES} == 1 || ({_SHARING} == 0 ? {_SHARED} == 0 : "
         f"{_SHARED} > 0 && {_SHARED} % ({_SHARING} * {_PIPED}) == 0)",
         says="less firstStageLayers and lastStageLayers must be shared evenly by the other stages",
+        args=_UNEVEN_FLAGS,
     ),
     Rule(
         id="sequence-parallel-needs-tensor",

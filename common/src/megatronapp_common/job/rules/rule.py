@@ -28,6 +28,9 @@ class Rule:
     """What is wrong and what to write instead, in words that hold for all values."""
     message: str = ""
     """The same in CEL, with the values; "": `says` needs none."""
+    args: tuple[str, ...] = ()
+    """Flags that `spec.args` may give instead of a field, and on which the rule depends: with one of them the rule is
+    silent, and the trainer's own check of the whole command line decides."""
     in_schema: bool = False
     """The API server knows it by the schema itself (such as unique keys of a list): the rule is only for this side."""
 
@@ -37,10 +40,17 @@ OPTIONAL_BLOCKS = ("model", "training")
 
 
 def where_given(rule: Rule) -> Rule:
-    """The rule, silent where a block is left out whose fields it looks at."""
+    """The rule, silent where a block is omitted whose fields it reads, or where `spec.args` decide (`Rule.args`)."""
     blocks = [block for block in OPTIONAL_BLOCKS if f"self.{block}." in rule.rule + rule.message]
     guard = "".join(f"!has(self.{block}) || " for block in blocks)
-    return dataclasses.replace(rule, rule=f"{guard}({rule.rule})") if blocks else rule
+    guard += f"{_given(rule.args)} || " if rule.args else ""
+    return dataclasses.replace(rule, rule=f"{guard}({rule.rule})") if guard else rule
+
+
+def _given(flags: tuple[str, ...]) -> str:
+    """CEL text: `spec.args` hold one of these flags, as `--flag` or `--flag=value`."""
+    words = ", ".join(f"'{flag}'" for flag in flags)
+    return f"self.args.exists(word, word in [{words}] || [{words}].exists(flag, word.startsWith(flag + '=')))"
 
 
 def say(template: str) -> str:
@@ -79,7 +89,16 @@ def nearest_multiple(value: str, factor: str) -> str:
 
 
 def multiple(
-    rule_id: str, field: str, *, value: str, factor: str, named: str, unless: str = "", why: str = "", else_: str = ""
+    rule_id: str,
+    field: str,
+    *,
+    value: str,
+    factor: str,
+    named: str,
+    unless: str = "",
+    why: str = "",
+    else_: str = "",
+    args: tuple[str, ...] = (),
 ) -> Rule:
     """The rule that a value is a multiple of another field; `unless` is CEL text of when that does not matter."""
     guard = f"{unless} || " if unless else ""
@@ -92,4 +111,5 @@ def multiple(
             f"{{{value}}} is not a multiple of {named} {{{factor}}}{why}; "
             f"write {{{nearest_multiple(value, factor)}}}{else_}"
         ),
+        args=args,
     )

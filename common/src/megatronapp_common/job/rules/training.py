@@ -16,12 +16,14 @@ _OVERLAP = (
         field=".training.overlapParamGather",
         rule=f"!{_GATHER} || self.training.useDistributedOptimizer",
         says="needs useDistributedOptimizer: true",
+        args=("--use-distributed-optimizer",),
     ),
     Rule(
         id="gather-needs-overlapped-reduce",
         field=".training.overlapParamGather",
         rule=f"!{_GATHER} || self.training.overlapGradReduce",
         says="needs overlapGradReduce: true",
+        args=("--overlap-grad-reduce",),
     ),
 )
 _RECOMPUTATION = (
@@ -31,6 +33,7 @@ _RECOMPUTATION = (
         rule=f"!has({_RECOMPUTE}) || {_RECOMPUTE}.granularity != 'full' || "
         f"(has({_RECOMPUTE}.method) && has({_RECOMPUTE}.numLayers))",
         says="granularity full needs method (uniform or block) and numLayers; write both",
+        args=("--recompute-method", "--recompute-num-layers"),
     ),
     Rule(
         id="recompute-selective",
@@ -60,6 +63,7 @@ _RATE = (
         rule=f"!has({_WARMUP}) || {_WARMUP} < {_STEPS}",
         says="must be below the steps of the decay (lrDecayIters, else trainIters)",
         message=say(f"{{{_WARMUP}}} must be below the {{{_STEPS}}} steps of the decay; write {{{_STEPS} / 10}}"),
+        args=("--lr-decay-iters",),
     ),
     Rule(
         id="wsd-needs-last-phase",
@@ -67,6 +71,7 @@ _RATE = (
         rule="!has(self.training.lrDecayStyle) || self.training.lrDecayStyle != 'WSD' || "
         "has(self.training.lrWsdDecayIters)",
         says="is missing; lrDecayStyle WSD needs the steps of its last phase",
+        args=("--lr-wsd-decay-iters",),
     ),
 )
 _WEIGHT_DECAY = (
@@ -76,12 +81,14 @@ _WEIGHT_DECAY = (
         rule=f"!{_GROWING} || ({_STARTS} && {_ENDS})",
         says="linear and cosine need startWeightDecay and endWeightDecay; write both",
         message=say(f"{{{_STYLE}}} needs startWeightDecay and endWeightDecay; write both"),
+        args=("--start-weight-decay", "--end-weight-decay"),
     ),
     Rule(
         id="weight-decay-constant",
         field=".training.weightDecayIncrStyle",
         rule=f"{_GROWING} || !({_STARTS} || {_ENDS})",
         says="startWeightDecay and endWeightDecay belong to linear or cosine; write one of these, or leave them out",
+        args=("--weight-decay-incr-style",),
     ),
 )
 TRAINING_RULES = (*_OVERLAP, *_RECOMPUTATION, *_RATE, *_WEIGHT_DECAY)
