@@ -19,6 +19,8 @@ import httpx
 import yaml
 from ports import held_ports
 
+from megatronapp_common.processes import end
+
 ROOT = pathlib.Path(__file__).parents[2]
 START_S = 120
 STOP_S = 20
@@ -158,12 +160,7 @@ def _program(folder: pathlib.Path, command: list[str]) -> Iterator["subprocess.P
         try:
             yield process
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, STOP_S)
 
 
 def _wait_ready(plane: ControlPlane, processes: tuple["subprocess.Popen[bytes]", ...]) -> None:

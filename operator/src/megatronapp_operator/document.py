@@ -35,7 +35,7 @@ def status_document(status: Status) -> dict[str, Any]:
             "hungRanks": list(status.hung_ranks),
             "lastControl": status.last_control,
             "failures": [_failure(one) for one in status.failures],
-            "podGroups": list(status.groups) or None,
+            "podGroups": None if status.groups is None else list(status.groups),
             "activeSeconds": status.active_s or None,
             "initialized": status.initialized,
             "initRestarts": status.init_restarts,

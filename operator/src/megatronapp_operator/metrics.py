@@ -308,10 +308,8 @@ def _unknown(status: Status) -> dict[str, float]:
         return {}
     stalled, token = status.condition(ConditionType.STALLED), status.condition(ConditionType.TOKEN_ACCEPTED)
     silent = stalled is not None and stalled.status and stalled.reason == reasons.PROGRESS_UNKNOWN
-    refused = token is not None and not token.status
-    return {
-        reason: 1 for reason, holds in ((reasons.PROGRESS_UNKNOWN, silent), (reasons.TOKEN_REFUSED, refused)) if holds
-    }
+    locked = {token.reason: 1.0} if token is not None and not token.status else {}
+    return ({reasons.PROGRESS_UNKNOWN: 1.0} if silent else {}) | locked
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[Status], float | None]], ...] = (

@@ -78,7 +78,11 @@ class Fields:
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers."""
-        return self.read(name, lambda given: tuple(int(one) for one in given)) or ()
+        return self.optional_numbers(name) or ()
+
+    def optional_numbers(self, name: str) -> tuple[int, ...] | None:
+        """The same, where an absent list and an empty one differ."""
+        return self.read(name, lambda given: tuple(int(one) for one in given))
 
 
 def numbers_of(text: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
         holding_time=fields.time("holdingTime"),
         scheduled_time=fields.time("scheduledTime"),
         running_time=fields.time("runningTime"),
-        groups=fields.numbers("podGroups"),
+        groups=fields.optional_numbers("podGroups"),
         active_s=max(0.0, fields.real("activeSeconds") or 0.0),
         last_restart_time=fields.time("lastRestartTime"),
         completion_time=_completion_time(fields, phase, conditions),

@@ -3,6 +3,7 @@
 import argparse
 import base64
 import contextlib
+import dataclasses
 import http.server
 import json
 import pathlib
@@ -16,13 +17,17 @@ import httpx
 import kube
 import pytest
 import yaml
+from operator_play import SETTINGS
 
 from megatronapp_common import cli
 from megatronapp_common.tokens import Role, job_secret
+from megatronapp_operator.backends.kubernetes import render
+from megatronapp_operator.backends.kubernetes.render.settings import Owner
 from megatronapp_operator.cli.cluster import doors, tokens, trace
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.cluster.doors import Door
 from megatronapp_operator.errors import HubError
+from megatronapp_operator.keys import key_id
 
 ALL = door.on_jobs("get", "list", "create", "update", "patch", "delete")
 Run = Callable[..., tuple[int, str, str]]
@@ -70,22 +75,44 @@ def test_who_has_no_token_opens_a_job_by_its_secret(
 ) -> None:
     """A kubeconfig with a token that the door refuses, whose owner may read the job's Secret."""
     job = door.make_job(plane, namespace, "demo", hub=False)
-    body = {
-        "metadata": {"name": f"demo-tokens-{job.uid[:8]}"},
-        "stringData": {"secret": job_secret(reviewing.key, job.uid)},
-    }
-    door.create(plane, f"/api/v1/namespaces/{namespace}/secrets", body)
+    pinned = {"attempt": 0, "trainerImage": "t", "analyzerImage": "a", "keyId": key_id(reviewing.key)}
+    door.set_status(plane, job, phase="Starting", pinned=pinned)
+    make_secret(plane, job, reviewing.key)
     reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}
     poor = door.account(plane, namespace, "poor", grants=[reader])
     config = door.kubeconfig(plane, tmp_path, poor, namespace=namespace)
     with reviewing.client(poor) as client:
         assert client.get(job.path).status_code == 403
+    document = job.document | {"status": {"pinned": pinned}}
     with opened(asked(config)) as cluster:
-        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
+        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(document))
         assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
         viewer = reviewing.job_token(job.uid)
         with door_before_megascope(viewer) as url:
-            assert tokens.token_for(cluster, Door(url), ClusterJob(job.document)) == viewer
+            assert tokens.token_for(cluster, Door(url), ClusterJob(document)) == viewer
+
+
+def test_a_job_opens_by_its_secret_before_its_first_attempt(
+    plane: kube.ControlPlane, namespace: str, reviewing: door.Door, tmp_path: pathlib.Path
+) -> None:
+    """While initializers run, the status does not have the id of the key yet, and the name of the Secret does."""
+    job = door.make_job(plane, namespace, "demo", hub=False)
+    other = door.make_job(plane, namespace, "other", hub=False)
+    for one in (job, other):
+        make_secret(plane, one, reviewing.key)
+    reader = {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "list"]}
+    poor = door.account(plane, namespace, "poor", grants=[reader])
+    with opened(asked(door.kubeconfig(plane, tmp_path, poor, namespace=namespace))) as cluster:
+        found = tokens.token_for(cluster, Door(reviewing.url), ClusterJob(job.document))
+        assert found == reviewing.job_token(job.uid, Role.CONTROLLER)
+
+
+def make_secret(plane: kube.ControlPlane, job: door.Job, key: str) -> None:
+    """The Secret of a job, as the operator makes it."""
+    owner = Owner(namespace=job.namespace, name=job.name, uid=job.uid)
+    settings = dataclasses.replace(SETTINGS, key_id=key_id(key))
+    resource, secret = render.secret(owner, job_secret(key, job.uid), settings)
+    door.create(plane, resource.path(job.namespace), secret)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ async def test_a_group_goes_with_its_attempt(schedulers: kube.ControlPlane, name
         await stage.pass_time(3)
         status = (await stage.job())["status"]
         assert await groups(stage, scheduler) == set()
-    assert status["phase"] == "Succeeded" and "podGroups" not in status
+    assert (status["phase"], status["podGroups"]) == ("Succeeded", [])
 
 
 async def test_a_restarted_gang_is_admitted_by_a_queue_of_its_own_size(

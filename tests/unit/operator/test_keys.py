@@ -82,8 +82,28 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
         assert told(made.plan()) == []
     status = made.job.status
     assert (status.attempt, status.failures, status.is_true(ConditionType.STALLED)) == (0, (), False)
-    made.see(*made.observed.workers, token_refused=())
+    made.see(*made.observed.workers, token_refused=(), since=made.now)  # a new process, which has asked nobody yet
+    assert told(made.plan()) == [] and not made.job.status.is_true(ConditionType.TOKEN_ACCEPTED)
+    made.see(*made.observed.workers, heard=made.now)
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
+
+
+@pytest.mark.parametrize("policy", [{"progress_deadline_s": 1800}, {"start_deadline_s": 900}])
+def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_says_what_to_do(
+    running: Callable[..., Any], policy: dict[str, float]
+) -> None:
+    made = running(**policy, max_restarts=3)
+    made.see(*made.observed.workers, heard=0.0, progress=None, unknown_key=key_id(OLD))
+    first = made.plan()
+    condition = first.status.condition(ConditionType.TOKEN_ACCEPTED)
+    assert (condition.status, condition.reason, told(first)) == (False, "KeyUnknown", ["KeyUnknown"])
+    assert f"the installation key {key_id(OLD)}, which is not in the key file" in condition.message
+    assert "write the key that the job was started with behind the new one" in condition.message
+    begin = made.now
+    while made.now < begin + DAY_S:
+        made.now += 600
+        assert told(made.plan()) == []
+    assert (made.job.status.attempt, made.job.status.is_true(ConditionType.STALLED)) == (0, False)
 
 
 def test_a_gang_that_is_said_to_stand_still_is_restarted_though_the_hub_refuses_our_token(

@@ -79,7 +79,7 @@ def statuses(draw: st.DrawFn) -> Status:
         restarts_towards_max=COUNTS, start_time=MAYBE_TIME, attempt_time=MAYBE_TIME, holding_time=MAYBE_TIME,
         scheduled_time=MAYBE_TIME, running_time=MAYBE_TIME, last_restart_time=MAYBE_TIME, completion_time=MAYBE_TIME,
         released=COUNTS, released_time=MAYBE_TIME, initialized=st.booleans(), init_restarts=COUNTS,
-        init_clearing=st.booleans(), active_s=TIMES, groups=st.lists(COUNTS, max_size=3).map(tuple),
+        init_clearing=st.booleans(), active_s=TIMES, groups=st.none() | st.lists(COUNTS, max_size=3).map(tuple),
         init_failed_time=MAYBE_TIME, progress=st.none() | PAGES, progress_time=MAYBE_TIME, slow_node=MAYBE_WORD,
         excluded_nodes=st.lists(st.builds(ExcludedNode, node=WORDS, reason=WORDS, until=TIMES), max_size=2).map(tuple),
         succeeded=st.sets(st.integers(0, 5000), max_size=8).map(lambda found: tuple(sorted(found))),

@@ -94,6 +94,31 @@ def test_the_workload_of_a_gang_that_never_ran_goes_with_its_pods(scene: Maker, 
     assert groups(made.plan()) == []
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_pod_groups_of_attempts_before_an_upgrade_are_removed_once(running: Maker, worker: Maker, ended: bool) -> None:
+    """The status of an earlier release has no list of them; an empty list says that none is left."""
+    made = running()
+    made.spec(gang=True, group=Group.POD_GROUP)
+    made.job = dataclasses.replace(made.job, status=dataclasses.replace(made.job.status, attempt=3, groups=None))
+    if ended:
+        made.see(*(worker(index, "Succeeded", 0, made.now, attempt=3) for index in (0, 1)))
+    else:
+        made.see(*(worker(index, attempt=3) for index in (0, 1)))
+    before = made.plan()
+    assert groups(before) == ([0, 1, 2, 3] if ended else [0, 1, 2])
+    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset(groups(before)))
+    after = made.plan()
+    assert (groups(after), after.status.groups) == ([], () if ended else (3,))
+    made.observed = dataclasses.replace(made.observed, groups_gone=frozenset())
+    assert groups(made.plan()) == [], "the next process has removed none itself"
+
+
+def test_a_job_that_has_not_begun_has_no_pod_groups(scene: Maker) -> None:
+    made = scene()
+    made.spec(gang=True, group=Group.POD_GROUP, suspend=True)
+    assert (groups(made.plan()), made.job.status.groups) == ([], ())
+
+
 def test_a_workload_goes_where_a_machine_is_lost(running: Maker, worker: Maker) -> None:
     made = running(lost_worker_s=300)
     made.spec(gang=True, group=Group.WORKLOAD)

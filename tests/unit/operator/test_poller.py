@@ -111,6 +111,22 @@ async def test_a_token_that_is_refused_is_remembered_until_another_answer_comes(
     assert told.refused == () and told.summary is not None
 
 
+async def test_without_the_jobs_key_neither_is_asked_and_none_sees_a_token_of_another_key() -> None:
+    ring = KeyRing([KEY])
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        answering(HUB, HUB_PORT, json.dumps(SUMMARY).encode()) as hub,
+        answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()) as launcher,
+    ):
+        known = await polled()
+        lost = await Poller(client, keys=ring).poll("uid", PODS, known, attempt=1, workers=2, key_id="01234567")
+        assert (len(hub), len(launcher)) == (1, 1)
+        observed = observe(PODS, lost, attempt=1, refusal=None)
+        assert (observed.unknown_key, observed.token_refused, lost.rank_table) == ("01234567", (), TABLE)
+        again = await Poller(client, keys=ring).poll("uid", PODS, lost, attempt=1, workers=2, key_id=key_id(KEY))
+    assert again.unknown_key is None and again.summary is not None
+
+
 async def test_without_a_hub_the_launcher_is_asked_every_time() -> None:
     async with answering(LAUNCHER, STATUS_PORT, json.dumps(LAUNCHER_ANSWER).encode()):
         told = await polled(Told(rank_table=TABLE), PODS[1:])

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
+from megatronapp_common.processes import is_held
 from megatronapp_common.room import LEAST_BYTES, Room
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator import summary
@@ -141,13 +142,13 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 def test_a_lock_is_seen_waited_out_and_refused(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "job" / "backend.lock"
-    assert not lock.is_held(path)
+    assert not is_held(path)
     path.parent.mkdir()
     with lock.hold(path):
-        assert lock.is_held(path)
+        assert is_held(path)
         with pytest.raises(JobConflictError, match="job: another process"), lock.hold(path):
             pass
-    assert not lock.is_held(path)
+    assert not is_held(path)
 
 
 def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ def test_who_only_asks_for_the_lock_makes_nobody_fail(tmp_path: pathlib.Path, mo
     monkeypatch.setattr(lock, "PATIENCE_S", -1.0)
     monkeypatch.setattr(time, "sleep", lambda _s: os.close(asking))
     with lock.hold(path):
-        assert lock.is_held(path)
+        assert is_held(path)
 
 
 def test_the_last_line_is_printed_without_its_end_once_nothing_follows(tmp_path: pathlib.Path) -> None:

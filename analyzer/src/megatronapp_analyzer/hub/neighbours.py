@@ -1,15 +1,14 @@
 """Other jobs of this user, from the folder in which the process backend keeps them (docs/contracts.md, section 8)."""
 
 import contextlib
-import fcntl
 import json
-import os
 import pathlib
 from typing import Any
 
 from megatronapp_analyzer.hub import schemas
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import TERMINAL_PHASES, parse_manifest
+from megatronapp_common.processes import is_held
 
 ENDED = TERMINAL_PHASES | {"Suspended"}
 STANDING = frozenset({"confirmed", "recovering"})
@@ -36,7 +35,7 @@ class Neighbours:
     def _entry(self, folder: pathlib.Path) -> schemas.JobEntry:
         metadata, status = self._read_metadata(folder / "job.yaml"), _read_status(folder / "status.json")
         phase, progress = str(status.get("phase", "Pending")), status.get("progress") or {}
-        if phase not in ENDED and not _backend_lives(folder / "backend.lock"):
+        if phase not in ENDED and not is_held(folder / "backend.lock"):
             phase = "Failed"
         return schemas.JobEntry(
             name=folder.name,
@@ -65,18 +64,3 @@ def _read_status(path: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return document
-
-
-def _backend_lives(path: pathlib.Path) -> bool:
-    """True if the job's backend holds its lock."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

@@ -70,7 +70,7 @@ def gathering(draft: Draft) -> bool:
 def _unheard(draft: Draft, limit: float, *, since: float) -> bool:
     """Nobody has ever answered: people are told. The gang may well train, so it is left to its launchers' own limit."""
     heard = draft.observed.heard
-    if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.token_refused:
+    if heard is None or heard >= since or draft.status.is_true(ConditionType.STALLED) or draft.observed.locked:
         return False
     if draft.now < since + limit:
         draft.wake(since + limit)
@@ -102,10 +102,10 @@ def progress(draft: Draft) -> bool:
 def _unknown(draft: Draft, limit: float, *, until: float) -> bool:
     """Nobody has said since the deadline that the gang stands still.
 
-    Where hub or launcher refuse our token, they are alive and will refuse it as long as the attempt lasts: a restart
+    Where hub and launcher cannot be read for want of their key, they stay so as long as the attempt lasts: a restart
     for that would throw away the steps of a gang that most likely trains. `report.tokens` says so.
     """
-    if draft.observed.token_refused:
+    if draft.observed.locked:
         return False
     if not draft.status.is_true(ConditionType.STALLED):
         message = f"no progress was heard of for {limit:g} s, because {SILENCE}; the deadline waits for them"

@@ -9,14 +9,17 @@ from megatronapp_operator.plan.actions import RemoveGroup
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Worker
 from megatronapp_operator.plan.spec import Group
-from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Status
+
+MAX_UNLISTED = 1000
+"""How many of the newest attempts of such a status are looked at."""
 
 
 def remove(draft: Draft) -> None:
     """Remove the groups of attempts that are over, or of which nothing is left to run."""
     if draft.job.spec.group is Group.POD_GROUP:
         _remember_pod_group(draft)
-        for attempt in draft.status.groups:
+        for attempt in draft.status.groups or ():
             if _is_over(draft, attempt) and not any(one.live or one.occupies for one in _members(draft, attempt)):
                 draft.actions.append(RemoveGroup(attempt=attempt))
     if draft.job.spec.group is Group.WORKLOAD:
@@ -28,10 +31,17 @@ def remove(draft: Draft) -> None:
 def _remember_pod_group(draft: Draft) -> None:
     """Keep the attempts whose pod groups may exist: their pods may vanish before the attempt is over."""
     status = draft.status
-    kept = tuple(one for one in status.groups if one not in draft.observed.groups_gone)
+    known = _all_attempts(status) if status.groups is None else status.groups
+    kept = tuple(one for one in known if one not in draft.observed.groups_gone)
     if status.attempt_time is not None and status.attempt not in kept and not _is_over(draft, status.attempt):
         kept = (*kept, status.attempt)
     draft.update(groups=kept)
+
+
+def _all_attempts(status: Status) -> range:
+    """The attempts that were begun, of which a status of an earlier release does not say whether their groups exist."""
+    begun = status.attempt + (status.attempt_time is not None)
+    return range(max(0, begun - MAX_UNLISTED), begun)
 
 
 def _is_over(draft: Draft, attempt: int) -> bool:

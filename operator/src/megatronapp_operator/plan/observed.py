@@ -236,6 +236,8 @@ class Observed:
     """When somebody who knows of progress last answered; None: progress is always there to be read."""
     token_refused: tuple[str, ...] = ()
     """Which of hub and launcher answer that our token is not the job's: they live, and tell us nothing else."""
+    unknown_key: str | None = None
+    """Id of the installation key that the attempt was started with, where the backend does not have it any more."""
     missing: tuple[int, ...] = ()
     """Workers of the current attempt that have not come to the one that gathers them, as that one said last."""
     progress: Progress | None = None
@@ -249,3 +251,8 @@ class Observed:
     """The newest that the hub has taken down, oldest first (by id)."""
     controls_spent: float = 0.0
     """When the turns that their events have used up will have come back; a backend that does not count gives all."""
+
+    @property
+    def locked(self) -> bool:
+        """Whether hub or launcher cannot be read for want of the job's key, which says nothing about the gang."""
+        return bool(self.token_refused) or self.unknown_key is not None

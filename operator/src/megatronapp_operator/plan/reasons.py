@@ -50,6 +50,7 @@ PROGRESS_UNKNOWN = "ProgressUnknown"
 
 TOKEN_REFUSED = "TokenRefused"
 TOKEN_ACCEPTED = "TokenAccepted"
+KEY_UNKNOWN = "KeyUnknown"
 
 SHARED_MEMORY_FULL = "SharedMemoryFull"
 SHARED_MEMORY_FREE = "SharedMemoryFree"

@@ -7,7 +7,7 @@ from megatronapp_operator.plan import outcome, reasons, rules
 from megatronapp_operator.plan.actions import EventType
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.memory import first_ends
-from megatronapp_operator.plan.observed import HubPhase, Progress, SlowRank, WorkerPhase
+from megatronapp_operator.plan.observed import HubPhase, Observed, Progress, SlowRank, WorkerPhase
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
 
 NAMED_STATES = frozenset({"confirmed", "recovering"})
@@ -164,24 +164,35 @@ def hub(draft: Draft) -> None:
 
 
 def tokens(draft: Draft) -> None:
-    """Report that hub or launcher refuse our token: they run well and cannot be read until the next attempt."""
-    refused, known = draft.observed.token_refused, draft.status.condition(ConditionType.TOKEN_ACCEPTED)
+    """Report that hub and launcher cannot be read for want of their key: they run well until the next attempt."""
+    known = draft.status.condition(ConditionType.TOKEN_ACCEPTED)
     if draft.status.phase in TERMINAL_PHASES:
         return
-    if not refused:
-        if known is not None and not known.status:
+    if not draft.observed.locked:
+        heard = draft.observed.heard
+        if known is not None and not known.status and (heard is None or heard > known.since):
             message = "hub and launcher accept the operator's token"
             draft.set_condition(ConditionType.TOKEN_ACCEPTED, True, reasons.TOKEN_ACCEPTED, message)
         return
-    verb = "refuses" if len(refused) == 1 else "refuse"
+    reason, cause = _lock(draft.observed)
     message = (
-        f"the {' and the '.join(refused)} {verb} the operator's token, so progress and verdicts cannot be read: the "
-        "job was started with another installation key; write that key behind the new one into the chart's key Secret, "
-        "or let the job take the new key with its next attempt"
+        f"{cause}; progress and verdicts cannot be read, and training goes on; write the key that the job was started "
+        "with behind the new one into the chart's key Secret, or let the job take the new key with its next attempt"
     )
-    if known is None or known.status:
-        draft.event(EventType.WARNING, reasons.TOKEN_REFUSED, message)
-    draft.set_condition(ConditionType.TOKEN_ACCEPTED, False, reasons.TOKEN_REFUSED, message)
+    if known is None or known.status or known.reason != reason:
+        draft.event(EventType.WARNING, reason, message)
+    draft.set_condition(ConditionType.TOKEN_ACCEPTED, False, reason, message)
+
+
+def _lock(observed: Observed) -> tuple[str, str]:
+    """Reason and words for hub and launcher that cannot be read."""
+    if observed.unknown_key is not None:
+        cause = f"the job was started with the installation key {observed.unknown_key}, which is not in the key file"
+        return reasons.KEY_UNKNOWN, cause
+    verb = "refuses" if len(observed.token_refused) == 1 else "refuse"
+    names = " and the ".join(observed.token_refused)
+    cause = f"the {names} {verb} the operator's token: the job was started with another installation key"
+    return reasons.TOKEN_REFUSED, cause
 
 
 def slow_ranks(draft: Draft) -> None:

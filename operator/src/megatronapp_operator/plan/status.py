@@ -137,8 +137,8 @@ class Status:
     """When all workers of this attempt ran."""
     active_s: float = 0.0
     """Seconds in which earlier gangs held machines, since the job was last resumed."""
-    groups: tuple[int, ...] = ()
-    """Attempts whose pod groups may exist."""
+    groups: tuple[int, ...] | None = None
+    """Attempts whose pod groups may exist; None: a release that kept no list of them wrote the status."""
     last_restart_time: float | None = None
     completion_time: float | None = None
     released: int = 0

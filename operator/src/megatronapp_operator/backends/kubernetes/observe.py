@@ -46,6 +46,8 @@ class Told:
     """The launcher's."""
     rank_table: dict[str, Any] | None = None
     gathering: Gathering | None = None
+    unknown_key: str | None = None
+    """Id of the job's key where the key file does not have it, so that neither was asked."""
     heard_at: float = dataclasses.field(default=0.0, compare=False)
     """When one of them last answered that knows of progress; no news by itself."""
     page: tuple[int, float] | None = dataclasses.field(default=None, compare=False)
@@ -78,6 +80,7 @@ def observe(
         refusal=refusal,
         heard=told.heard_at,
         token_refused=told.refused,
+        unknown_key=told.unknown_key,
         missing=gathering.missing if gathering is not None else (),
         progress=newest([summary.progress if summary else None, told.progress]),
         slow_ranks=summary.slow_ranks if summary else None,

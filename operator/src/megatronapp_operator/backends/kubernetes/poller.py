@@ -68,9 +68,13 @@ class Poller:
         """What hub and launcher say now. Of a hub that does not answer nothing is kept, of a rank table all is.
 
         The launcher is asked beside a hub, too, whose agent may have died. `workers` is the size of the gang,
-        `key_id` names the key that it was started with; where that is lost, they refuse any token.
+        `key_id` names the key that it was started with. Without that key neither is asked: they refuse the token of
+        another key, and it is not theirs to see.
         """
-        token = derive(job_secret(self._keys.find(key_id) or self._keys.current, uid), Role.VIEWER)
+        key = self._keys.find(key_id)
+        if key is None:
+            return Told(unknown_key=key_id, rank_table=before.rank_table, heard_at=before.heard_at, page=before.page)
+        token = derive(job_secret(key, uid), Role.VIEWER)
         hub, first = _hub_of(pods), _first_of(pods, attempt)
         (said, at_hub), (answer, at_launcher) = await asyncio.gather(
             self._turn(hub, f":{HUB_PORT}/api/v1/summary", token, before.hub),

@@ -7,28 +7,14 @@ import pathlib
 import time
 from collections.abc import Iterator
 
+from megatronapp_common.processes import is_held
 from megatronapp_operator.errors import JobConflictError
 
 PATIENCE_S = 1.0
 """How long `hold` waits for another holder: a process that cleans up, or a backend, which will not let go."""
 ASKED_PATIENCE_S = 30.0
-"""How long it waits for those that only ask: they let go at once, but may not get a processor to do so."""
+"""How long it waits for those that only ask (`is_held`): they let go at once, but may not get a processor to do so."""
 POLL_S = 0.01
-
-
-def is_held(path: pathlib.Path) -> bool:
-    """Whether some process holds the lock. Asking takes a shared lock for a moment, which `hold` waits out."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # also where nothing can be written
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatronapp_common.job import TERMINAL_PHASES, MegatronJob
+from megatronapp_common.processes import is_held
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process import files, kin, lock
 from megatronapp_operator.backends.process.paths import JobPaths, shm_dir, shm_prefix
@@ -104,11 +105,11 @@ def view(name: str) -> JobView:
     except FileNotFoundError as error:
         message = f'megatronjobs.megatronapp.io "{name}" not found; "megatronapp get" lists the jobs'
         raise JobNotFoundError(message) from error
-    alive = lock.is_held(paths.lock)
+    alive = is_held(paths.lock)
     if not alive and (paths.backend.exists() or _phase(paths) not in ENDED_PHASES):
         with contextlib.suppress(JobConflictError), lock.hold(paths.lock):  # held: somebody starts it right now
             _settle(paths)
-        alive = lock.is_held(paths.lock)
+        alive = is_held(paths.lock)
     return _read(paths, alive=alive)
 
 

@@ -4,7 +4,8 @@ import os
 import signal
 import time
 
-from megatronapp_operator.backends.process import files, lock, signals
+from megatronapp_common.processes import is_held
+from megatronapp_operator.backends.process import files, signals
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.errors import BackendError
@@ -46,14 +47,14 @@ def _signal(paths: JobPaths, number: signal.Signals) -> None:
     except ProcessLookupError:
         return
     with os.fdopen(fd, "rb", buffering=0):
-        if lock.is_held(paths.lock):
+        if is_held(paths.lock):
             signal.pidfd_send_signal(fd, number)
             signal.pidfd_send_signal(fd, signal.SIGCONT)  # one that was stopped could not answer
 
 
 def _ended(paths: JobPaths, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
-    while lock.is_held(paths.lock):
+    while is_held(paths.lock):
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_S)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatronapp_common.loopback import V4
 from megatronapp_common.names import Env
+from megatronapp_common.processes import end
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process.ports import HeldPort
 from megatronapp_operator.backends.process.registry import JobView
@@ -29,9 +30,4 @@ def stored_hub(job: JobView, command: Sequence[str]) -> Iterator[tuple[str, subp
         try:
             yield f"http://{V4}:{held.number}", process
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, STOP_S)

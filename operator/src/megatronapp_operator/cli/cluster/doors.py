@@ -20,6 +20,7 @@ from megatronapp_common.browsers import own_host
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.job.metadata import NAME_PATTERN
 from megatronapp_common.names import DOOR_PORT, GROUP
+from megatronapp_common.processes import end
 from megatronapp_operator.backends.kubernetes.api import SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster
@@ -111,12 +112,7 @@ class Forward:
     def stop(self) -> None:
         """End it."""
         if self._process is not None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end(self._process, STOP_S)
             for reader in self._readers:
                 reader.join(STOP_S)  # a credential plugin may keep the pipe open
 

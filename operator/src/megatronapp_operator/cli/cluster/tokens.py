@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.texts import plain
 from megatronapp_common.tokens import Role, derive
-from megatronapp_operator.backends.kubernetes.api import SECRETS, Resource
+from megatronapp_operator.backends.kubernetes.api import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ApiError
 from megatronapp_operator.backends.kubernetes.facts import read_pinned
 from megatronapp_operator.backends.kubernetes.render import Names
@@ -78,14 +79,25 @@ def _tokens(cluster: Cluster, door: Door, job: ClusterJob | None) -> Iterator[Sh
 
 
 def _of_job(cluster: Cluster, job: ClusterJob) -> Iterator[Shown]:
-    pinned = read_pinned(job.status)
-    name = Names(job.name).secret(job.uid, "" if pinned is None else pinned.key_id)
-    secret = cluster.run(cluster.api.get(SECRETS, job.namespace, name))
-    if secret is not None:
+    for secret in _secrets(cluster, job):
         text = base64.b64decode(secret["data"]["secret"]).decode("ascii").strip()
         place = f"job {job.namespace}/{job.name}"
         yield Shown(derive(text, Role.CONTROLLER), f"who has the token of {place}")
         yield Shown(derive(text, Role.VIEWER), f"who has the viewer's token of {place}")  # all that an older door knows
+
+
+def _secrets(cluster: Cluster, job: ClusterJob) -> list[Object]:
+    """The job's Secret, whose name has the key of the attempt; before the first attempt all Secrets of the job.
+
+    Raises ApiError.
+    """
+    pinned = read_pinned(job.status)
+    if pinned is not None:
+        name = Names(job.name).secret(job.uid, pinned.key_id)
+        found = cluster.run(cluster.api.get(SECRETS, job.namespace, name))
+        return [] if found is None else [found]
+    listing = cluster.run(cluster.api.list_objects(SECRETS, job.namespace, labels=f"{LABEL_JOB_UID}={job.uid}"))
+    return sorted(listing.items, key=lambda one: str(one["metadata"]["creationTimestamp"]), reverse=True)
 
 
 def _of_account(cluster: Cluster, namespace: str, name: str) -> Shown:

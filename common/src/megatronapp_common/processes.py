@@ -1,0 +1,34 @@
+"""Locks and ends of processes, as several parts need them."""
+
+import fcntl
+import os
+import pathlib
+import subprocess
+
+
+def is_held(path: pathlib.Path) -> bool:
+    """Whether a process holds an exclusive lock (flock) on the file; False if there is no such file.
+
+    A shared lock is taken for a moment. The file is opened for reading only, so that nothing has to be writable.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def end(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", patience_s: float) -> None:
+    """End a child process: SIGTERM, and SIGKILL where that does not help in time."""
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
