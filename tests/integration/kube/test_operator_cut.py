@@ -22,6 +22,8 @@ from megatronapp_operator.backends.kubernetes.errors import ConflictError, Throt
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
 """Every so many requests are cut; 1: all of them."""
+UNSTEADY = 5
+"""Requests by which two runs of the same history may differ."""
 
 
 async def fails_and_ends(stage: Play) -> None:
@@ -113,7 +115,9 @@ async def test_an_operator_that_is_cut_off_at_any_request_comes_to_the_same_end(
     for number, when in itertools.product(range(1, whole.api.count + 1, STRIDE), ("before", "after")):
         once = Once(number, when)
         found, stage = await played(plane, f"{namespace}-{number}-{when}", once.give, fails_and_ends)
-        assert (found, stage.lives) == (expected, 2), f"cut {when} request {number}"
+        reached = stage.api.count >= number  # requests depend a little on real time: the last ones may not be made
+        assert reached or number > whole.api.count - UNSTEADY, f"{stage.api.count} of {whole.api.count} requests"
+        assert (found, stage.lives) == (expected, 2 if reached else 1), f"cut {when} request {number}"
         steps, cuts = steps + stage.api.count, cuts + 1
     record_property("steps", steps)
     print(f"{cuts} cuts, {steps} requests")
