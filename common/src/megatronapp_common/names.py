@@ -14,6 +14,8 @@ LABEL_REPLICA_INDEX = f"{GROUP}/replica-index"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
 ANNOTATION_TEMPLATE_HASH = f"{GROUP}/template-hash"
 """Digest of what a worker pod was rendered from; pinned for the life of an attempt."""
+ANNOTATION_EXCLUDED_NODES = f"{GROUP}/excluded-nodes"
+"""Nodes that a worker pod was made to avoid because its job excluded them, separated by commas."""
 
 COORDINATOR_PORT = 19400
 """Where worker 0 gathers the gang on a cluster; outside the range from which launchers take ports for torch."""

@@ -75,6 +75,7 @@ def _times(status: Status) -> dict[str, Any]:
         "startTime": rfc3339_micro(status.start_time),
         "attemptTime": rfc3339_micro(status.attempt_time),
         "holdingTime": rfc3339_micro(status.holding_time),
+        "unplacedTime": rfc3339_micro(status.unplaced_time),
         "scheduledTime": rfc3339_micro(status.scheduled_time),
         "runningTime": rfc3339_micro(status.running_time),
         "progressTime": rfc3339_micro(status.progress_time),

@@ -49,6 +49,7 @@ def read_status(document: Mapping[str, Any] | None) -> Status:
         start_time=fields.time("startTime"),
         attempt_time=fields.time("attemptTime"),
         holding_time=fields.time("holdingTime"),
+        unplaced_time=fields.time("unplacedTime"),
         scheduled_time=fields.time("scheduledTime"),
         running_time=fields.time("runningTime"),
         groups=fields.optional_numbers("podGroups"),

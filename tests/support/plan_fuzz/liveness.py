@@ -1,7 +1,8 @@
 """Whether a job comes to its end, or trains, in a world that stays as bad as it is.
 
-A world stays healthy, or keeps nodes that are dead, a node that is slow, an image that nobody can pull, too few nodes
-for a while, or a quota that is used up for a while. That a gang trains is asked of the world, never of the status.
+A world stays healthy, or keeps nodes that are dead, a node that is slow, a node that has failed once, an image that
+nobody can pull, too few nodes for a while, or a quota that is used up for a while. That a gang trains is asked of the
+world, never of the status.
 """
 
 import dataclasses
@@ -28,6 +29,10 @@ LOOKS = 600
 TRAINED_LOOKS = 5
 SHORTAGE_S = 5400.0
 SLACK_S = 360.0
+RELEASE_PAUSE_S = 900.0
+"""Longest pause after a gang was released."""
+BROKEN_DEVICE = 201
+"""Exit code after which the node is excluded."""
 SLOW_S = 6 * 3600.0
 TRAINED_SHARE = 0.6
 
@@ -50,7 +55,7 @@ def calm(world: World) -> None:
         edit(world, suspend=False)
     world.crashes_with, world.refuses, world.refusal = None, "", None
     world.hung_ranks, world.slow_ranks, world.missing = None, (), ()
-    world.polled = world.admits = True
+    world.polled = world.admits = world.removes_groups = True
     world.image_fails = False
     for pod in world.pods.values():
         pod.waiting, pod.preparing, pod.occupies = None, False, False
@@ -87,8 +92,6 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     heal(world)
     if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
         return False
-    if world.spec.gang and world.job.status.excluded_nodes:
-        return False  # a queue waits as long as a node that has failed is excluded
     limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
     policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)
     action = world.random.choice([*SlowNodeAction, SlowNodeAction.EXCLUDE_AND_RESTART])
@@ -113,6 +116,41 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     if spare and limits.enabled and action is SlowNodeAction.EXCLUDE_AND_RESTART and on_it:
         broken("a slow node is used though another is free")
     world.slow_ranks = ()
+    return False
+
+
+def keep_failed_node(world: World, operator: Operator) -> bool:
+    """A device of a node fails once, and most often no other node is free: the gang trains again soon all the same."""
+    heal(world)
+    limits = NodeExclusion(max_nodes=world.spec.policy.exclusion.max_nodes)
+    policy = dataclasses.replace(
+        world.spec.policy, exclusion=limits, rules=(), max_restarts=9, active_deadline_s=None, progress_deadline_s=None
+    )
+    edit(world, policy=policy)
+    if not _trains_within(world, operator, LOOKS * 300.0):
+        return False
+    running = [one for one in world.pods.values() if one.runs]
+    used = {one.node for one in running}
+    for node in [one for one in world.nodes.values() if one.name not in used][world.random.choice([0, 0, 1]) :]:
+        set_down(world, node, world.random)
+    world.end(world.random.choice(running), BROKEN_DEVICE)
+    excluded = operator.look().status.excluded_nodes
+    rounds = 1 + max(1, len(excluded))
+    bound = rounds * (2 * (world.spec.policy.start_deadline_s or 0.0) + RELEASE_PAUSE_S) + SHORTAGE_S
+    if not _trains_within(world, operator, bound) and _may_train(world) and not _some_succeeded(world):
+        broken("a node that has failed keeps the gang from training", f"{bound:.0f} s")
+    return False
+
+
+def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
+    """Whether the gang trains before that time is over."""
+    until = world.now + seconds
+    while world.now < until and _may_train(world) and not _some_succeeded(world):
+        tick(world)
+        operator.look()
+        if world.trains():
+            return True
+        _leap(world, operator)
     return False
 
 
@@ -203,6 +241,7 @@ WORLDS: tuple[tuple[str, Callable[[World, Operator], bool]], ...] = (
     ("dead nodes", keep_dead_nodes),
     ("dead nodes", keep_dead_nodes),
     ("slow node", keep_slow_node),
+    ("failed node", keep_failed_node),
     ("no image", keep_image_away),
     ("short of nodes", keep_short_of_nodes),
     ("hanging ranks", keep_hanging),

@@ -63,6 +63,7 @@ class Pod:
             occupies=self.occupies or self.live,
             scheduled=self.node is not None,
             unplaced=self.unplaced,
+            avoids=self.avoids,
             waiting=self.waiting,
             preparing=self.preparing,
             prepared_at=self.prepared,

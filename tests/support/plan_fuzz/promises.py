@@ -15,6 +15,7 @@ from megatronapp_operator.plan import (
     RecordEvent,
     Status,
     SuccessPolicy,
+    Worker,
 )
 from plan_fuzz.world import World
 
@@ -46,6 +47,7 @@ def check(world: World, seen: Observed, made: Plan) -> None:
     check_conditions(world, before, after)
     check_waking(world, seen, made)
     check_exclusion(world, after)
+    check_place_in_queue(world, seen, before, after)
 
 
 def check_creation(world: World, seen: Observed, made: Plan) -> None:
@@ -143,6 +145,20 @@ def check_exclusion(world: World, after: Status) -> None:
         broken("the list of excluded nodes is too long, or names one twice", avoided)
     if limits.allowed & set(avoided) or tolerated & set(avoided):
         broken("a node is avoided that is allowed or tolerated", avoided)
+
+
+def check_place_in_queue(world: World, seen: Observed, before: Status, after: Status) -> None:
+    """A gang that waits in a queue is not made anew for a node, unless a scheduler has found none."""
+    gang = [one for one in seen.workers if one.attempt == before.attempt]
+    waits = len(gang) == world.spec.workers and all(map(_only_waits, gang))
+    placed = after.condition(ConditionType.PODS_SCHEDULED)
+    for_a_node = placed is not None and placed.reason in {"NodeReadmitted", "Unschedulable"}
+    if world.spec.gang and waits and for_a_node and after.attempt > before.attempt and not world.spec.suspend:
+        broken("a gang in a queue has lost its place", placed)
+
+
+def _only_waits(worker: Worker) -> bool:
+    return worker.live and not worker.scheduled and not worker.unplaced
 
 
 def check_pods(world: World) -> None:

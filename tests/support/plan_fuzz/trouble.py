@@ -75,6 +75,10 @@ def refusals_change(world: World) -> None:
     world.refuses = world.random.choice(["", "", "quota", "quota", "denied", "denied", "final"])
 
 
+def right_to_remove_workloads_changes(world: World) -> None:
+    world.removes_groups = not world.removes_groups
+
+
 def queue_changes(world: World) -> None:
     world.admits = not world.admits
 
@@ -191,7 +195,7 @@ def resize(world: World) -> None:
 
 TROUBLES: tuple[Callable[[World], None], ...] = (
     pod_ends, pod_vanishes, pod_is_deleted, node_changes, all_down, all_up, all_up, hub_ends, hub_is_deleted,
-    refusals_change, queue_changes, hub_judges, ranks_hang, suspend, template_is_edited, node_is_allowed,
-    job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change, gathering_changes, pod_waits,
-    pod_prepares, agent_stays, resize,
+    refusals_change, right_to_remove_workloads_changes, queue_changes, hub_judges, ranks_hang, suspend,
+    template_is_edited, node_is_allowed, job_is_deleted, all_succeed, init_changes, operator_restarts, polls_change,
+    gathering_changes, pod_waits, pod_prepares, agent_stays, resize,
 )  # fmt: skip

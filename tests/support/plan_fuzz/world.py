@@ -33,6 +33,8 @@ from megatronapp_operator.plan import (
 from plan_fuzz.pods import Node, Pod, new_uid, whole
 
 HUB_GRACE_S = 10.0
+GROUP_RETRY_S = 600.0
+"""So long after a refusal the operator asks again to remove a group."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,6 +51,10 @@ class World:
     """Whether the queue has room."""
     refuses: str = ""
     """What the API server does to new pods: nothing, "quota", "denied" or "final"."""
+    removes_groups: bool = True
+    """Whether the operator may remove workloads."""
+    refused_groups: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Attempts whose workloads it was not allowed to remove, with the time."""
     image_fails: bool = False
     """No container of the job ever starts."""
     peers_notice: bool = True
@@ -105,6 +111,9 @@ class World:
             made=self.made,
             rank_zero=self._rank_zero(),
             groups_gone=frozenset(range(self.job.status.attempt + 1)) - self.groups,
+            groups_refused=frozenset(
+                attempt for attempt, at in self.refused_groups.items() if self.now < at + GROUP_RETRY_S
+            ),
             refusal=self.refusal,
             since=self.since,
             heard=self.heard if self.polled else 0.0,
@@ -208,6 +217,9 @@ class World:
 
     def _remove_group(self, attempt: int) -> None:
         """A workload that goes takes its finalizers and its pods along."""
+        if not self.removes_groups and self.spec.group is Group.WORKLOAD:
+            self.refused_groups[attempt] = self.now
+            return
         self.groups.discard(attempt)
         for pod in [one for one in self.pods.values() if one.attempt == attempt and one.kept]:
             pod.kept = False

@@ -122,16 +122,81 @@ def test_a_gang_that_no_scheduler_has_looked_at_keeps_its_exclusions(running: Ma
     assert (waiting.status.released, excluded(made)) == (0, ["gpu-7"])
 
 
-def test_a_gang_in_a_queue_is_made_anew_when_the_time_of_an_exclusion_is_over(running: Maker, worker: Maker) -> None:
+@pytest.mark.parametrize("unplaced_by", ["queue", "scheduler"])
+def test_an_exclusion_that_ends_costs_no_place_in_a_queue(running: Maker, worker: Maker, unplaced_by: str) -> None:
+    """Only a scheduler that finds no machine says that the gang waits for those that it was made to avoid."""
     made = with_slow_node(running(start_deadline_s=900), SlowNodeAction.EXCLUDE_AND_RESTART, slow())
     made.spec(gang=True)
     made.now = 1120.0
     made.plan()
-    waiting = without_room(made, worker, placed=0, unplaced_by="queue")
-    attempt, made.now = made.job.status.attempt, waiting.wake_at
+    made.see(slow_ranks=())
+    made.now = made.plan().wake_at
+    made.plan()
+    attempt = made.job.status.attempt
+    queued = [dataclasses.replace(worker(one, "Pending", attempt=attempt), scheduled=False) for one in (0, 1)]
+    queued = [dataclasses.replace(one, avoids=frozenset({"gpu-7"})) for one in queued]
+    made.see(*queued)
+    made.now = made.plan().wake_at
     assert made.now == 1120.0 + 86400
     made.plan()
-    assert (made.job.status.attempt, excluded(made)) == (attempt + 1, [])
+    assert (made.job.status.attempt, excluded(made)) == (attempt, []), "the gang keeps its place in the queue"
+    if unplaced_by == "queue":
+        assert made.plan().wake_at is None
+        return
+    made.see(*(dataclasses.replace(one, unplaced=True) for one in queued))
+    assert made.plan().wake_at == made.now + 900, "another gang may be about to leave its machines"
+    made.now += 900
+    released = made.plan()
+    assert (made.job.status.attempt, told(released)) == (attempt + 1, ["NodeReadmitted"])
+    message = released.status.condition(ConditionType.PODS_SCHEDULED).message
+    assert message == "2 of 2 workers had no machine, and gpu-7 may be used again"
+
+
+def test_a_gang_without_a_queue_is_made_anew_as_soon_as_an_exclusion_ends(running: Maker, worker: Maker) -> None:
+    made = running(start_deadline_s=900)
+    made.status(excluded_nodes=(ExcludedNode(node="gpu-1", reason="DeviceFault", until=1100.0),))
+    made.see(worker(0), worker(1, "Failed", 1))
+    made.plan()
+    made.see()
+    made.now = made.plan().wake_at
+    made.plan()
+    avoiding = unplaced(dataclasses.replace(worker(1, "Pending", attempt=1), avoids=frozenset({"gpu-1"})))
+    made.see(worker(0, "Pending", attempt=1), avoiding)
+    assert made.plan().wake_at == 1100.0
+    made.now = 1100.0
+    made.plan()
+    assert made.job.status.attempt == 1, "no scheduler has said that there is no room"
+    made.see(worker(0, "Pending", attempt=1), dataclasses.replace(avoiding, unplaced=True))
+    made.plan()
+    assert (made.job.status.attempt, made.job.status.released) == (2, 1)
+
+
+def test_a_queued_gang_gets_a_failed_machine_back_where_no_other_fits(running: Maker, worker: Maker) -> None:
+    made = running(start_deadline_s=900)
+    made.spec(gang=True)
+    made.see(worker(0), dataclasses.replace(worker(1, "Failed", 201), node="gpu-2"))
+    made.plan()
+    assert excluded(made) == ["gpu-2"]
+    made.see()
+    made.now = made.plan().wake_at
+    made.plan()
+    queued = [unplaced(worker(one, "Pending", attempt=1)) for one in (0, 1)]
+    made.see(*queued)
+    made.plan()
+    made.now += 3600
+    assert (made.plan().status.released, excluded(made)) == (0, ["gpu-2"]), "the queue has no room for it yet"
+    made.see(*(dataclasses.replace(one, unplaced=True, avoids=frozenset({"gpu-2"})) for one in queued))
+    assert made.plan().wake_at == made.now + 1800
+    made.now += 1800
+    released = made.plan()
+    assert (told(released), excluded(made), released.status.released) == (["NodeReadmitted", "Unschedulable"], [], 1)
+    condition = released.status.condition(ConditionType.PODS_SCHEDULED)
+    assert condition.message == "2 of 2 workers had no machine for 1800 s, so gpu-2 may be used again"
+    made.see()
+    made.now = made.plan().wake_at
+    made.plan()
+    made.see(*(dataclasses.replace(unplaced(worker(one, "Pending", attempt=2)), unplaced=True) for one in (0, 1)))
+    assert made.plan().wake_at is None, "it avoids nothing any more, so nothing is gained by making it anew"
 
 
 def test_a_failed_machine_comes_after_a_slow_one(running: Maker, worker: Maker) -> None:

@@ -97,3 +97,21 @@ def test_people_are_told_when_nobody_can_say_whether_a_gang_has_gathered(scene: 
     assert made.plan().status.failures == ()
     made.see(*made.observed.workers, heard=made.now)
     assert not made.plan().status.is_true(ConditionType.STALLED)
+
+
+def test_a_job_whose_stalled_workers_are_gone_is_not_stalled(running: Maker, worker: Maker) -> None:
+    made = running(progress_deadline_s=20, start_deadline_s=900)
+    made.now += 20
+    assert made.plan().status.is_true(ConditionType.STALLED)
+    made.see(worker(0, grace=30.0), worker(1, grace=30.0))
+    assert made.plan().status.is_true(ConditionType.STALLED), "they are still there"
+    made.see()
+    stalled = made.plan().status.condition(ConditionType.STALLED)
+    assert (stalled.status, stalled.reason) == (False, "WorkersGone")
+    made.now += 10
+    made.plan()
+    made.see(worker(0, "Pending", attempt=1), dataclasses.replace(worker(1, "Pending", attempt=1), scheduled=False))
+    made.plan()
+    made.now += 900
+    status = made.plan().status
+    assert (status.phase, status.is_true(ConditionType.STALLED)) == (Phase.PENDING, False)

@@ -5,6 +5,8 @@ import rendered
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_operator.backends.kubernetes.observe import worker
+from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.render.placement import REQUIRED, without_nodes
 
 NODES = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3)
@@ -62,6 +64,20 @@ def test_excluded_nodes_stay_excluded_whatever_the_template_says() -> None:
     assert not admits(affinity, "a", {"k": "x"})
     assert admits(affinity, "b", {"k": "x"})
     assert not admits(affinity, "b", {"k": "y"})
+
+
+def test_a_worker_shows_which_nodes_its_job_excluded_when_it_was_made() -> None:
+    pod = rendered.make_worker(rendered.make_job(), attempt=3, excluded=("gpu-3", "gpu-9"))
+    assert read(pod).avoids == {"gpu-3", "gpu-9"}
+    assert worker(read(pod)).avoids == {"gpu-3", "gpu-9"}
+    assert read(rendered.make_worker(rendered.make_job())).avoids == frozenset()
+
+
+def read(pod: rendered.Object) -> PodRecord:
+    given = {"uid": "u", "resourceVersion": "1", "creationTimestamp": "2026-01-02T03:04:05Z"}
+    record = read_pod(pod | {"metadata": pod["metadata"] | given})
+    assert record is not None
+    return record
 
 
 def test_other_affinities_stay_beside_the_exclusion() -> None:

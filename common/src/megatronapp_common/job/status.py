@@ -255,6 +255,8 @@ class Status(StatusModel):
     """When the current attempt was created, RFC 3339."""
     holding_time: str | None = None
     """When the first worker of the current attempt had a machine, RFC 3339."""
+    unplaced_time: str | None = None
+    """Since when a scheduler finds no machine for a worker of the current attempt, RFC 3339."""
     scheduled_time: str | None = None
     """When all workers of the current attempt had machines, RFC 3339."""
     progress_time: str | None = None

@@ -23,8 +23,6 @@ class Draft:
     status: Status
     actions: list[Action] = dataclasses.field(default_factory=list)
     wakes: list[float] = dataclasses.field(default_factory=list)
-    readmitted: bool = False
-    """Whether a machine that this gang was made to avoid may be used again."""
     _gang: tuple[int, tuple[Worker, ...]] | None = None
     _heard: dict[int, float | None] = dataclasses.field(default_factory=dict)
 

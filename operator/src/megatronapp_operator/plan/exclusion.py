@@ -15,7 +15,6 @@ def expire(draft: Draft) -> None:
     kept = tuple(one for one in before if draft.now < one.until and one.node not in allowed)
     tolerated = tuple(one for one in draft.status.tolerated_nodes if draft.now < one.until and one.node not in allowed)
     draft.update(excluded_nodes=kept, tolerated_nodes=tolerated)
-    draft.readmitted = len(kept) < len(before)
     for one in before:
         if one.node in allowed:
             message = f"{one.node} may get workers of this job again: runPolicy.nodeExclusion.allowedNodes names it"
@@ -29,20 +28,29 @@ def is_slow(one: ExcludedNode) -> bool:
     return one.reason == reasons.SLOW_NODE_DETECTED
 
 
-def readmit(draft: Draft, *, only_slow: bool) -> None:
+def readmit(draft: Draft, *, only_slow: bool) -> str | None:
     """Take back one exclusion of a job that finds no room without that machine: a bad one is better than none.
 
-    A slow machine comes first, and is tolerated from then on: the gang would be restarted for it again and again.
+    Returns its name; None: there is none to take back. A slow machine comes first, and is tolerated from then on: the
+    gang would be restarted for it again and again.
     """
     candidates = [one for one in draft.status.excluded_nodes if is_slow(one) or not only_slow]
     if not candidates:
-        return
+        return None
     chosen = next(filter(is_slow, candidates), candidates[0])
     draft.update(excluded_nodes=tuple(one for one in draft.status.excluded_nodes if one is not chosen))
     if is_slow(chosen):
         draft.update(tolerated_nodes=(*draft.status.tolerated_nodes, chosen)[-MAX_TOLERATED:])
     message = f"{chosen.node} may get workers of this job again: without it there is no room for the gang"
     draft.event(EventType.NORMAL, reasons.NODE_READMITTED, message)
+    return chosen.node
+
+
+def outdated(draft: Draft) -> list[str]:
+    """Machines that unplaced workers were made to avoid and that the job does not exclude any more."""
+    excluded = {one.node for one in draft.status.excluded_nodes}
+    made_without = {node for one in draft.gang if one.unplaced for node in one.avoids}
+    return sorted(made_without - excluded)
 
 
 def exclude(draft: Draft, node: str, reason: str) -> None:

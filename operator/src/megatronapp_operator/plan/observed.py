@@ -58,6 +58,8 @@ class Worker:
     """Whether it has a machine."""
     unplaced: bool = False
     """Whether a scheduler has looked for one and found none."""
+    avoids: frozenset[str] = frozenset()
+    """Machines that it was made to avoid: a list that has changed since does not change a worker."""
     waiting: str | None = None
     """Why its container does not start, such as ImagePullBackOff with the message."""
     preparing: bool = False

@@ -31,6 +31,10 @@ def placed(draft: Draft) -> None:
     found = sum(_has_machine(one) for one in gang)
     if found and status.holding_time is None:
         draft.update(holding_time=draft.now)
+    if not any(one.unplaced for one in gang):
+        draft.update(unplaced_time=None)
+    elif status.unplaced_time is None:
+        draft.update(unplaced_time=draft.now)
     if found >= wanted:
         draft.update(scheduled_time=draft.now)
         message = f"{draft.job.spec.all_workers_words} {'has a machine' if wanted == 1 else 'have machines'}"
@@ -98,12 +102,11 @@ def judge_start(draft: Draft) -> bool:
     limit, status = draft.job.spec.policy.start_deadline_s, draft.status
     if limit is None or status.attempt_time is None or status.running_time is not None:
         return False
-    if draft.readmitted and status.scheduled_time is None:  # its pods still avoid that machine
-        release(draft, reasons.NODE_READMITTED, "the gang waits for machines, and may use one more now")
+    if not draft.job.spec.gang and _judge_outdated(draft):
         return True
     since = _begins_at(draft) or (status.holding_time if draft.job.spec.gang else status.attempt_time)
     if since is None:
-        return _judge_queue(draft, status.attempt_time + limit)
+        return _judge_queue(draft, limit)
     if status.scheduled_time is not None and any(one.preparing for one in draft.gang):
         return False  # it is whole, and brings its data
     if draft.now < since + limit:
@@ -121,19 +124,37 @@ def judge_start(draft: Draft) -> bool:
     return True
 
 
-def _judge_queue(draft: Draft, due: float) -> bool:
-    """Of a gang that holds nothing: a queue may let it wait for ever, but not for a machine that it need not avoid.
+def _judge_outdated(draft: Draft) -> bool:
+    """Make a gang without machines anew if its workers avoid one that the job does not exclude any more."""
+    nodes = exclusion.outdated(draft) if draft.status.scheduled_time is None else []
+    if nodes:
+        message = f"{_unplaced(draft)} no machine, and {', '.join(nodes)} may be used again"
+        release(draft, reasons.NODE_READMITTED, message)
+    return bool(nodes)
 
-    Its pods must be made anew to get one back, which costs the place in the queue. So a slow machine is given back
-    only where a scheduler has looked for room and found none, and a failed one when its time is over.
+
+def _judge_queue(draft: Draft, limit: float) -> bool:
+    """Judge a gang that holds nothing. It may wait in a queue for ever, but not for a machine that it need not avoid.
+
+    Its workers must be made anew to get one back, which costs the place in the queue. So that is done only after a
+    scheduler has found no room for the start deadline. As for a gang that holds machines, a machine that has failed is
+    given back after another one.
     """
-    if not any(one.unplaced for one in draft.gang) or not any(map(exclusion.is_slow, draft.status.excluded_nodes)):
+    since, excluded = draft.status.unplaced_time, draft.status.excluded_nodes
+    if since is None:
         return False
+    due = since + limit
+    if not exclusion.outdated(draft):
+        if not excluded:
+            return False
+        due += 0.0 if any(map(exclusion.is_slow, excluded)) else limit
     if draft.now < due:
         draft.wake(due)
         return False
-    exclusion.readmit(draft, only_slow=True)
-    release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine{_avoided(draft)}")
+    if not _judge_outdated(draft):
+        node = exclusion.readmit(draft, only_slow=False)
+        message = f"{_unplaced(draft)} no machine for {draft.now - since:.0f} s, so {node} may be used again"
+        release(draft, reasons.UNSCHEDULABLE, f"{message}{_avoided(draft)}")
     return True
 
 

@@ -109,7 +109,11 @@ def stalls(draft: Draft) -> None:
     """
     if draft.observed.hung_ranks is not None and draft.status.phase not in TERMINAL_PHASES:
         draft.update(hung_ranks=draft.observed.hung_ranks)
-    if draft.status.running_time is None or draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+    if draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+        return
+    if draft.status.running_time is None:
+        if all(one.attempt == draft.status.attempt for one in draft.observed.workers):
+            draft.clear_condition(ConditionType.STALLED, reasons.WORKERS_GONE, "the workers that stalled were removed")
         return
     ranks = draft.status.hung_ranks
     known = draft.status.condition(ConditionType.STALLED)

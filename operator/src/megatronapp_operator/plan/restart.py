@@ -95,6 +95,7 @@ def next_attempt(draft: Draft) -> None:
         attempt=draft.status.attempt + 1,
         attempt_time=None,
         holding_time=None,
+        unplaced_time=None,
         scheduled_time=None,
         running_time=None,
         hung_ranks=(),

@@ -131,6 +131,8 @@ class Status:
     """When the gang of this attempt was created."""
     holding_time: float | None = None
     """When the first worker of this attempt had a machine; from then on the gang holds what others may wait for."""
+    unplaced_time: float | None = None
+    """Since when a scheduler finds no machine for a worker of this attempt."""
     scheduled_time: float | None = None
     """When all workers of this attempt had a machine."""
     running_time: float | None = None

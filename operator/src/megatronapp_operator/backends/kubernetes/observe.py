@@ -105,6 +105,7 @@ def worker(pod: PodRecord) -> Worker:
         occupies=pod.phase not in {"Succeeded", "Failed"},
         scheduled=pod.scheduled,
         unplaced=pod.unplaced is not None,
+        avoids=pod.avoids,
         waiting=pod.main.waiting,
         preparing=pod.main.preparing,
         prepared_at=pod.main.prepared_at,

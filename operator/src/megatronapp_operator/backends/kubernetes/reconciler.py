@@ -50,7 +50,7 @@ PROGRESS_S = 15.0
 COUNTS_S = 1.0
 PROGRESS_FIELDS = frozenset({"progress", "progressTime"})
 COUNT_FIELDS = PROGRESS_FIELDS | {"replicaStatuses"}
-PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "scheduledTime"}
+PLACE_FIELDS = COUNT_FIELDS | {"conditions", "holdingTime", "unplacedTime", "scheduledTime"}
 """What a successor finds out again by looking at the pods. Where more has happened, more fields than these change, or
 there is something to do about it."""
 REFUSED_S = 10.0

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatronapp_common.names import (
+    ANNOTATION_EXCLUDED_NODES,
     ANNOTATION_TEMPLATE_HASH,
     LABEL_ATTEMPT,
     LABEL_JOB,
@@ -79,6 +80,8 @@ class PodRecord:
     scheduled_at: float | None = None
     unplaced: str | None = None
     """What the scheduler says of a pod for which there is no node."""
+    avoids: frozenset[str] = frozenset()
+    """Nodes that the job excluded when the pod was made."""
     unreachable_since: float | None = None
     """Since when its node is not heard of."""
     heard_since: float | None = None
@@ -151,6 +154,7 @@ def _read_pod(pod: Object) -> PodRecord | None:
         main=_main(pod, status),
         scheduled_at=_since(conditions.get("PodScheduled"), "True"),
         unplaced=_unplaced(conditions.get("PodScheduled")),
+        avoids=frozenset(filter(None, annotations.get(ANNOTATION_EXCLUDED_NODES, "").split(","))),
         unreachable_since=_unreachable_since(status, conditions),
         heard_since=_since(conditions.get("Ready"), "True"),
         topology=ANNOTATION_TOPOLOGY in annotations,

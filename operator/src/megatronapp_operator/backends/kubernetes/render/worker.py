@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, ReplicaType
+from megatronapp_common.names import ANNOTATION_EXCLUDED_NODES, ANNOTATION_TEMPLATE_HASH, ReplicaType
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import network, storage
 from megatronapp_operator.backends.kubernetes.render.agent import agent, reserved_agent
@@ -39,7 +39,10 @@ def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, set
     """The pod of worker `index`. Raises JobError if the job's numbers do not agree."""
     draft = Draft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
     pod = render_worker(draft)
-    pod["metadata"]["annotations"][ANNOTATION_TEMPLATE_HASH] = template_hash(job, settings)
+    annotations = pod["metadata"]["annotations"]
+    annotations[ANNOTATION_TEMPLATE_HASH] = template_hash(job, settings)
+    if attempt.excluded_nodes:
+        annotations[ANNOTATION_EXCLUDED_NODES] = ",".join(attempt.excluded_nodes)
     return pod
 
 
