@@ -1,0 +1,55 @@
+"""What a distribution imports it requires itself, with a lowest and a highest version."""
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = pathlib.Path(__file__).parents[2]
+PARTS = ("common", "csrc", "operator", "trainer", "analyzer")
+OF_ANOTHER = {"annotated_types": "pydantic", "pydantic_core": "pydantic", "triton": "torch"}
+"""Modules of distributions that another one pins."""
+IMPORT = re.compile(r"^\s*(?:import|from) (\w+)", re.MULTILINE)
+DISTRIBUTIONS = importlib.metadata.packages_distributions()
+
+
+def required(part: str | None) -> list[Requirement]:
+    """What a part, or the development of all, requires; parts of ours, which have one version, are not listed."""
+    path = ROOT / (part or "") / "pyproject.toml"
+    read = tomllib.loads(path.read_text(encoding="utf-8"))
+    if part is None:
+        words = read["dependency-groups"]["dev"]
+    else:
+        extras = read["project"].get("optional-dependencies", {})
+        words = [*read["project"].get("dependencies", []), *(word for extra in extras.values() for word in extra)]
+    return [Requirement(word) for word in words if not word.startswith("megatronapp-")]
+
+
+def imported(folders: Iterable[pathlib.Path]) -> set[str]:
+    """Names of all top-level modules that are imported there, wherever in a file."""
+    paths = (path for folder in folders for path in folder.rglob("*.py"))
+    return {name for path in paths for name in IMPORT.findall(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("part", [*PARTS, None])
+def test_a_requirement_is_a_range_or_one_version(part: str | None) -> None:
+    for one in required(part):
+        operators = {specifier.operator for specifier in one.specifier}
+        assert operators in ({">=", "<"}, {"=="}), f"{one}: write a lowest and a highest version"
+
+
+@pytest.mark.parametrize("part", [*PARTS, None])
+def test_an_imported_distribution_is_required(part: str | None) -> None:
+    folders = [ROOT / part / "src"] if part else [ROOT / name for name in ("tests", "bench", "scripts")]
+    wanted = required(part) if part else [one for each in (*PARTS, None) for one in required(each)]
+    known = {canonicalize_name(one.name) for one in wanted}
+    for module in sorted(imported(folders) - set(sys.stdlib_module_names)):
+        owners = {canonicalize_name(one) for one in DISTRIBUTIONS.get(OF_ANOTHER.get(module, module), [])}
+        ours = any(re.match("megatronapp", one) for one in owners)
+        assert not owners or ours or owners & known, f"{part or 'dev'} imports {module} of {sorted(owners)}"
