@@ -50,9 +50,9 @@ def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
     from megatronapp_trainer.serve.desk import Ticket
 
     cancelled: list[Any] = []
-    ticket = Ticket([GenerationRequest(id=f"r{index}", prompt=(1,)) for index in range(prompts)], cancelled.append)
-    answer = Answer(model=MODEL, name="n", created=0, seed=1, ids=ticket.ids, with_logprobs=True, prompts=prompts)
-    return answer, ticket, cancelled
+    requests = [GenerationRequest(id=f"r{index}", prompt=(1,)) for index in range(prompts)]
+    answer = Answer(model=MODEL, name="n", seed=1, requests=requests, with_logprobs=True, prompts=prompts)
+    return answer, Ticket(requests, cancelled.append), cancelled
 
 
 def token(request_id: str, index: int) -> Any:

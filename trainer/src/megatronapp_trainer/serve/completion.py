@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import anyio.to_thread
 from pydantic import BaseModel
 
 from megatronapp_trainer.generate.events import Candidate, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.desk import Gone, PromptPart, QueueEvent, Ticket
 from megatronapp_trainer.serve.model import Echo, ServedModel
 from megatronapp_trainer.serve.problems import api_error, error_body
@@ -29,17 +31,18 @@ class Answer:
 
     model: ServedModel
     name: str
-    created: int
     seed: int
-    ids: Sequence[str]
-    """Of the engine's requests, in the order of the choices."""
+    requests: Sequence[GenerationRequest]
+    """One for each choice, in their order."""
     with_logprobs: bool
-    prompts: int
+    prompts: int = 1
     """Number of different prompts, whose tokens count once."""
     echoes: Sequence[Echo] = ()
     """Each text's prompt, where texts begin with it."""
 
     def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.ids = tuple(request.id for request in self.requests)
         self._index = {request_id: index for index, request_id in enumerate(self.ids)}
         self._told = [0] * len(self.ids)
         self._readings: list[list[PromptEvent]] = [[] for _ in self.ids]
@@ -151,7 +154,7 @@ async def whole(answer: Answer, ticket: Ticket) -> BaseModel:
         if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
             for piece in await _made(answer, item):
                 pieces[piece.index].append(piece)
-    return answer.whole([_joined(parts) for parts in pieces.values()])
+    return await anyio.to_thread.run_sync(lambda: answer.whole([_joined(parts) for parts in pieces.values()]))
 
 
 async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> AsyncIterator[str]:

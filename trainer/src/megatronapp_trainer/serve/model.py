@@ -17,6 +17,7 @@ from megatronapp_trainer.serve.chat import ChatTemplate, TemplateError
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import CompletionRequest, GenerationBody
 from megatronapp_trainer.serve.schemas_chat import ChatRequest, Message
+from megatronapp_trainer.serve.scores import check_scores
 
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
@@ -179,7 +180,9 @@ class ServedModel:
             **_choosing(body),
         )
         ids = [self.ids_of(one, special=body.add_special_tokens) for one in prompts]
-        return _copies(common, ids, body.n, seed)
+        requests = _copies(common, ids, body.n, seed)
+        check_scores(body, requests)
+        return requests
 
     def chat_requests(self, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
         """One for each answer that is asked for. Raises ApiError, RequestError."""
@@ -192,7 +195,9 @@ class ServedModel:
         common = GenerationRequest(
             id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_choosing(body)
         )
-        return _copies(common, [ids], body.n, seed)
+        requests = _copies(common, [ids], body.n, seed)
+        check_scores(body, requests)
+        return requests
 
     def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
         """What the model's chat template makes of messages. Raises ApiError."""

@@ -3,13 +3,12 @@
 import asyncio
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megatronapp_trainer.serve.chat_answer import ChatAnswer
@@ -28,6 +27,7 @@ from megatronapp_trainer.serve.schemas import (
     StreamOptions,
 )
 from megatronapp_trainer.serve.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
+from megatronapp_trainer.serve.scores import scores_of
 from megatronapp_trainer.serve.state import DeskOf, ModelOf
 
 router = APIRouter()
@@ -63,18 +63,16 @@ async def complete(request: Request, body: CompletionRequest, model: ModelOf, de
     name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
     echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
-    ticket = desk.submit(requests)
     answer = Answer(
         model=model,
         name=name,
-        created=int(time.time()),
         seed=seed,
-        ids=ticket.ids,
-        with_logprobs=body.logprobs is not None,
+        requests=requests,
+        with_logprobs=body.with_logprobs,
         prompts=len(prompts_of(body)),
         echoes=echoes,
     )
-    return await respond(request, body, answer, desk, ticket)
+    return await respond(request, body, answer, desk)
 
 
 @router.post(
@@ -86,21 +84,13 @@ async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: DeskOf
     """Answer messages, which the model's chat template makes a prompt."""
     name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
     requests = await anyio.to_thread.run_sync(model.chat_requests, body, name, seed)
-    ticket = desk.submit(requests)
-    answer = ChatAnswer(
-        model=model,
-        name=name,
-        created=int(time.time()),
-        seed=seed,
-        ids=ticket.ids,
-        with_logprobs=body.logprobs,
-        prompts=1,
-    )
-    return await respond(request, body, answer, desk, ticket)
+    answer = ChatAnswer(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
+    return await respond(request, body, answer, desk)
 
 
-async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk, ticket: Ticket) -> Response:
-    """The answer, whole or as a stream."""
+async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk) -> Response:
+    """Generate, and give the answer whole or as a stream. Raises as `Desk.submit` does."""
+    ticket = desk.submit(answer.requests, scores=scores_of(body, answer.requests))
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
         return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
@@ -109,7 +99,8 @@ async def respond(request: Request, body: GenerationBody, answer: Answer, desk: 
             found = await whole(answer, ticket)
         except GoneError:
             return Response(status_code=GONE_STATUS)
-    return JSONResponse(found.model_dump(mode="json"), headers=headers)
+        content = await anyio.to_thread.run_sync(found.model_dump_json)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 class EventStream(Response):
@@ -139,7 +130,7 @@ def cancelled_when_gone(receive: Receive, desk: Desk, ticket: Ticket) -> Iterato
         yield
     finally:
         listener.cancel()
-        desk.cancel(ticket)
+        desk.release(ticket)
 
 
 async def _until_gone(receive: Receive, ticket: Ticket) -> None:

@@ -148,6 +148,11 @@ class GenerationBody(Body):
         """Texts that end the generation."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        raise NotImplementedError
+
 
 class CompletionRequest(GenerationBody):
     """A request to go on from one or more prompts."""
@@ -166,6 +171,11 @@ class CompletionRequest(GenerationBody):
     """There is no choice among several."""
     suffix: None = None
     """Nothing is filled in."""
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for; 0 asks for those of the tokens alone."""
+        return self.logprobs is not None
 
 
 class Logprobs(BaseModel):

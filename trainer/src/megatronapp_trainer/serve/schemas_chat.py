@@ -94,6 +94,11 @@ class ChatRequest(GenerationBody):
         return self
 
     @property
+    def with_logprobs(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return self.logprobs
+
+    @property
     def most_new(self) -> int | None:
         """Most new tokens, by either name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,0 +1,116 @@
+"""Log-probabilities that answers hold in memory are bounded: of one answer (413), and of all together (429)."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatronapp_trainer.generate.errors import QueueFullError
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.serve.desk import Desk
+from megatronapp_trainer.serve.model import ServedModel
+from megatronapp_trainer.serve.problems import ApiError
+from megatronapp_trainer.serve.schemas import CompletionRequest
+from megatronapp_trainer.serve.schemas_chat import ChatRequest
+from megatronapp_trainer.serve.scores import MOST_OPEN_SCORES, MOST_SCORES, scores_of
+from megatronapp_trainer.serve.tally import Tally
+
+TOKENS = 1 << 12
+FITTING = MOST_SCORES // (TOKENS * 2)
+MODEL = ServedModel(
+    name="m", created=0, capacity=2 * TOKENS, vocab_size=9, most_prompts=2, most_open=128, most_tokens=2 * TOKENS
+)
+
+
+def asked(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
+    body = CompletionRequest(**fields)
+    return body, MODEL.completion_requests(body, "name", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"echo": True, "logprobs": 1, "max_tokens": 0}, 2 * 5 * 2),
+        ({"echo": True, "logprobs": 0, "max_tokens": 3}, 2 * (5 + 3)),
+        ({"logprobs": 4, "max_tokens": 3}, 2 * 3 * 5),
+        ({"logprobs": 4, "max_tokens": 3, "stream": True}, 0),
+        ({"echo": True, "max_tokens": 3}, 0),
+    ],
+)
+def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], wanted: int) -> None:
+    assert scores_of(*asked(prompt=[[1] * 5] * 2, **fields)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fits", "over", "words"),
+    [
+        (
+            {"prompt": [[1] * TOKENS] * FITTING},
+            {"prompt": [[1] * TOKENS] * (FITTING + 1)},
+            f"{FITTING + 1} texts of up",
+        ),
+        ({"prompt": [1] * TOKENS, "n": FITTING}, {"prompt": [1] * TOKENS, "n": FITTING + 1}, "a shorter prompt"),
+        ({"prompt": [[1] * TOKENS] * FITTING}, {"prompt": [[1] * TOKENS] * FITTING, "logprobs": 2}, "and 2 of candid"),
+    ],
+)
+def test_a_request_for_more_is_refused_with_what_to_send(
+    fits: dict[str, Any], over: dict[str, Any], words: str
+) -> None:
+    common = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    assert scores_of(*asked(**common, **fits)) == MOST_SCORES
+    with pytest.raises(ApiError) as caught:
+        asked(**(common | over))
+    assert (caught.value.status, caught.value.param) == (413, "logprobs")
+    assert words in f"{caught.value} {caught.value.hint}"
+    assert f"an answer may hold {MOST_SCORES} log-probabilities" in str(caught.value)
+
+
+def test_generated_tokens_count_unless_they_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServedModel, "chat_ids", lambda *_, **__: (1,))
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    with pytest.raises(ApiError, match=f"64 texts of up to {TOKENS} tokens") as caught:
+        MODEL.chat_requests(ChatRequest(**fields, n=64, max_tokens=TOKENS), "name", 1)
+    assert "fewer max_tokens, or stream: true" in caught.value.hint
+    assert len(MODEL.chat_requests(ChatRequest(**fields, n=64, max_tokens=TOKENS, stream=True), "name", 1)) == 64
+
+
+class IdleEngine:
+    """Takes requests and never works on them."""
+
+    def submit(self, *requests: GenerationRequest) -> None:
+        """Do nothing."""
+
+    def cancel(self, request_id: str) -> None:
+        """Do nothing."""
+
+    def queue_position(self, request_id: str) -> int | None:
+        """Nothing waits."""
+
+
+def with_desk(check: Callable[[Desk], None]) -> None:
+    async def run() -> None:
+        desk = Desk(most_open=9, tally=Tally())
+        engine: Any = IdleEngine()
+        desk.open(engine)
+        check(desk)
+
+    asyncio.run(run())
+
+
+def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
+    def check(desk: Desk) -> None:
+        names = iter(range(99))
+
+        def submit(scores: int) -> Any:
+            return desk.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], scores=scores)
+
+        first, _ = submit(MOST_SCORES), submit(MOST_OPEN_SCORES - MOST_SCORES)
+        with pytest.raises(QueueFullError, match=f"this one would hold 1, and at most {MOST_OPEN_SCORES} may be held"):
+            submit(1)
+        assert desk.tally.refused == 1
+        submit(0)
+        desk.release(first)
+        submit(MOST_SCORES)
+
+    with_desk(check)

@@ -1,0 +1,45 @@
+"""How many log-probabilities answers may hold in memory.
+
+Each costs some hundred bytes until its answer is sent: as an event, as a part of the answer, and as JSON.
+"""
+
+from collections.abc import Sequence
+
+from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.serve.problems import ApiError
+from megatronapp_trainer.serve.schemas import GenerationBody
+
+MOST_SCORES = 1 << 19
+"""Of one answer: about 300 MB with one candidate for each token."""
+MOST_OPEN_SCORES = 2 * MOST_SCORES
+"""Of all answers that are being made."""
+
+
+def scores_of(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
+    """Log-probabilities that the answer holds at once: texts x tokens x (1 + logprobs).
+
+    A stream sends those of generated tokens as they come.
+    """
+    if not body.with_logprobs:
+        return 0
+    return sum(_tokens_of(body, one) * (1 + one.candidates) for one in requests)
+
+
+def check_scores(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
+    """Raise ApiError for more log-probabilities than one answer may hold."""
+    if (found := scores_of(body, requests)) <= MOST_SCORES:
+        return
+    first = requests[0]
+    longest = max(_tokens_of(body, one) for one in requests)
+    words = (
+        f"logprobs: {len(requests)} texts of up to {longest} tokens, each with its own log-probability and "
+        f"{first.candidates} of candidates, are {found}; an answer may hold {MOST_SCORES} log-probabilities"
+    )
+    shorter = "a shorter prompt" if first.prompt_logprobs else "fewer max_tokens, or stream: true"
+    hint = f"Send fewer texts in one request, fewer candidates, or {shorter}."
+    raise ApiError(413, "too-many-scores", words, hint=hint, param="logprobs")
+
+
+def _tokens_of(body: GenerationBody, request: GenerationRequest) -> int:
+    prompt = len(request.prompt) if request.prompt_logprobs else 0
+    return prompt + (0 if body.stream else request.max_new_tokens)
