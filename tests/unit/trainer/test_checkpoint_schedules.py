@@ -80,6 +80,22 @@ def test_each_value_that_the_scheduler_compares(changed: dict[str, Any], told: s
         scheduler_of(config_with(**changed), 8).load_state_dict(stored)
 
 
+@pytest.mark.parametrize("train_samples", [None, 24_000])
+def test_lengths_that_round_to_the_same_are_shown_in_full(train_samples: int | None) -> None:
+    here = config_with(lr_warmup_fraction=0.1 + 1e-13, lr_warmup_iters=0)
+    there = config_with(lr_warmup_fraction=0.1, lr_warmup_iters=0)
+    if train_samples is not None:
+        here, there = (
+            dataclasses.replace(one, training=dataclasses.replace(one.training, train_samples=train_samples))
+            for one in (here, there)
+        )
+    states = [scheduler_of(config, 8).state_dict() for config in (there, here)]
+    arguments = {"--train-iters": 3000, "--train-samples": train_samples}
+    reason = schedules.conflict(*states, arguments_there=arguments, config=here, optimizer=True)
+    assert reason is not None
+    assert "--lr-warmup-fraction (spec.training.lrWarmupFraction): 2400.0 samples there, 2400.00000000" in reason
+
+
 def test_another_global_batch_is_named_by_itself() -> None:
     reason = refusal(config_with(), batch=16)
     assert reason is not None

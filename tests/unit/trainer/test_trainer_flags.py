@@ -1,6 +1,8 @@
 """The command line: what is taken, what is refused, and with which words."""
 
+import contextlib
 import dataclasses
+import re
 import shlex
 
 import pytest
@@ -175,6 +177,12 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
         ("--min-lr 1", "--min-lr 1.0 is above --lr"),
         ("--lr-warmup-iters 10", "must be below the 10 steps"),
         ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 11",
+            "--lr-wsd-decay-iters 11 is longer than the decay of 10 (--lr-decay-iters, else --train-iters)",
+        ),
+        ("--lr-decay-style WSD --lr-decay-iters 5 --lr-wsd-decay-iters 6", "give 5 or less"),
+        ("--decoupled-lr 1e-4 --min-lr 5e-4", "--min-lr 0.0005 is above --decoupled-lr 0.0001"),
         ("--start-weight-decay 0.1", "--weight-decay-incr-style"),
         ("--context-parallel-size 2", "not supported yet"),
         ("--save-interval 5", "needs --save"),
@@ -190,6 +198,14 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
 )
 def test_what_cannot_work_is_refused(more: str, words: str) -> None:
     assert words in refusal(more)
+
+
+def test_a_last_phase_in_samples_fits_the_decay() -> None:
+    flags = "--train-samples 100 --global-batch-size 4 --lr-decay-style WSD --lr-decay-samples 80"
+    assert "--lr-wsd-decay-samples 81 is longer than the decay of 80 (--lr-decay-samples" in refusal(
+        f"{flags} --lr-wsd-decay-samples 81", instead_of="--train-iters 10"
+    )
+    assert parse(shlex.split(f"{SMALL.replace('--train-iters 10', '')} {flags} --lr-wsd-decay-samples 80"))
 
 
 def test_data_or_mock_data_is_needed() -> None:
@@ -226,7 +242,7 @@ def test_values_come_through(iters: int, rate: float, bf16: bool) -> None:
 
 
 def test_the_entry_ends_with_the_usage_code_and_one_message(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--num-layer", "4"]) == ExitCode.USAGE
+    assert main([*SMALL.split(), "--num-layer", "4"]) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.err == "error (rank 0): unknown flag --num-layer; did you mean --num-layers?\n"
     assert captured.out == ""
@@ -298,10 +314,98 @@ def test_all_broken_rules_are_told_at_once() -> None:
     problems = refusal(
         "--openai-gelu --swiglu --num-query-groups 3 --group-query-attention --save-interval 0"
     ).splitlines()
-    assert len(problems) == 3
+    assert len(problems) == 4
     assert any("--num-query-groups 3" in problem for problem in problems)
     assert any("--openai-gelu and --swiglu" in problem for problem in problems)
     assert any("--save-interval must be above 0" in problem for problem in problems)
+    assert any("--save-interval needs --save" in problem for problem in problems)
+
+
+MISTAKES = {
+    # cannot be read
+    "--train-iters many": "argument --train-iters: invalid int value: 'many'",
+    "--lr fast": "argument --lr: invalid float value: 'fast'",
+    "--adam-eps nan": "argument --adam-eps: nan is not a finite number",
+    "--clip-grad inf": "argument --clip-grad: inf is not a finite number",
+    "--lr-decay-style WSDD": "argument --lr-decay-style: invalid choice: 'WSDD'",
+    "--save": "argument --save: expected one argument",
+    "--bf16=1": "argument --bf16: ignored explicit argument '1'",
+    "--rampup-batch-size 1 x 3": "argument --rampup-batch-size: invalid int value: 'x'",
+    # unknown
+    "--hiden-dropout 0.1": "unknown flag --hiden-dropout; did you mean --hidden-dropout?",
+    "--tensor_model_parallel_size=2": "did you mean --tensor-model-parallel-size?",
+    "--checkpoint-dir out": "unknown flag --checkpoint-dir; did you mean --save?",
+    "--zzzz 1 2 3": "unknown flag --zzzz; python -m",
+    "--fp16": "--fp16: write --bf16",
+    "--async-save": "--async-save is a flag of Megatron-LM that this trainer does not support yet",
+    "--loss-scale-window=7": "--loss-scale-window: belongs to fp16",
+    "--use-dpp": "--use-dpp comes with a later release",
+    # out of bounds
+    "--seed -1": "--seed -1 must be 0 or more and 4294967295 or less",
+    "--adam-beta2 1": "--adam-beta2 1.0 must be 0 or more and below 1",
+    "--attention-dropout 1.5": "--attention-dropout 1.5 must be 0 or more and below 1",
+    "--rotary-percent 0": "--rotary-percent 0.0 must be above 0 and 1 or less",
+    "--num-workers -2": "--num-workers -2 must be 0 or more",
+    "--ddp-bucket-size 0": "--ddp-bucket-size 0 must be 1 or more",
+    "--exit-duration-in-mins 0": "--exit-duration-in-mins 0.0 must be above 0",
+    "--eval-iters -1": "--eval-iters -1 must be 0 or more",
+    "--trace-capacity 0": "--trace-capacity 0 must be 1 or more",
+    # rules between flags
+    "--swiglu --openai-gelu": "--openai-gelu and --swiglu are both",
+    "--log-interval 0": "--log-interval must be above 0",
+    "--eval-interval 0": "--eval-interval must be above 0",
+    "--use-rope-scaling": "--use-rope-scaling needs --position-embedding-type rope",
+    "--window-size 5,5": "--window-size 5,5: write",
+    "--context-parallel-size 2": "--context-parallel-size 2 is not supported yet",
+    "--vocab-file v": "--vocab-file and --merge-file belong together",
+    "--faults []": "--faults needs --trace",
+    "--sequence-parallel": "--sequence-parallel needs --tensor-model-parallel-size above 1",
+    "--decoupled-min-lr 1e-5": "--decoupled-min-lr needs --decoupled-lr",
+    "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1": "weight decay can only grow",
+    "--recompute-method uniform": "--recompute-method and --recompute-num-layers need --recompute-granularity full",
+    "--group-query-attention --num-query-groups 3": "is not a multiple of --num-query-groups 3",
+}
+"""Words of a command line, and a piece of the one sentence that they get."""
+_MISTAKEN_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+def _apart(drawn: list[str]) -> list[str]:
+    """Those of which no flag is in the sentence of another: one wrong flag silences rules that name it."""
+    names = {mistake: set(_MISTAKEN_FLAG.findall(f"{mistake} {MISTAKES[mistake]}")) for mistake in drawn}
+    chosen: list[str] = []
+    for mistake in drawn:
+        if all(not names[mistake] & names[other] for other in chosen):
+            chosen.append(mistake)
+    return chosen
+
+
+@given(
+    mistakes=st.lists(st.sampled_from(sorted(MISTAKES)), min_size=1, max_size=12, unique=True).map(_apart),
+    before=st.integers(0, 12),
+)
+def test_every_wrong_flag_of_a_command_line_is_named_once(mistakes: list[str], before: int) -> None:
+    words = [word for mistake in mistakes[:before] for word in mistake.split()]
+    words += SMALL.split()
+    words += [word for mistake in mistakes[before:] for word in mistake.split()]
+    with pytest.raises(UsageError) as caught:
+        parse(words)
+    problems = str(caught.value).splitlines()
+    for mistake in mistakes:
+        assert sum(MISTAKES[mistake] in problem for problem in problems) == 1, (mistake, problems)
+    assert len(problems) == len(mistakes), problems
+
+
+_WORDS = st.one_of(
+    st.sampled_from(sorted({word for mistake in MISTAKES for word in mistake.split()})),
+    st.sampled_from(["--", "-", "-h1", "--=", "--lr=", "-5", "--lr=-1", "", "--num-layers", "0", "1e400", "9" * 400]),
+    st.text(max_size=8),
+)
+
+
+@given(words=st.lists(_WORDS, max_size=12))
+def test_whatever_is_on_a_command_line_is_taken_or_refused(words: list[str]) -> None:
+    with contextlib.suppress(UsageError):
+        parse([*SMALL.split(), *words])
 
 
 def test_all_missing_flags_are_told_at_once() -> None:

@@ -27,6 +27,7 @@ from megatronapp_trainer.metrics import (
     log_line,
     peak_tflops,
     perplexity,
+    why_no_mfu,
 )
 from megatronapp_trainer.observe import ObserverTimers, StepMetrics
 from megatronapp_trainer.report import Reporter, open_events, open_progress
@@ -150,12 +151,29 @@ def test_flops_follow_the_known_formula() -> None:
         ("cuda:0 NVIDIA L4", 121.0),
         ("cuda:0 NVIDIA A10G", None),
         ("cuda:0 NVIDIA GeForce RTX 4090", None),
+        ("cuda:0 NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("cuda:0 NVIDIA A100-SXM4-40GB MIG 7g.40gb", None),
         ("cpu", None),
     ],
 )
 def test_peaks_are_known_by_the_name_of_the_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name, bf16=True) == peak
     assert peak_tflops(name, bf16=False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "words"),
+    [
+        ("cuda:0 NVIDIA H100 80GB HBM3 MIG 1g.10gb", True, "is a MIG slice"),
+        ("cuda:0 NVIDIA GeForce RTX 4090", True, "the peak of cuda:0 NVIDIA GeForce RTX 4090 is not known"),
+        ("cuda:0 NVIDIA H200", True, None),
+        ("cuda:0 NVIDIA H100 80GB HBM3 MIG 1g.10gb", False, None),
+        ("cpu", True, None),
+    ],
+)
+def test_a_missing_share_of_the_peak_has_a_reason(name: str, bf16: bool, words: str | None) -> None:
+    reason = why_no_mfu(name, bf16=bf16)
+    assert reason is None if words is None else words in (reason or "")
 
 
 def test_the_log_line_has_the_share_of_the_peak_where_it_is_known() -> None:

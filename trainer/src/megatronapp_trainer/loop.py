@@ -13,7 +13,7 @@ from megatronapp_trainer.batch import BatchSource, DataIterators, StepFeed, chun
 from megatronapp_trainer.errors import UnsavedStopError
 from megatronapp_trainer.evaluate import evaluate, gathered_parameters
 from megatronapp_trainer.loss import PendingLoss, StepLoss, reduce_loss, refuse_infinite_gradients, refuse_not_finite
-from megatronapp_trainer.metrics import flops_per_token, peak_tflops
+from megatronapp_trainer.metrics import flops_per_token, peak_tflops, why_no_mfu
 from megatronapp_trainer.observe import ObserverTimers, StepMetrics, StepObserver
 from megatronapp_trainer.optim import learning_rate
 from megatronapp_trainer.report import Reporter
@@ -83,6 +83,7 @@ class Trainer:
         """
         with self._collected_garbage():
             self._tell_state("training")
+            self._explain_missing_mfu()
             while self._state.iteration < self._config.training.train_iters:
                 outcome = self.step()
                 if (code := self._border(outcome)) is not None:
@@ -261,6 +262,11 @@ class Trainer:
             consumed_samples=self._state.consumed_samples,
             skipped=outcome.skipped,
         )
+
+    def _explain_missing_mfu(self) -> None:
+        reason = why_no_mfu(self._run.device.name, bf16=self._config.precision.bf16)
+        if reason is not None and self._reporter is not None:
+            self._reporter.line(f" {reason}")
 
     def _time_is_up(self) -> bool:
         limit = self._config.training.exit_duration_in_mins

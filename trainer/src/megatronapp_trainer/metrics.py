@@ -58,15 +58,29 @@ PEAKS = (
 """Part of a device's name, and its dense bf16 TFLOP/s by the vendor's data sheet; the first that fits counts."""
 
 
+_MIG = "MIG"
+"""In the name of a slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
+
+
 def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
     """Largest TFLOP/s of a device in the precision of the training; None where it is not known.
 
-    In fp32 there is no one peak: it depends on whether TF32 is allowed.
+    In fp32 there is no one peak: it depends on whether TF32 is allowed. A MIG slice has the name of its card, but only
+    a part of its multiprocessors; the data sheets give no peak for it.
     """
-    if not bf16:
-        return None
     words = device_name.split()
+    if not bf16 or _MIG in words:
+        return None
     return next((peak for name, peak in PEAKS if _has_words(words, name.split())), None)
+
+
+def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
+    """Why a GPU that trains in bf16 has no MFU; None where it has one, or none is expected."""
+    if not bf16 or device_name == "cpu" or peak_tflops(device_name, bf16=True) is not None:
+        return None
+    if _MIG in device_name.split():
+        return f"no MFU: {device_name} is a MIG slice, which has a part of the card's peak; TFLOP/s are its own"
+    return f"no MFU: the peak of {device_name} is not known"
 
 
 def _has_words(words: list[str], wanted: list[str]) -> bool:

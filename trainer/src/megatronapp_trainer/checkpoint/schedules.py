@@ -206,6 +206,8 @@ def _words(
             _show(entry, state[entry.key], batch if comparable else None)
             for state, batch in zip((there, here), batches, strict=True)
         ]
+        if values[0] == values[1] and (not comparable or batches[0] == batches[1]):
+            values = [f"{state[entry.key]!r} samples" for state in (there, here)]
         if values[0] != values[1] and entry.flag not in shown:
             shown.add(entry.flag)
             yield _piece(entry.flag, entry.field, *values)

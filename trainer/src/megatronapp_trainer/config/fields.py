@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
+from collections.abc import Generator, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from megatronapp_trainer.errors import UsageError
@@ -21,6 +23,8 @@ class Option:
     choices: tuple[str, ...] | None = None
     turns_off: bool = False
     aliases: tuple[str, ...] = ()
+    bounds: str | None = None
+    """An interval that holds every value, as `[0, 1)`: 0 belongs to it, 1 does not. `inf` is no bound."""
 
 
 def option(
@@ -30,9 +34,10 @@ def option(
     flag: str | None = None,
     choices: tuple[str, ...] | None = None,
     aliases: tuple[str, ...] = (),
+    bounds: str | None = None,
 ) -> T:
     """A field with a flag. Without ``flag`` the field's name is its spelling: ``num_layers`` is ``--num-layers``."""
-    meta = Option(help=help, flag=flag, choices=choices, aliases=aliases)
+    meta = Option(help=help, flag=flag, choices=choices, aliases=aliases, bounds=bounds)
     field: T = dataclasses.field(default=default, metadata={_KEY: meta})
     return field
 
@@ -52,6 +57,32 @@ def option_of(field: "dataclasses.Field[Any]") -> Option:
 def flag_of(field: "dataclasses.Field[Any]") -> str:
     """The flag that sets this field."""
     return option_of(field).flag or "--" + field.name.replace("_", "-")
+
+
+def require(condition: bool, message: str) -> Generator[str, None, bool]:
+    """Yield the message unless the condition holds; return whether it holds."""
+    if not condition:
+        yield message
+    return condition
+
+
+def out_of_bounds(section: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass of options
+    """A sentence for each number of the section outside its option's bounds."""
+    for field in dataclasses.fields(section):
+        value, bounds = getattr(section, field.name), option_of(field).bounds
+        if value is not None and bounds is not None:
+            yield from require(*_within(bounds, value, flag_of(field)))
+
+
+def _within(bounds: str, value: float, flag: str) -> tuple[bool, str]:
+    """Whether a value lies within the bounds, and what to say if not."""
+    least, most = (float(word) for word in bounds[1:-1].split(","))
+    words = [f"{least:g} or more" if bounds[0] == "[" else f"above {least:g}"]
+    if not math.isinf(most):
+        words.append(f"{most:.0f} or less" if bounds[-1] == "]" else f"below {most:g}")
+    above = value >= least if bounds[0] == "[" else value > least
+    below = value <= most if bounds[-1] == "]" else value < most
+    return above and below, f"{flag} {value} must be {' and '.join(words)}"
 
 
 class RefusingParser(argparse.ArgumentParser):
@@ -89,4 +120,15 @@ def _keywords(hint: Any, meta: Option) -> dict[str, Any]:  # noqa: ANN401
         return {"action": "store_false" if meta.turns_off else "store_true"}
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "type": typing.get_args(hint)[0]}
-    return {"type": hint, "choices": meta.choices}
+    return {"type": _finite if hint is float else hint, "choices": meta.choices}
+
+
+def _finite(word: str) -> float:
+    """A number that is neither NaN nor infinite: no rule could judge those."""
+    try:
+        value = float(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid float value: {word!r}") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{word} is not a finite number")
+    return value

@@ -17,26 +17,28 @@ class ModelConfig:
     num_attention_heads: int = option(0, "query heads (required)")
     seq_length: int = option(0, "tokens of a sample (required)")
     max_position_embeddings: int | None = option(
-        None, "rows of learned positions, or longest context of others; default: --seq-length"
+        None, "rows of learned positions, or longest context of others; default: --seq-length", bounds="[1, inf)"
     )
     ffn_hidden_size: int | None = option(
-        None, "width inside the MLP; default: 4 x hidden, with --swiglu 8/3 x hidden rounded down to a multiple of 64"
+        None,
+        "width inside the MLP; default: 4 x hidden, with --swiglu 8/3 x hidden rounded down to a multiple of 64",
+        bounds="[1, inf)",
     )
-    kv_channels: int | None = option(None, "width of one head; default: hidden / heads")
+    kv_channels: int | None = option(None, "width of one head; default: hidden / heads", bounds="[1, inf)")
     group_query_attention: bool = option(False, "share keys and values among groups of query heads")
     num_query_groups: int = option(1, "key and value heads with --group-query-attention")
     position_embedding_type: str = option(
         "learned_absolute", "how positions enter", choices=("learned_absolute", "rope", "none")
     )
     rotary_base: float = option(10000, "base of the rotary frequencies")
-    rotary_percent: float = option(1.0, "share of a head's channels that rotate")
+    rotary_percent: float = option(1.0, "share of a head's channels that rotate", bounds="(0, 1]")
     use_rope_scaling: bool = option(False, "rotary frequencies for long contexts, as Llama 3.1 has them")
     rope_scaling_factor: float = option(8.0, "how much longer the context is, with --use-rope-scaling")
     window_size: str | None = option(
         None, "LEFT,RIGHT: a token attends to itself and LEFT tokens before it; RIGHT must be 0; default: all before it"
     )
     normalization: str = option("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "added to the variance")
+    norm_epsilon: float = option(1e-5, "added to the variance", bounds="[0, inf)")
     swiglu: bool = option(False, "gated SiLU in the MLP instead of GELU")
     openai_gelu: bool = option(False, "GELU by its tanh approximation, as GPT-2 has it")
     add_bias_linear: bool = turned_off_by("--disable-bias-linear", "linear layers without bias")
@@ -45,9 +47,9 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = option(
         128, "the vocabulary is padded to a multiple of this, whatever the layout"
     )
-    attention_dropout: float = option(0.1, "dropout of attention probabilities")
-    hidden_dropout: float = option(0.1, "dropout of the residual branches")
-    init_method_std: float = option(0.02, "standard deviation of the initial weights")
+    attention_dropout: float = option(0.1, "dropout of attention probabilities", bounds="[0, 1)")
+    hidden_dropout: float = option(0.1, "dropout of the residual branches", bounds="[0, 1)")
+    init_method_std: float = option(0.02, "standard deviation of the initial weights", bounds="[0, inf)")
     transformer_impl: str = option(
         "",
         "layers: torch (ours, fused attention of torch), local (megatron-core's) or transformer_engine; "
@@ -123,13 +125,17 @@ class ParallelConfig:
     use_distributed_optimizer: bool = option(False, "shard optimizer state over the replicas")
     overlap_grad_reduce: bool = option(False, "reduce gradients while the backward pass goes on")
     overlap_param_gather: bool = option(False, "gather parameters while the forward pass goes on")
-    ddp_bucket_size: int | None = option(None, "parameters per gradient bucket; default: megatron-core's")
+    ddp_bucket_size: int | None = option(
+        None, "parameters per gradient bucket; default: megatron-core's", bounds="[1, inf)"
+    )
     ddp_average_in_collective: bool = option(False, "average within the collective")
     overlap_p2p_comm: bool = turned_off_by(
         "--no-overlap-p2p-communication", "transfers of the interleaved schedule do not overlap compute"
     )
     distributed_backend: str = option("", "default: nccl on GPUs, gloo otherwise", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer ends the process")
+    distributed_timeout_minutes: float = option(
+        10.0, "a collective that takes longer ends the process", bounds="(0, inf)"
+    )
 
     def virtual_size(self, num_layers: int) -> int:
         """Model chunks per rank, 1 for a schedule that is not interleaved."""
@@ -168,7 +174,7 @@ class PrecisionConfig:
     )
     recompute_method: str | None = option(None, "which layers, with full", choices=("uniform", "block"))
     recompute_num_layers: int | None = option(
-        None, "layers per recomputed group (uniform) or in all (block), with full"
+        None, "layers per recomputed group (uniform) or in all (block), with full", bounds="[1, inf)"
     )
     deterministic_mode: bool = option(False, "refuse operations whose result depends on timing")
 

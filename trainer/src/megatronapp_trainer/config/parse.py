@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from megatronapp_common.migration.names import FLAGS
 from megatronapp_trainer.batch_size import with_steps
-from megatronapp_trainer.config.checks import check
+from megatronapp_trainer.config.checks import find_problems
 from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
 from megatronapp_trainer.config.megatron_flags import megatron_flags
 from megatronapp_trainer.config.root import TrainerConfig
@@ -86,15 +86,15 @@ def parse(arguments: Sequence[str]) -> TrainerConfig:
     """
     parser = build_parser()
     namespace, problems = _read(parser, list(arguments))
+    config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
+    problems += find_problems(config, problems)
     if problems:
         raise UsageErrors(problems)
-    config = TrainerConfig(**{name: read_section(section, namespace) for name, section in _sections().items()})
-    check(config)
     return with_steps(config)
 
 
 def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of a command line, and all that is wrong with it."""
+    """The values of a command line, those that cannot be read at their defaults, and why they cannot."""
     problems: list[str] = []
     parser.exit_on_error = False
     while True:
@@ -104,7 +104,7 @@ def _read(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
             problems.append(str(error))
             rest = _without(words, set((error.argument_name or "").split("/")))
             if len(rest) == len(words):
-                return argparse.Namespace(), problems
+                return parser.parse_args([]), problems
             words = rest
         else:
             return namespace, [*problems, *_refusals(unknown, _flags(parser))]

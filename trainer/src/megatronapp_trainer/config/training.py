@@ -19,7 +19,7 @@ class TrainingConfig:
         None,
         "samples of the whole training, instead of --train-iters; no step begins that would exceed them",
     )
-    seed: int = option(1234, "of weights, dropout and data order")
+    seed: int = option(1234, "of weights, dropout and data order", bounds="[0, 4294967295]")
     calculate_per_token_loss: bool = option(
         False,
         "weigh gradients by tokens over the whole batch; by default each microbatch weighs the same in gradients, "
@@ -27,10 +27,10 @@ class TrainingConfig:
     )
     check_for_nan: bool = turned_off_by("--no-check-for-nan-in-loss-and-grad", "train on when a loss is NaN or Inf")
     exit_interval: int | None = option(None, "end after a step that is a multiple of this")
-    exit_duration_in_mins: float | None = option(None, "end after this many minutes")
+    exit_duration_in_mins: float | None = option(None, "end after this many minutes", bounds="(0, inf)")
     manual_gc: bool = option(False, "collect garbage at fixed steps, so that all ranks pause together")
     manual_gc_interval: int = option(
-        0, "steps between collections with --manual-gc; 0: only before evaluation and saving"
+        0, "steps between collections with --manual-gc; 0: only before evaluation and saving", bounds="[0, inf)"
     )
     manual_gc_eval: bool = turned_off_by("--no-manual-gc-eval", "no collection around evaluation with --manual-gc")
 
@@ -40,34 +40,40 @@ class OptimizerConfig:
     """Optimizer and its schedules."""
 
     optimizer: str = option("adam", "kind", choices=("adam",))
-    lr: float = option(0.0, "largest learning rate (required)")
-    min_lr: float = option(0.0, "where the decay ends")
+    lr: float = option(0.0, "largest learning rate (required)", bounds="[0, inf)")
+    min_lr: float = option(0.0, "where the decay ends", bounds="[0, inf)")
     lr_decay_style: str = option(
         "linear",
         "shape of the decay",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = option(None, "steps of the decay; default: --train-iters")
-    lr_decay_samples: int | None = option(None, "samples of the decay, with --train-samples; default: --train-samples")
-    lr_warmup_iters: int = option(0, "steps of linear warm-up")
-    lr_warmup_samples: int = option(0, "samples of linear warm-up, with --train-samples")
+    lr_decay_iters: int | None = option(None, "steps of the decay; default: --train-iters", bounds="[1, inf)")
+    lr_decay_samples: int | None = option(
+        None, "samples of the decay, with --train-samples; default: --train-samples", bounds="[1, inf)"
+    )
+    lr_warmup_iters: int = option(0, "steps of linear warm-up", bounds="[0, inf)")
+    lr_warmup_samples: int = option(0, "samples of linear warm-up, with --train-samples", bounds="[0, inf)")
     lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay, instead of --lr-warmup-iters")
-    lr_warmup_init: float = option(0.0, "where the warm-up begins")
+    lr_warmup_init: float = option(0.0, "where the warm-up begins", bounds="[0, inf)")
     lr_wsd_decay_style: str = option(
         "exponential", "last phase of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = option(None, "steps of WSD's last phase")
-    lr_wsd_decay_samples: int | None = option(None, "samples of WSD's last phase, with --train-samples")
-    weight_decay: float = option(0.01, "decoupled weight decay; not on biases and norms")
-    start_weight_decay: float | None = option(None, "where an increasing weight decay begins")
-    end_weight_decay: float | None = option(None, "where it ends")
+    lr_wsd_decay_iters: int | None = option(None, "steps of WSD's last phase", bounds="[1, inf)")
+    lr_wsd_decay_samples: int | None = option(
+        None, "samples of WSD's last phase, with --train-samples", bounds="[1, inf)"
+    )
+    weight_decay: float = option(0.01, "decoupled weight decay; not on biases and norms", bounds="[0, inf)")
+    start_weight_decay: float | None = option(None, "where an increasing weight decay begins", bounds="[0, inf)")
+    end_weight_decay: float | None = option(None, "where it ends", bounds="[0, inf)")
     weight_decay_incr_style: str = option("constant", "how it grows", choices=("constant", "linear", "cosine"))
-    clip_grad: float = option(1.0, "largest norm of all gradients together; 0: no clipping, the norm is only logged")
-    adam_beta1: float = option(0.9, "decay of the first moment")
-    adam_beta2: float = option(0.999, "decay of the second moment")
-    adam_eps: float = option(1e-8, "added to the root of the second moment")
-    decoupled_lr: float | None = option(None, "learning rate of input and output embedding")
-    decoupled_min_lr: float | None = option(None, "where its decay ends")
+    clip_grad: float = option(
+        1.0, "largest norm of all gradients together; 0: no clipping, the norm is only logged", bounds="[0, inf)"
+    )
+    adam_beta1: float = option(0.9, "decay of the first moment", bounds="[0, 1)")
+    adam_beta2: float = option(0.999, "decay of the second moment", bounds="[0, 1)")
+    adam_eps: float = option(1e-8, "added to the root of the second moment", bounds="[0, inf)")
+    decoupled_lr: float | None = option(None, "learning rate of input and output embedding", bounds="(0, inf)")
+    decoupled_min_lr: float | None = option(None, "where its decay ends", bounds="[0, inf)")
     override_opt_param_scheduler: bool = option(
         False,
         "schedules from the flags, not from the checkpoint",
@@ -93,7 +99,7 @@ class DataConfig:
     split: str | None = option(None, "shares of training, validation, test; default 969,30,1")
     data_cache_path: str | None = option(None, "where indices of shuffled samples are kept")
     mock_data: bool = option(False, "random tokens with a learnable structure; needs --vocab-size")
-    num_workers: int = option(2, "threads that read ahead")
+    num_workers: int = option(2, "threads that read ahead", bounds="[0, inf)")
     mmap_bin_files: bool = turned_off_by("--no-mmap-bin-files", "read .bin files instead of mapping them")
     eod_mask_loss: bool = option(False, "no loss where the input is the end of a document")
     reset_position_ids: bool = option(False, "positions count anew in each document")
@@ -108,7 +114,7 @@ class DataConfig:
     )
     vocab_file: str | None = option(None, "vocab.json of a GPT-2 BPE")
     merge_file: str | None = option(None, "merges.txt of a GPT-2 BPE")
-    vocab_size: int | None = option(None, "tokens before padding; default: the tokenizer's")
+    vocab_size: int | None = option(None, "tokens before padding; default: the tokenizer's", bounds="[1, inf)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,12 +140,12 @@ class LoggingConfig:
 
     log_interval: int = option(100, "steps between log lines")
     eval_interval: int = option(1000, "steps between evaluations")
-    eval_iters: int = option(100, "global batches of one evaluation; 0: no evaluation")
+    eval_iters: int = option(100, "global batches of one evaluation; 0: no evaluation", bounds="[0, inf)")
     skip_train: bool = option(False, "evaluate only")
     tensorboard_dir: str | None = option(None, "write event files there")
     tensorboard_log_interval: int = option(1, "steps between events")
     trace: bool = option(False, "record spans into the trace ring")
-    trace_capacity: int = option(65536, "records of the trace ring")
+    trace_capacity: int = option(65536, "records of the trace ring", bounds="[1, inf)")
     faults: str | None = option(None, "JSON list of faults for demonstration; needs --trace")
 
 
