@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -23,12 +22,7 @@ from megatronapp_operator.controller.settings import Settings
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.metrics import OperatorMetrics
 
-pytestmark = [
-    pytest.mark.asyncio,
-    # Services are cancelled amid requests here; a connection in the making then leaves its socket to the collector.
-    pytest.mark.filterwarnings("ignore:.*unclosed <socket:pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-]
+pytestmark = pytest.mark.asyncio
 DEADLINE_S = 60.0
 
 
@@ -68,7 +62,6 @@ async def serving(
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            gc.collect()  # here, and not in another file's test
 
 
 async def running(service: Service) -> None:

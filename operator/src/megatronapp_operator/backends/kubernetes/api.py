@@ -23,6 +23,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import GROUP, VERSION
+from megatronapp_operator.backends.kubernetes.connections import Connections
 from megatronapp_operator.backends.kubernetes.errors import (
     ApiError,
     ConflictError,
@@ -93,12 +94,19 @@ async def connect(*, kubeconfig: str | None = None, context: str | None = None) 
     else:
         await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
     settings.proxy = settings.proxy or _proxy_for(settings.host or "")
-    async with ApiClient(configuration=settings) as client:
-        # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
-        session = client.rest_client.pool_manager
-        client.rest_client.pool_manager = aiohttp.ClientSession(connector=session.connector, read_bufsize=READ_BUFFER)
-        session.detach()
-        yield Api(client)
+    connections = Connections()
+    try:
+        async with ApiClient(configuration=settings) as client:
+            # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
+            session = client.rest_client.pool_manager
+            connector = aiohttp.TCPConnector(
+                limit=session.connector.limit, ssl=session.connector._ssl, socket_factory=connections.make
+            )
+            client.rest_client.pool_manager = aiohttp.ClientSession(connector=connector, read_bufsize=READ_BUFFER)
+            await session.close()
+            yield Api(client)
+    finally:
+        await connections.close()
 
 
 def _proxy_for(host: str) -> str | None:

@@ -1,0 +1,67 @@
+"""What a session to an API server leaves behind."""
+
+import asyncio
+import contextlib
+import pathlib
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import yaml
+
+from megatronapp_operator.backends.kubernetes.api import PODS, connect
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.contextmanager
+def silent_server(folder: pathlib.Path) -> Iterator[tuple[int, threading.Semaphore]]:
+    """A TLS server that reads each request and then neither answers nor closes; its port, and the requests read."""
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=server"
+    names = ("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key", "-out", "crt")
+    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True, cwd=folder)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "crt", folder / "key")
+    read, open_here = threading.Semaphore(0), contextlib.ExitStack()
+
+    def serve(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = open_here.enter_context(context.wrap_socket(listening.accept()[0], server_side=True))
+                connection.recv(1 << 16)
+                read.release()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        try:
+            yield listening.getsockname()[1], read
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            open_here.close()
+
+
+async def test_a_session_leaves_no_socket_of_a_cancelled_request(tmp_path: pathlib.Path) -> None:
+    with silent_server(tmp_path) as (port, read):
+        cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(tmp_path / "crt")}
+        document = {
+            "clusters": [{"name": "one", "cluster": cluster}],
+            "users": [{"name": "one", "user": {"token": "none"}}],
+            "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+            "current-context": "one",
+        }
+        (tmp_path / "kubeconfig").write_text(yaml.safe_dump(document), encoding="utf-8")
+        async with connect(kubeconfig=str(tmp_path / "kubeconfig")) as api:
+            requests = [asyncio.ensure_future(api.list_objects(PODS, "default")) for _ in range(2)]
+            for _ in requests:
+                await asyncio.to_thread(read.acquire)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+        found = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+        assert found == []
