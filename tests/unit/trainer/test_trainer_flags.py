@@ -471,6 +471,7 @@ def test_flags_that_nearly_every_script_has_are_taken(flags: str) -> None:
         ("--hysteresis 2", "write --bf16"),
         ("--use-rotary-position-embeddings", "give --position-embedding-type rope"),
         ("--pipeline-model-parallel-layout Et*4|L", "--decoder-first-pipeline-num-layers"),
+        ("--data-parallel-random-init", "leave it out: all replicas begin with the same weights"),
         ("--trace-granularity full", "every step of a traced job is recorded"),
         ("--continuous-trace-iterations 2", "megatronapp trace export"),
         ("--workload 8", "MegaDPP"),

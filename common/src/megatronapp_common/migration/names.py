@@ -30,6 +30,11 @@ FLAGS: Final[dict[str, str]] = {
     "--sequence-parallel": f"{_SAME}; in a manifest spec.parallelism.sequenceParallel",
     "--pipeline-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.pipeline",
     "--num-layers-per-virtual-pipeline-stage": f"{_SAME}; in a manifest spec.parallelism.virtualPipeline (chunks)",
+    "--pipeline-model-parallel-layout": "is not supported; give --decoder-first-pipeline-num-layers, "
+    "--decoder-last-pipeline-num-layers, or --account-for-embedding-in-pipeline-split, "
+    "--account-for-loss-in-pipeline-split",
+    "--data-parallel-random-init": "leave it out: all replicas begin with the same weights, as with it there; the rest "
+    "of its meaning, other dropout masks on each replica, is not supported",
     "--overlap-grad-reduce": f"{_SAME}; in a manifest spec.training.overlapGradReduce",
     "--use-distributed-optimizer": f"{_SAME}; in a manifest spec.training.useDistributedOptimizer",
     "--recompute-activations": _SAME,

@@ -57,9 +57,6 @@ ANSWERS = {
     **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), _FP16),
     "--use-rotary-position-embeddings": "give --position-embedding-type rope",
     "--no-position-embedding": "give --position-embedding-type rope or none",
-    "--pipeline-model-parallel-layout": "is not supported; give --decoder-first-pipeline-num-layers, "
-    "--decoder-last-pipeline-num-layers, or --account-for-embedding-in-pipeline-split, "
-    "--account-for-loss-in-pipeline-split",
 }
 """Flags of Megatron-LM and of old scripts that something here takes the place of."""
 _NEAR = 0.75
