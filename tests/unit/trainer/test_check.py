@@ -11,6 +11,7 @@ import pytest
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer import check
+from megatronapp_trainer.checkpoint import directory
 
 SHAPE = ("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8")
 FLAGS = (*SHAPE, "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.001", "--eval-iters", "0")
@@ -61,6 +62,33 @@ def test_a_checkpoint_of_another_program_is_named_before_anything_starts(tmp_pat
     save = tmp_path / "save"
     (save / "iter_0000001").mkdir(parents=True)  # it is resumed from, and --load is not looked at
     assert check.find_problems([*words, "--save", str(save)], 1) == []
+
+
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+def test_a_whole_checkpoint_of_ours_among_those_of_another_program_is_taken(tmp_path: pathlib.Path, flag: str) -> None:
+    folder = tmp_path / "there" / "iter_0000020" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    (folder / "model_optim_rng.pt").touch()
+    words = [*FLAGS, *MOCK, flag, str(tmp_path / "there")]
+    (problem,) = check.find_problems(words, 1)
+    assert (problem.code, problem.flags) == (ExitCode.DATA, (flag,))
+    ours = tmp_path / "there" / "iter_0000040"
+    ours.mkdir()
+    manifest = directory.Manifest(
+        iteration=40,
+        consumed_samples=40,
+        skipped_iterations=0,
+        attempt=0,
+        layout={},
+        optimizer=None,
+        random_states=False,
+        arguments={},
+    )
+    directory.seal(ours, manifest)
+    assert check.find_problems(words, 1) == []
+    (ours / directory.MANIFEST).write_text("{")
+    (problem,) = check.find_problems(words, 1)
+    assert "in the legacy layout" in problem.message
 
 
 def test_what_can_be_trained_has_no_problem(tmp_path: pathlib.Path) -> None:

@@ -81,12 +81,19 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
 
 
 def _foreign_load(config: TrainerConfig) -> Problem | None:
-    """Where --load names what another program has written, and --save has no checkpoint that would be read first."""
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None or (save is not None and CheckpointDirectory(pathlib.Path(save)).checkpoints()):
-        return None
-    reason = foreign.answer(pathlib.Path(load))
-    return None if reason is None else Problem(code=ExitCode.DATA, flags=("--load",), message=reason)
+    """What another program has written where a rank would look for a checkpoint: first in --save, then in --load."""
+    folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
+    for flag, folder in folders.items():
+        if folder is None:
+            continue
+        directory = CheckpointDirectory(pathlib.Path(folder))
+        if directory.has_whole():
+            return None
+        if (reason := foreign.answer(directory.path)) is not None:
+            return Problem(code=ExitCode.DATA, flags=(flag,), message=reason)
+        if directory.checkpoints():  # damaged ones, which a rank reports
+            return None
+    return None
 
 
 def _data_problems(config: TrainerConfig, request: DatasetRequest) -> Iterator[Problem]:

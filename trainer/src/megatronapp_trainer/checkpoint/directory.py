@@ -95,6 +95,10 @@ class CheckpointDirectory:
         found = [(int(match[1]), entry) for entry in self.path.iterdir() if (match := _FINAL.fullmatch(entry.name))]
         return [entry for _, entry in sorted(found, reverse=True)]
 
+    def has_whole(self) -> bool:
+        """Whether any of them has its manifest, and every file at its size."""
+        return any(_is_whole(path) for path in self.checkpoints())
+
     def claim(self, claim: Claim) -> None:
         """Become the owner, and clear away what earlier claims left unfinished.
 
