@@ -11,6 +11,7 @@ import pytest
 
 from megatronapp_trainer.checkpoint.directory import read_manifest
 from megatronapp_trainer.convert.job import convert
+from megatronapp_trainer.convert.megatron.arguments import vocabulary_from
 from megatronapp_trainer.convert.options import MEGATRON, OURS, Options, Summary
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
@@ -108,6 +109,22 @@ def test_what_is_made_says_what_it_is_and_what_was_not_taken(split: pathlib.Path
     assert weights_of(tmp_path / "exact" / "iter_0000000").keys() == weights_of(summary.path / "iter_0000000").keys()
     back = convert(Options(load_dir=tmp_path / "out", save_dir=tmp_path / "hf"))
     assert back.family == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tokens"),
+    [
+        ({"vocab_size": 100}, 100),
+        ({"vocab_size": 100, "tokenizer_type": "Llama2Tokenizer"}, 100),
+        ({"vocab_size": 100, "tokenizer_type": "NullTokenizer"}, 101),
+        ({"vocab_size": 127, "tokenizer_type": "NullMultimodalTokenizer"}, 128),
+        ({"vocab_size": 128, "tokenizer_type": "NullTokenizer"}, 128),
+        ({"vocab_size": None, "tokenizer_type": "NullTokenizer"}, 128),
+        ({"vocab_size": 129}, 128),
+    ],
+)
+def test_the_end_of_documents_of_a_null_tokenizer_is_a_token_more(arguments: dict[str, Any], tokens: int) -> None:
+    assert vocabulary_from(arguments, 128) == tokens
 
 
 def test_one_iteration_may_be_named_in_two_ways(split: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -29,6 +29,8 @@ _UNSUPPORTED = {
     "experimental_attention_variant": "other kinds of attention",
 }
 """What no model of this trainer has, where the argument is set."""
+_WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers whose end of documents is one token more than `vocab_size` counts."""
 _NO_INTERPOLATION = ("rotary_seq_len_interpolation_factor", 1)
 
 
@@ -75,7 +77,9 @@ def model_from(arguments: Mapping[str, Any]) -> ModelConfig:
 def vocabulary_from(arguments: Mapping[str, Any], rows: int) -> int:
     """Tokens without padding: those that the arguments name, else all rows of the embedding."""
     value = arguments.get("vocab_size")
-    return value if isinstance(value, int) and 0 < value <= rows else rows
+    if not isinstance(value, int) or value < 1:
+        return rows
+    return min(rows, value + (arguments.get("tokenizer_type") in _WITHOUT_END))
 
 
 def tokenizer_words(arguments: Mapping[str, Any]) -> str | None:
