@@ -3,11 +3,11 @@
 import contextlib
 import pathlib
 import resource
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_training
 
 pytestmark = pytest.mark.torch
 
@@ -21,35 +21,17 @@ MODEL = (
 
 def build(flags: str) -> tuple[Any, Any]:
     """A run that is ready to train, and its checkpoint manager."""
-    warnings.simplefilter("ignore")
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
 
-    config = parse(f"{MODEL} {flags}".split())
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-    return run, CheckpointManager(config, layout)
-
-
-def train(run: Any, manager: Any) -> None:
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators
-    from megatronapp_trainer.signals import StopWish
-
-    iterators = build_iterators(run.config, run.layout, run.state.consumed_samples)
-    Trainer(run, iterators, stop_wish=StopWish(), checkpoints=manager).train()
+    run = small_training.prepare(f"{MODEL} {flags}")
+    return run, CheckpointManager(run.config, run.layout)
 
 
 def train_and_save(flags: str) -> None:
     """A run that saves after steps 2, 4 and so on."""
     run, manager = build(f"{flags} --save-interval 2")
     manager.load(run.state)
-    train(run, manager)
+    small_training.train(run, checkpoints=manager)
 
 
 def resume(flags: str) -> tuple[bool, int, list[str]]:

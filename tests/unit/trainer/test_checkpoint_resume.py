@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_training
 
 pytestmark = pytest.mark.torch
 
@@ -27,48 +28,11 @@ DISTRIBUTED = "--use-distributed-optimizer"
 TOLERANCE = 1e-5
 
 
-class Recorder:
-    """A reporter that keeps the losses."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.losses.append(metrics.loss)
-
-    def interval(self, metrics: Any, **_details: object) -> None:
-        pass
-
-    def state(self, state: str) -> None:
-        pass
-
-    def validation(self, iteration: int, loss: float, split: str) -> None:
-        pass
-
-
 def train(flags: str) -> list[float] | None:
     """Losses of a run, on the reporting rank; it resumes if there is something to resume from."""
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
-
-    config = parse(f"{MODEL} {flags}".split())
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-    manager = CheckpointManager(config, layout)
-    manager.load(run.state)
-    recorder: Any = Recorder() if layout.is_reporter else None
-    iterators = build_iterators(config, layout, run.state.consumed_samples)
-    Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder, checkpoints=manager).train()
-    destroy_groups()
-    return recorder.losses if recorder is not None else None
+    run, manager = small_training.resumed(f"{MODEL} {flags}")
+    recorder = small_training.train(run, checkpoints=manager)
+    return None if recorder is None else recorder.losses
 
 
 def losses_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:
@@ -165,28 +129,15 @@ def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path)
 
 def learn_on(folder: str) -> list[str]:
     """text_tokens.json of a model, of it fine-tuned, and once that was gone on with."""
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.groups import destroy_groups
 
     first, second = pathlib.Path(folder) / "first", pathlib.Path(folder) / "second"
     found: list[str] = []
-    layout = None
     for flags in (f"--save {first}", f"--load {first} --finetune --save {second}", f"--save {second} --no-load-optim"):
-        config = parse(f"{MODEL} {flags}".split())
-        if layout is None:
-            layout = layout_of(config)
-            device = prepare_device(layout.local_rank)
-            initialize_groups(config, layout, device)
-        run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
-        manager = CheckpointManager(config, layout)
-        manager.load(run.state)
+        run, manager = small_training.resumed(f"{MODEL} {flags}")
         run.state.iteration += 1
         manager.save(run.state)
-        path = pathlib.Path(config.checkpoint.save or "") / f"iter_{run.state.iteration:07d}" / "text_tokens.json"
+        path = pathlib.Path(run.config.checkpoint.save) / f"iter_{run.state.iteration:07d}" / "text_tokens.json"
         if "--load" not in flags and not found:
             path.write_text('{"before": [1], "after": [], "ends": [0, 7]}')
         found.append(path.read_text() if path.is_file() else "")

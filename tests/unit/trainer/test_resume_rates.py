@@ -2,11 +2,11 @@
 
 import math
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_training
 
 pytestmark = pytest.mark.torch
 
@@ -24,32 +24,16 @@ DISTRIBUTED = "--use-distributed-optimizer"
 
 def resume(folder: str, first: str, second: str) -> Any:
     """Groups after a resume and the rates of two more steps; or why it was refused."""
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.errors import CheckpointError
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
-    from megatronapp_trainer.signals import StopWish
 
     started = False
     for flags in (first, second):
-        config = parse(f"{MODEL} {flags} --save {folder}".split())
-        layout = layout_of(config)
-        device = prepare_device(layout.local_rank)
-        if not started:
-            initialize_groups(config, layout, device)
-        run = build_run(config, layout, device, vocab_size=32)
-        manager = CheckpointManager(config, layout)
         try:
-            resumed = manager.load(run.state)
+            run, manager = small_training.resumed(f"{MODEL} {flags} --save {folder}")
         except CheckpointError as error:
             return str(error)
-        assert resumed == started
-        iterators = build_iterators(config, layout, run.state.consumed_samples)
-        trainer = Trainer(run, iterators, stop_wish=StopWish(), checkpoints=manager)
+        assert (run.state.iteration > 0) == started
+        trainer = small_training.trainer_of(run, checkpoints=manager)
         if not started:
             for _ in range(3):
                 trainer.step()

@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import small_training
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import Kind
@@ -83,17 +83,10 @@ class Observer:
 
 def prepared(flags: str) -> tuple[Any, Any]:
     """A run and its iterators on this rank."""
-    warnings.simplefilter("ignore")
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
+    from megatronapp_trainer.setup import build_iterators
 
-    config = parse(f"{MODEL} {flags}".split())
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    return build_run(config, layout, device, vocab_size=120), build_iterators(config, layout, 0)
+    run = small_training.prepare(f"{MODEL} {flags}")
+    return run, build_iterators(run.config, run.layout, 0)
 
 
 def train(flags: str) -> dict[str, Any]:

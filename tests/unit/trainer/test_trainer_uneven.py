@@ -1,10 +1,10 @@
 """Samples with unequal numbers of tokens train alike over replicas and stages, by either weighting."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import small_training
 
 pytestmark = pytest.mark.torch
 
@@ -35,46 +35,21 @@ def uneven(batches: Iterator[Any], replica: int, replicas: int) -> Iterator[Any]
         yield batch
 
 
-class Recorder:
-    """A reporter that keeps losses and norms."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def step(self, metrics: Any, **_details: object) -> None:
-        self.values += [metrics.loss, metrics.grad_norm]
-
-    def state(self, state: str) -> None:
-        pass
-
-
-def train(flags: str) -> list[float] | None:
+def train(flags: str) -> list[tuple[float, float]] | None:
     """Loss and gradient norm of each step, on the reporting rank."""
-    warnings.simplefilter("ignore")
     from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.config import parse
-    from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.setup import build_iterators
 
-    config = parse(f"{MODEL} {flags}".split())
-    layout = layout_of(config)
-    device = prepare_device(layout.local_rank)
-    initialize_groups(config, layout, device)
-    run = build_run(config, layout, device, vocab_size=64)
-    masked = uneven(build_iterators(config, layout, 0).train, layout.data_rank, layout.data_size)
-    recorder: Any = Recorder() if layout.is_reporter else None
-    iterators = DataIterators(train=masked, valid=None, test=None)
-    Trainer(run, iterators, stop_wish=StopWish(), reporter=recorder).train()
-    destroy_groups()
-    return recorder.values if recorder is not None else None
+    run = small_training.prepare(f"{MODEL} {flags}")
+    layout = run.layout
+    masked = uneven(build_iterators(run.config, layout, 0).train, layout.data_rank, layout.data_size)
+    recorder = small_training.train(run, iterators=DataIterators(train=masked, valid=None, test=None))
+    return None if recorder is None else list(zip(recorder.losses, recorder.norms, strict=True))
 
 
 def values_of(run_ranks: RunRanks, world: int, flags: str) -> list[float]:
     (values,) = [values for values in run_ranks(world, train, flags) if values is not None]
-    return list(values)
+    return [number for step in values for number in step]
 
 
 @pytest.mark.parametrize("weighting", [pytest.param(PER_TOKEN, id="per-token"), pytest.param("", id="per-microbatch")])
