@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.checkpoint.directory import Manifest
 from megatronapp_trainer.config import DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, TrainingConfig
 
 CONFIG = TrainerConfig(
@@ -50,6 +52,35 @@ def test_another_order_of_samples_is_worth_a_word() -> None:
     assert "--seed (1234 there, 7 here)" in note
     assert "--train-iters (10 there, 20 here)" in note
     assert arguments.conflict(STORED, other, optimizer=True) is None
+
+
+def of_run(stored: dict[str, Any], order_samples: int | None = None) -> Manifest:
+    return Manifest(
+        iteration=2,
+        consumed_samples=4,
+        skipped_iterations=0,
+        attempt=0,
+        layout={},
+        optimizer="plain",
+        random_states=True,
+        arguments=stored,
+        order_samples=order_samples,
+    )
+
+
+def test_a_run_of_an_earlier_release_keeps_its_order_under_a_ramp_up() -> None:
+    """There all steps counted in full, and neither flag was kept."""
+    ramp = replace(CONFIG, training=replace(CONFIG.training, global_batch_size=16, rampup_batch_size=(2, 2, 100)))
+    new = json.loads(json.dumps(arguments.record(ramp)))
+    old = {flag: value for flag, value in new.items() if flag not in ("--train-samples", "--rampup-batch-size")}
+    assert arguments.order_samples(of_run(old), ramp, 1) == 160
+    assert arguments.order_samples(of_run(new), ramp, 1) is None
+    assert arguments.order_samples(of_run(new, 160), ramp, 1) == 160
+    assert arguments.order_samples(of_run(old), CONFIG, 1) is None
+    longer = replace(ramp, training=replace(ramp.training, train_iters=20))
+    for stored in (of_run(old), of_run(new, 160)):
+        assert arguments.order_samples(stored, longer, 1) is None
+        assert "in another order" in str(arguments.notes(stored.arguments, longer))
 
 
 def test_the_layout_does_not_matter() -> None:

@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from megatronapp_trainer.checkpoint.checksums import WrittenFile, first_damage
 from megatronapp_trainer.checkpoint.directory import (
     MANIFEST,
     BrokenCheckpointError,
     CheckpointDirectory,
     Claim,
     Manifest,
-    damaged_file,
     read_manifest,
 )
 from megatronapp_trainer.errors import StorageError, SupersededError
@@ -169,26 +169,17 @@ def test_every_file_reaches_the_disk_before_the_name(
 
     monkeypatch.setattr(os, "fsync", seen)
     monkeypatch.setattr(pathlib.Path, "rename", renamed)
-    final = directory.publish(temporary, manifest(3), claim, {"__0_0.distcp": "crc32:of its writer"})
+    elsewhere = WrittenFile(size=9, checksum="of a rank whose file this node does not see yet")
+    written = {"__0_0.distcp": WrittenFile(size=20, checksum="of its writer"), "__1_0.distcp": elsewhere}
+    final = directory.publish(temporary, manifest(3), claim, written)
     before = done[: done.index("rename iter_0000003")]
     assert {"common.pt", "metadata.json", ".metadata", temporary.name} <= set(before)
     assert any(name.startswith(MANIFEST) for name in before)
+    (final / "__1_0.distcp").write_bytes(b"elsewhere")
     stored = read_manifest(final)
     assert stored.checksums.keys() == stored.files.keys()
-    assert stored.checksums["__0_0.distcp"] == "crc32:of its writer"
-    assert stored.checksums["common.pt"] == f"crc32:{zlib.crc32(b'common.pt'):08x}"
-
-
-def test_a_changed_byte_is_found(directory: CheckpointDirectory) -> None:
-    final = write(directory, 3, claimed(directory))
-    checksums = read_manifest(final).checksums
-    assert damaged_file(final, checksums) is None
-    (final / "data.distcp").write_bytes(b"weighty")
-    assert len(b"weighty") == read_manifest(final).files["data.distcp"]
-    assert str(damaged_file(final, checksums)).startswith("its file data.distcp is damaged")
-    assert damaged_file(final, checksums, 1, 2) is None  # the share of another rank
-    (final / "data.distcp").unlink()
-    assert str(damaged_file(final, checksums)).startswith("its file data.distcp cannot be read")
+    assert (stored.files["__1_0.distcp"], stored.checksums["__0_0.distcp"]) == (9, "of its writer")
+    assert stored.checksums["common.pt"] == f"crc32/67108864:{zlib.crc32(b'common.pt'):08x}"
 
 
 def test_readers_of_weights_alone_do_not_read_the_optimizer_for_its_checksum(directory: CheckpointDirectory) -> None:
@@ -199,9 +190,14 @@ def test_readers_of_weights_alone_do_not_read_the_optimizer_for_its_checksum(dir
     assert replace(stored, optimizer=None).checksums_for(weights_alone=True).keys() == {"data.distcp"}
 
 
-def test_a_checkpoint_of_the_first_format_is_read(directory: CheckpointDirectory) -> None:
+def test_checkpoints_of_earlier_formats_are_read(directory: CheckpointDirectory) -> None:
     final = write(directory, 3, claimed(directory))
     content = json.loads((final / MANIFEST).read_text())
+    content |= {"format": 2, "checksums": {"data.distcp": f"crc32:{zlib.crc32(b'weights'):08x}"}}
+    (final / MANIFEST).write_text(json.dumps(content))
+    assert first_damage(final, read_manifest(final).checksums) is None
+    (final / "data.distcp").write_bytes(b"weighty")
+    assert "data.distcp is damaged from byte 0 to its end" in str(first_damage(final, read_manifest(final).checksums))
     del content["checksums"]
     (final / MANIFEST).write_text(json.dumps({**content, "format": 1}))
     stored = read_manifest(final)

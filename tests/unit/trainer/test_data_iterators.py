@@ -53,7 +53,12 @@ def call(run_ranks: RunRanks) -> RunRanks:
     return run
 
 
-def open_iterators(flags: str, consumed_samples: int = 0, filtered: Literal["ignore", "always"] = "ignore") -> Any:
+def open_iterators(
+    flags: str,
+    consumed_samples: int = 0,
+    filtered: Literal["ignore", "always"] = "ignore",
+    order_samples: int | None = None,
+) -> Any:
     warnings.simplefilter(filtered)
     import torch.distributed as dist
 
@@ -64,13 +69,23 @@ def open_iterators(flags: str, consumed_samples: int = 0, filtered: Literal["ign
     config = parse(flags.split())
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return build_train_valid_test_iterators(config, layout_of(config), consumed_samples)
+    return build_train_valid_test_iterators(config, layout_of(config), consumed_samples, order_samples=order_samples)
 
 
 def rows(flags: str, microbatches: int, consumed_samples: int = 0, split: str = "train") -> list[list[int]]:
     """Tokens of this rank's next microbatches, row by row."""
     iterator = getattr(open_iterators(flags, consumed_samples), split)
     return [row for _ in range(microbatches) for row in next(iterator)["tokens"].tolist()]
+
+
+def orders_of_a_ramp_up(flags: str) -> list[list[list[int]]]:
+    """The first samples of a run in full batches, and of its ramp-up in the order of that run and in its own."""
+    found = []
+    ramp = "--rampup-batch-size 2 2 200"
+    for more, order_samples in (("", None), (ramp, 60 * 8), (ramp, None)):
+        iterator = open_iterators(f"{flags} --train-iters 60 {more}", order_samples=order_samples).train
+        found.append([row for _ in range(12) for row in next(iterator)["tokens"].tolist()])
+    return found
 
 
 def interleaved(ranks: list[list[list[int]]], microbatches: int) -> list[list[int]]:
@@ -95,6 +110,12 @@ def test_reading_ahead_changes_nothing(flags: str, call: RunRanks) -> None:
     (plain,) = call(1, rows, f"{flags} --num-workers 0", 6)
     (ahead,) = call(1, rows, f"{flags} --num-workers 3", 6)
     assert plain == ahead
+
+
+def test_a_ramp_up_may_keep_the_order_of_an_earlier_count(flags: str, call: RunRanks) -> None:
+    ((full, kept, own),) = call(1, orders_of_a_ramp_up, flags)
+    assert kept == full
+    assert own != full  # else this corpus does not show it
 
 
 def warnings_of_building(flags: str) -> list[str]:

@@ -4,7 +4,6 @@ import errno
 import os
 import pathlib
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ T = TypeVar("T")
 _TRANSIENT = frozenset({errno.ESTALE, errno.EIO})
 PAUSES_S = (0.1, 0.4, 1.5, 4.0)
 """Between the tries of `patiently`."""
-_CHUNK_BYTES = 8 << 20
 
 
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
@@ -47,15 +45,6 @@ def sync_file(path: pathlib.Path) -> None:
     """Bring the content of a file to the disk."""
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
-
-
-def checksum(path: pathlib.Path) -> str:
-    """CRC-32 of a file's content, with the name of the method in front."""
-    value = 0
-    with path.open("rb", buffering=0) as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return f"crc32:{value:08x}"
 
 
 def patiently(work: Callable[[], T], *, pauses_s: Sequence[float] = PAUSES_S) -> T:

@@ -69,7 +69,7 @@ def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish:
     run = dataclasses.replace(run, config=config)
     if reporter is not None and done.iteration:
         reporter.resumed(done.iteration, done.consumed_samples, total_iterations=config.training.train_iters)
-    iterators = build_iterators(config, layout, done.consumed_samples)
+    iterators = build_iterators(config, layout, done.consumed_samples, order_samples=done.order_samples)
     with contextlib.ExitStack() as stack:
         if reporter is not None:
             stack.callback(reporter.close)

@@ -75,12 +75,14 @@ def vocab_size_of(config: TrainerConfig) -> int:
     return vocabulary_size(config)
 
 
-def build_iterators(config: TrainerConfig, layout: Layout, consumed_samples: int) -> DataIterators:
-    """Microbatches of this rank from the given sample on."""
+def build_iterators(
+    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+) -> DataIterators:
+    """Microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
     if config.data.mock_data:
         from megatronapp_trainer.mock import build_mock_iterators
 
         return build_mock_iterators(config, layout, consumed_samples)
     from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
 
-    return build_train_valid_test_iterators(config, layout, consumed_samples)
+    return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)

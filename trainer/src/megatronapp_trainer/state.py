@@ -12,6 +12,8 @@ class TrainState:
     """Steps done."""
     consumed_samples: int = 0
     """Training samples used so far, over all replicas; where the next step begins to read."""
+    order_samples: int | None = None
+    """For how many samples the order of the training data is drawn, where the flags give another number."""
     skipped_iterations: int = 0
     """Steps whose update the optimizer refused."""
     chunks: list[Any]

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatronapp_trainer.checkpoint import schedules
+from megatronapp_trainer.checkpoint.directory import Manifest
 from megatronapp_trainer.config import DataConfig, ModelConfig, TrainerConfig, build_parser
 from megatronapp_trainer.config.fields import read_section
 from megatronapp_trainer.data.vocabulary import load_vocabulary
@@ -138,6 +140,19 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
     if not differences:
         return None
     return f"samples come in another order than before, because this run differs in {_words(differences)}"
+
+
+def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:
+    """For how many samples the order of a run that is resumed is drawn, where its flags give another number.
+
+    Releases before --train-samples took the steps of a ramp-up for full ones when they counted.
+    """
+    training = config.training
+    if notes(stored.arguments, config) is not None:
+        return None
+    if schedules.counted_in_full(stored.arguments, config):
+        return training.train_iters * config.global_batch_size(data_size)
+    return stored.order_samples
 
 
 def _compared(config: TrainerConfig) -> dict[str, Getter]:

@@ -25,18 +25,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from megatronapp_trainer.checkpoint.checksums import WrittenFile, checksum_of
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.files import checksum, patiently, sync_directory, sync_file, write_atomically
+from megatronapp_trainer.files import patiently, sync_directory, sync_file, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWNER = "owner.json"
 MANIFEST = "megatronapp.json"
-FORMAT = 2
-_FORMATS = (1, FORMAT)
-"""That can be read; the first has no checksums."""
+FORMAT = 3
+_FORMATS = (1, 2, FORMAT)
+"""That can be read; the first has no checksums, the second has one of each whole file."""
 KEPT_AT_LEAST = 2
 """Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
-_DATA_SUFFIX = ".distcp"
+DATA_SUFFIX = ".distcp"
 _FINAL = re.compile(r"iter_(\d+)")
 _TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+")
 _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
@@ -66,6 +67,8 @@ class Manifest:
     files: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     """Of every file; empty in checkpoints of format 1."""
+    order_samples: int | None = None
+    """As in `TrainState`."""
     format: int = FORMAT
 
     def checksums_for(self, *, weights_alone: bool) -> dict[str, str]:
@@ -75,7 +78,7 @@ class Manifest:
         """
         if not weights_alone or self.optimizer is None:
             return self.checksums
-        return {name: value for name, value in self.checksums.items() if not name.endswith(_DATA_SUFFIX)}
+        return {name: value for name, value in self.checksums.items() if not name.endswith(DATA_SUFFIX)}
 
 
 class BrokenCheckpointError(Exception):
@@ -150,10 +153,10 @@ class CheckpointDirectory:
         temporary: pathlib.Path,
         manifest: Manifest,
         claim: Claim,
-        checksums: Mapping[str, str] | None = None,
+        written: Mapping[str, WrittenFile] | None = None,
     ) -> pathlib.Path:
-        """Give a fully written checkpoint its name and make it the newest one; `checksums` as in `seal`."""
-        seal(temporary, manifest, checksums)
+        """Give a fully written checkpoint its name and make it the newest one; `written` as in `seal`."""
+        seal(temporary, manifest, written)
         final = self.path / checkpoint_name(manifest.iteration)
         self.check_owner(claim)
         doomed = self._move_away(final, claim)
@@ -214,19 +217,19 @@ def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def seal(folder: pathlib.Path, manifest: Manifest, checksums: Mapping[str, str] | None = None) -> None:
+def seal(folder: pathlib.Path, manifest: Manifest, written: Mapping[str, WrittenFile] | None = None) -> None:
     """Write the manifest of a folder in which everything else lies already: from now on it is whole.
 
-    `checksums`: of files that their writers have brought to the disk; all others are brought there now.
+    `written`: files that their writers have brought to the disk. They are believed: a network file system may not show
+    what another node has just written. All other files are brought there now.
     """
-    sizes: dict[str, int] = {}
-    sums: dict[str, str] = {}
-    for entry in sorted(folder.iterdir()):
-        known = (checksums or {}).get(entry.name)
-        if known is None:
+    files = dict(written or {})
+    for entry in folder.iterdir():
+        if entry.name not in files:
             sync_file(entry)
-        sizes[entry.name] = entry.stat().st_size
-        sums[entry.name] = known or checksum(entry)
+            files[entry.name] = WrittenFile(size=entry.stat().st_size, checksum=checksum_of(entry))
+    sizes = {name: files[name].size for name in sorted(files)}
+    sums = {name: files[name].checksum for name in sorted(files)}
     content = asdict(manifest) | {"files": sizes, "checksums": sums}
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync_directory(folder)
@@ -280,15 +283,3 @@ def _check_sizes(checkpoint: pathlib.Path, manifest: Manifest) -> None:
             raise BrokenCheckpointError(f"its file {name} is missing ({error.strerror})") from error
         if found != size_bytes:
             raise BrokenCheckpointError(f"its file {name} has {found} bytes instead of {size_bytes}")
-
-
-def damaged_file(checkpoint: pathlib.Path, checksums: Mapping[str, str], part: int = 0, parts: int = 1) -> str | None:
-    """What is wrong with the first damaged file of every `parts`-th one, or None: each rank reads its share."""
-    for name in sorted(checksums)[part::parts]:
-        try:
-            found = checksum(checkpoint / name)
-        except OSError as error:
-            return f"its file {name} cannot be read ({error.strerror})"
-        if found != checksums[name]:
-            return f"its file {name} is damaged: its checksum is {found}, not {checksums[name]}"
-    return None

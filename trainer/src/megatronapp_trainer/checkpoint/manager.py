@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.checkpoint import arguments, foreign, schedules
+from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.content import Parts, restore, sharded_state
 from megatronapp_trainer.checkpoint.directory import (
     BrokenCheckpointError,
@@ -98,12 +99,12 @@ class CheckpointManager:
         temporary = directory.temporary(state.iteration, claim)
         try:
             on_rank_zero(lambda: directory.begin(state.iteration, claim))
-            checksums = self._write(state, temporary)
-            on_rank_zero(lambda: self._publish(directory, state, temporary, claim, checksums))
+            written = self._write(state, temporary)
+            on_rank_zero(lambda: self._publish(directory, state, temporary, claim, written))
         except (OSError, WriteFailedError, TrainerError, RuntimeError) as error:
             self._give_up(error, temporary)
 
-    def _write(self, state: TrainState, temporary: pathlib.Path) -> dict[str, str]:
+    def _write(self, state: TrainState, temporary: pathlib.Path) -> dict[str, WrittenFile]:
         on_all_ranks(lambda: _require_shared(temporary))
         content = sharded_state(state, self._layout, self._saved_parts(), loading=False)
         return write(content, temporary)
@@ -114,11 +115,11 @@ class CheckpointManager:
         state: TrainState,
         temporary: pathlib.Path,
         claim: Claim,
-        checksums: dict[str, str],
+        written: dict[str, WrittenFile],
     ) -> None:
         if self._text_tokens is not None:
             (temporary / text_tokens.FILE).write_bytes(self._text_tokens)
-        directory.publish(temporary, self._manifest(state, claim), claim, checksums)
+        directory.publish(temporary, self._manifest(state, claim), claim, written)
         if (keep := self._config.checkpoint.keep_last) is not None:
             directory.prune(keep, claim, published=state.iteration)
 
@@ -158,6 +159,7 @@ class CheckpointManager:
             optimizer=kind if parts.optimizer else None,
             random_states=parts.random_states,
             arguments=arguments.record(self._config),
+            order_samples=state.order_samples,
         )
 
     def _saved_parts(self) -> Parts:
@@ -222,6 +224,7 @@ class CheckpointManager:
             state.iteration = manifest.iteration
             state.consumed_samples = manifest.consumed_samples
             state.skipped_iterations = manifest.skipped_iterations
+            state.order_samples = arguments.order_samples(manifest, self._config, self._layout.data_size)
         self._tell(candidate.path, manifest, parts)
 
     def _check_schedules(

@@ -20,6 +20,11 @@ _ADVICE = (
     "(in a manifest: spec.args: [--override-opt_param-scheduler])"
 )
 
+_COUNTED_IN_FULL = (
+    "the release that wrote it took the steps of --rampup-batch-size for full ones when it counted samples, which "
+    "--use-checkpoint-opt_param-scheduler goes on with; "
+)
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -124,7 +129,18 @@ def conflict(
         return None
     batches = _batch(there, arguments_there), _batch(here, _lengths(config))
     words = ", ".join(_words(different, there, here, batches))
-    return f"this run's schedules differ from the checkpoint's in {words}; {_ADVICE}"
+    why = _COUNTED_IN_FULL if counted_in_full(arguments_there, config) else ""
+    return f"this run's schedules differ from the checkpoint's in {words}; {why}{_ADVICE}"
+
+
+def counted_in_full(arguments_there: Mapping[str, Any], config: TrainerConfig) -> bool:
+    """Whether the checkpoint is of a release that counted the samples of a ramp-up's steps with the final batch size.
+
+    It did not keep --rampup-batch-size, which must be given again.
+    """
+    ours = config.training
+    ramp_up = ours.rampup_batch_size is not None and ours.train_samples is None
+    return ramp_up and "--train-samples" not in arguments_there
 
 
 _ADAM = (

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError, damaged_file
+from megatronapp_trainer.checkpoint.checksums import WrittenFile, first_damage
+from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.checkpoint.writer import SummedWriter
 from megatronapp_trainer.collective import Agreement, gather_from_all, on_all_ranks, on_rank_zero, rank, world_size
 from megatronapp_trainer.errors import CheckpointError
-from megatronapp_trainer.files import checksum
 from megatronapp_trainer.quiet import saving
 
 _BACKEND = ("torch_dist", 1)
@@ -27,8 +27,8 @@ class WriteFailedError(Exception):
     """Files could not be written. Never leaves this package."""
 
 
-def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, str]:
-    """Write this rank's part of `content`; the checksums of what all ranks have written; collective.
+def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, WrittenFile]:
+    """Write this rank's part of `content`; sizes and checksums of the data files of all ranks; collective.
 
     Raises:
         WriteFailedError: on every rank, with the first cause.
@@ -49,26 +49,22 @@ def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, str]:
     on_rank_zero(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, directory))
     grouped, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     tensors = mcore_to_pyt_state_dict(grouped)
+    writer = SummedWriter(directory)
     try:
-        save_state(
-            tensors,
-            storage_writer=FileSystemWriter(directory, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(flatten_state_dict=False),
-        )
+        save_state(tensors, storage_writer=writer, planner=MCoreSavePlanner(flatten_state_dict=False))
     except CheckpointException as error:
         raise WriteFailedError(_first_failure(error)) from error
     on_rank_zero(lambda: save_config(CheckpointingConfig(*_BACKEND), str(directory)))
-    own = on_all_ranks(lambda: {path.name: checksum(path) for path in directory.glob(f"__{rank()}_*.distcp")})
-    return {name: value for part in gather_from_all(own) for name, value in part.items()}
+    return {name: file for part in gather_from_all(writer.written()) for name, file in part.items()}
 
 
 def verify(directory: pathlib.Path, checksums: Mapping[str, str]) -> None:
-    """Read every file once, each rank its share of them, and compare; collective.
+    """Read every block of every file once, each rank its share of them, and compare; collective.
 
     Raises:
-        BrokenCheckpointError: on every rank, with the first damaged file.
+        BrokenCheckpointError: on every rank, with the first damaged block.
     """
-    flaws = gather_from_all(damaged_file(directory, checksums, rank(), world_size()))
+    flaws = gather_from_all(on_all_ranks(lambda: first_damage(directory, checksums, part=rank(), parts=world_size())))
     for flaw in flaws:
         if flaw is not None:
             raise BrokenCheckpointError(flaw)

@@ -129,11 +129,11 @@ def write_ours(source: Source, options: Options, target: pathlib.Path) -> Summar
     source.origin.write(folder)
     text_tokens_in(folder, options).write(folder)
     pieces = list(_pieces(source, options))
-    store.write(pieces, source.shape.model.num_layers, folder)
+    written = store.write(pieces, source.shape.model.num_layers, folder)
     kinds = {piece.dtype for piece in pieces}
     tokenizer = tokenizer_arguments(folder)
     stored = arguments.record_weights(source.shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
-    seal(folder, manifest_of(stored))
+    seal(folder, manifest_of(stored), written)
     (target / TRACKER).write_text(str(_ITERATION), encoding="utf-8")
     final = options.save_dir / folder.name
     return Summary(

@@ -151,14 +151,14 @@ def write_weights(source: MegatronSource, options: Options, target: pathlib.Path
         text_tokens_in(folder, options).write(folder)
     pieces = list(_pieces(source, options))
     try:
-        store.write(pieces, source.shape.model.num_layers, folder)
+        written = store.write(pieces, source.shape.model.num_layers, folder)
     except BrokenCheckpointError as error:
         raise CheckpointError(f"{source.folder}: {error}") from error
     kinds = {piece.dtype for piece in pieces}
     tokenizer = tokenizer_arguments(folder)
     shape = source.with_padding(options.divisible_by)
     stored = stored_arguments.record_weights(shape.trainer_config(bf16=kinds == {torch.bfloat16})) | tokenizer
-    seal(folder, manifest_of(stored))
+    seal(folder, manifest_of(stored), written)
     (target / TRACKER).write_text("0", encoding="utf-8")
     final = options.save_dir / folder.name
     return Summary(

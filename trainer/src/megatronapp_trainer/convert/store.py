@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,7 +37,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatronapp_trainer.checkpoint.checksums import WrittenFile
 from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.checkpoint.writer import SummedWriter
 from megatronapp_trainer.convert.megatron.pickles import read_plain
 
 _FORMAT = {
@@ -126,14 +128,14 @@ def _saved(value: object) -> io.BytesIO:
     return stream
 
 
-def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> None:
-    """Write all pieces of a model into an empty folder, without its manifest.
+def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> dict[str, WrittenFile]:
+    """Write all pieces of a model into an empty folder, without its manifest; sizes and checksums of the data files.
 
     Raises:
         OSError: the folder could not be written.
         Exception: what reading a piece raises.
     """
-    writer = FileSystemWriter(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
+    writer = SummedWriter(folder, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
         try:
@@ -142,6 +144,7 @@ def write(pieces: Sequence[Piece], layers: int, folder: pathlib.Path) -> None:
             raise first_cause(error) from error
     torch.save({"iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(_FORMAT), encoding="utf-8")
+    return writer.written()
 
 
 def first_cause(error: CheckpointException) -> BaseException:

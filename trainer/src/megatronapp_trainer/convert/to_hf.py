@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.checkpoint import arguments
+from megatronapp_trainer.checkpoint.checksums import first_damage
 from megatronapp_trainer.checkpoint.directory import (
     MANIFEST,
     BrokenCheckpointError,
     CheckpointDirectory,
     Manifest,
-    damaged_file,
     read_manifest,
 )
 from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
@@ -73,7 +73,7 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
             continue
         if iteration not in (None, manifest.iteration):
             continue
-        flaw = damaged_file(folder, manifest.checksums_for(weights_alone=True))
+        flaw = first_damage(folder, manifest.checksums_for(weights_alone=True))
         if flaw is None:
             return folder, manifest
         flaws.append(f"{folder.name}: {flaw}")

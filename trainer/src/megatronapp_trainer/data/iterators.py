@@ -24,8 +24,12 @@ def vocabulary_size(config: TrainerConfig) -> int:
     return load_vocabulary(config.data).vocab_size
 
 
-def build_train_valid_test_iterators(config: TrainerConfig, layout: Layout, consumed_samples: int) -> DataIterators:
+def build_train_valid_test_iterators(
+    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+) -> DataIterators:
     """Microbatches of this rank's replica; training goes on after `consumed_samples`. Collective over all ranks.
+
+    `order_samples` as in `TrainState`.
 
     Validation and test repeat after `--eval-iters` global batches, so that every evaluation sees the same samples, even
     after a resume and at another number of replicas. They are None where there is nothing to evaluate on. Only rank 0
@@ -39,7 +43,10 @@ def build_train_valid_test_iterators(config: TrainerConfig, layout: Layout, cons
         DataError: the data is missing, damaged or too short; on every rank, naming the one that found it.
     """
     request, vocabulary = on_all_ranks(
-        lambda: (dataset_request(config, layout.data_size), load_vocabulary(config.data))
+        lambda: (
+            dataset_request(config, layout.data_size, order_samples=order_samples),
+            load_vocabulary(config.data),
+        )
     )
     datasets: list[SampleDataset | None] = []
     for turn in (layout.rank == 0, layout.rank != 0 and layout.local_rank == 0, layout.local_rank != 0):

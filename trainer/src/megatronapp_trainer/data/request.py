@@ -13,9 +13,13 @@ def sample_counts(config: TrainerConfig, data_size: int) -> tuple[int, int, int]
     return batch_schedule(config, data_size).samples_of(training.train_iters), evaluation, evaluation
 
 
-def dataset_request(config: TrainerConfig, data_size: int) -> DatasetRequest:
-    """The datasets of a run of `data_size` replicas. Raises UsageError for a blend that is none."""
+def dataset_request(config: TrainerConfig, data_size: int, *, order_samples: int | None = None) -> DatasetRequest:
+    """The datasets of a run of `data_size` replicas; `order_samples` as in `TrainState`.
+
+    Raises UsageError for a blend that is none.
+    """
     data = config.data
+    training, *others = sample_counts(config, data_size)
     blend, per_split = blends_from_flags(
         data.data_path, (data.train_data_path, data.valid_data_path, data.test_data_path)
     )
@@ -23,7 +27,7 @@ def dataset_request(config: TrainerConfig, data_size: int) -> DatasetRequest:
         blend=blend,
         blend_per_split=per_split,
         split=data.split or DEFAULT_SPLIT,
-        samples=sample_counts(config, data_size),
+        samples=(order_samples or training, others[0], others[1]),
         sequence_length=config.model.seq_length,
         seed=config.training.seed,
         cache_path=data.data_cache_path,

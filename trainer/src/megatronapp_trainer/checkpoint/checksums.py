@@ -1,0 +1,181 @@
+"""Checksums of a checkpoint's files: computed while a file is written, and compared by all ranks before it is read.
+
+A checksum is a text in the manifest. `crc32/67108864:1c291ca3 ffffffff` holds the CRC-32 of each block of 64 MiB in
+turn, the last one shorter, so that ranks and threads can share one large file and damage has a place in it. Releases
+before wrote `crc32:1c291ca3`, of a whole file, which is read too. The files themselves have no other format.
+"""
+
+import functools
+import io
+import os
+import pathlib
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatronapp_trainer.files import patiently
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+BLOCK_BYTES = 64 << 20
+THREADS = 4
+"""Of one rank. zlib and the system calls run without Python's lock."""
+_READ_BYTES = 8 << 20
+_CHECKSUM = re.compile(r"crc32(?:/([1-9]\d*))?:([0-9a-f]{8}(?: [0-9a-f]{8})*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFile:
+    """Size and checksum of a file that has been synced."""
+
+    size: int
+    checksum: str
+
+
+class BlockSums:
+    """The checksum of bytes that are given in turn."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._done: list[int] = []
+        self._current = 0
+        self._room = block_bytes
+
+    def update(self, data: "ReadableBuffer") -> None:
+        """Add bytes."""
+        rest = memoryview(data).cast("B")
+        while len(rest) > 0:
+            if self._room == 0:
+                self._done.append(self._current)
+                self._current, self._room = 0, self._block_bytes
+            part, rest = rest[: self._room], rest[self._room :]
+            self._current = zlib.crc32(part, self._current)
+            self._room -= len(part)
+
+    def text(self) -> str:
+        """The checksum of all bytes so far; no bytes are one empty block."""
+        return f"crc32/{self._block_bytes}:" + " ".join(f"{value:08x}" for value in [*self._done, self._current])
+
+
+class SummedFile(io.BufferedWriter):
+    """A new file that takes bytes from front to back, and is on the disk when it is closed."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._sums = BlockSums()
+        self._size = 0
+
+    def write(self, data: "ReadableBuffer") -> int:
+        """Write all of `data`."""
+        written = super().write(data)
+        self._sums.update(data)
+        self._size += written
+        return written
+
+    def seek(self, target: int, whence: int = io.SEEK_SET) -> int:
+        """Refuse: the checksum is that of bytes in turn."""
+        raise io.UnsupportedOperation("seek")
+
+    def close(self) -> None:
+        """Bring the content to the disk, with what is still in the buffer, and close."""
+        try:
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            super().close()
+
+    def written(self) -> WrittenFile:
+        """Size and checksum of what was written."""
+        return WrittenFile(size=self._size, checksum=self._sums.text())
+
+
+def checksum_of(path: pathlib.Path) -> str:
+    """The checksum of a file that lies there."""
+    sums = BlockSums()
+    with path.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_READ_BYTES):
+            sums.update(chunk)
+    return sums.text()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Block:
+    """A piece of a file and the checksum that it must have."""
+
+    file: str
+    offset: int
+    end: int | None
+    """None: the last block, which ends with the file."""
+    expected: int
+
+
+def first_damage(
+    folder: pathlib.Path, checksums: Mapping[str, str], *, part: int = 0, parts: int = 1, threads: int = THREADS
+) -> str | None:
+    """Describe the first damaged block of this share of all blocks; None where all are whole.
+
+    The blocks of all files are one sequence, of which each of the `parts` shares is one piece, for each rank to read
+    another one.
+    """
+    try:
+        blocks = [block for name in sorted(checksums) for block in _blocks(name, checksums[name])]
+    except ValueError as error:
+        return str(error)
+    share = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
+    with ThreadPoolExecutor(threads, thread_name_prefix="checksums") as pool:
+        flaws = (flaw for flaw in pool.map(functools.partial(_flaw, folder), share) if flaw is not None)
+        flaw = next(flaws, None)
+        pool.shutdown(wait=True, cancel_futures=True)
+    return flaw
+
+
+def _blocks(name: str, checksum: str) -> Iterator[_Block]:
+    match = _CHECKSUM.fullmatch(checksum)
+    if match is None:
+        raise ValueError(
+            f"the checksum of its file {name} is of a kind that this version does not know: {checksum:.40}"
+        )
+    values = match[2].split()
+    if match[1] is None and len(values) > 1:
+        raise ValueError(f"the checksum of its file {name} has {len(values)} values instead of one")
+    block_bytes = int(match[1] or 0)
+    for index, value in enumerate(values):
+        last = index == len(values) - 1
+        yield _Block(
+            file=name,
+            offset=index * block_bytes,
+            end=None if last else (index + 1) * block_bytes,
+            expected=int(value, 16),
+        )
+
+
+def _flaw(folder: pathlib.Path, block: _Block) -> str | None:
+    try:
+        found = patiently(lambda: _crc32(folder / block.file, block))
+    except OSError as error:
+        return f"its file {block.file} cannot be read ({error.strerror})"
+    if found == block.expected:
+        return None
+    until = "its end" if block.end is None else f"byte {block.end}"
+    return (
+        f"its file {block.file} is damaged from byte {block.offset} to {until}: the checksum there is {found:08x}, not "
+        f"{block.expected:08x}"
+    )
+
+
+def _crc32(path: pathlib.Path, block: _Block) -> int:
+    value, place = 0, block.offset
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(place)
+        while block.end is None or place < block.end:
+            chunk = stream.read(_READ_BYTES if block.end is None else min(_READ_BYTES, block.end - place))
+            if not chunk:
+                break
+            value = zlib.crc32(chunk, value)
+            place += len(chunk)
+    return value

@@ -1,0 +1,42 @@
+"""torch's file writer, with the size and the checksum of every data file as it is written."""
+
+import contextlib
+import io
+import os
+import pathlib
+from collections.abc import Iterator
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from megatronapp_trainer.checkpoint.checksums import SummedFile, WrittenFile
+from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX
+
+
+class SummedWriter(FileSystemWriter):
+    """Writes one data file in the calling thread, and brings it to the disk."""
+
+    def __init__(self, folder: pathlib.Path, *, per_thread_copy_ahead: int = 10_000_000) -> None:
+        # The files see to their own way to the disk, so that what they still buffer goes along.
+        super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=per_thread_copy_ahead)
+        self._files = _SummedFiles()
+        self.fs = self._files
+
+    def written(self) -> dict[str, WrittenFile]:
+        """The data files of this process, by name."""
+        return self._files.written
+
+
+class _SummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, WrittenFile] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb" or not os.fspath(path).endswith(DATA_SUFFIX):
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        place = pathlib.Path(path)
+        with SummedFile(place) as summed:
+            yield summed
+        self.written[place.name] = summed.written()
