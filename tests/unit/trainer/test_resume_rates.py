@@ -1,5 +1,6 @@
 """Rates of a resumed run: those of the flags, those of the checkpoint, or a refusal that names the flag."""
 
+import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -19,15 +20,39 @@ MODEL = (
 )
 FIRST = "--lr 1e-3 --min-lr 1e-4 --adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-7 --weight-decay 0.1"
 SECOND = "--lr 1e-4 --min-lr 1e-6 --adam-beta1 0.7 --adam-beta2 0.95 --adam-eps 1e-5 --weight-decay 0.2"
-DISTRIBUTED = "--use-distributed-optimizer"
+OPTIMIZERS = [
+    pytest.param("", id="plain"),
+    pytest.param("--use-distributed-optimizer", id="distributed"),
+]
 
 
-def resume(folder: str, first: str, second: str) -> Any:
-    """Groups after a resume and the rates of two more steps; or why it was refused."""
+def resume_of_earlier_release(folder: str, first: str, second: str) -> Any:
+    """As `resume`, of a checkpoint as it was written before the groups of --decoupled-lr had a mark."""
+    from megatron.core.optimizer import get_standard_config_overrides
+
+    from megatronapp_trainer import optim
+    from megatronapp_trainer.checkpoint import schedules
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "_group_overrides", get_standard_config_overrides)
+        patch.setattr(schedules, "state_of", lambda state: state.scheduler.state_dict())
+        assert resume(folder, first, None) is None
+    (path,) = pathlib.Path(folder).glob("iter_*/megatronapp.json")
+    manifest = json.loads(path.read_text())
+    for flag in ("--decoupled-lr", "--train-samples", "--rampup-batch-size"):
+        del manifest["arguments"][flag]
+    path.write_text(json.dumps(manifest))
+    return resume(folder, None, second)
+
+
+def resume(folder: str, first: str | None, second: str | None) -> Any:
+    """Groups after a resume and the rates of two more steps; or why it was refused. None: no such run."""
     from megatronapp_trainer.errors import CheckpointError
 
-    started = False
+    started = first is None
     for flags in (first, second):
+        if flags is None:
+            continue
         try:
             run, manager = small_training.resumed(f"{MODEL} {flags} --save {folder}")
         except CheckpointError as error:
@@ -39,6 +64,8 @@ def resume(folder: str, first: str, second: str) -> Any:
                 trainer.step()
             manager.save(run.state)
         started = True
+    if second is None:
+        return None
     found = [{name: value for name, value in group.items() if name != "params"} for group in groups_of(run)]
     rates = []
     for _ in range(2):
@@ -58,7 +85,7 @@ def cosine(step: int, largest: float, smallest: float, *, warmup: int = 2, decay
     return smallest + (largest - smallest) * 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("", id="plain"), pytest.param(DISTRIBUTED, id="distributed")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("choice", "values"),
     [
@@ -79,7 +106,7 @@ def test_a_resumed_run_trains_with_the_rates_it_asks_for(
     assert rates == [[pytest.approx(cosine(step, *rate))] * len(groups) for step in (3, 4)]
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("", id="plain"), pytest.param(DISTRIBUTED, id="distributed")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -107,7 +134,7 @@ def test_a_rate_of_embeddings_cannot_be_added_to_loaded_optimizer_state(
     assert "--no-load-optim" in reason
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("", id="plain"), pytest.param(DISTRIBUTED, id="distributed")])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("second", "decoupled"),
     [
@@ -121,6 +148,29 @@ def test_embeddings_keep_a_rate_of_their_own(
 ) -> None:
     first = f"{FIRST} {optimizer} --decoupled-lr 5e-3 --decoupled-min-lr 5e-4"
     ((groups, rates),) = run_ranks(1, resume, str(tmp_path), first, f"{FIRST} {optimizer} {second}")
+    ends = [(group["max_lr"], group["min_lr"]) for group in groups]
+    assert sorted(set(ends)) == [(1e-3, 1e-4), decoupled]
+    assert rates[0] == [pytest.approx(cosine(3, *pair)) for pair in ends]
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, pytest.param("--bf16", id="bf16")])
+@pytest.mark.parametrize(
+    ("second", "decoupled"),
+    [
+        ("--decoupled-lr 5e-3 --decoupled-min-lr 5e-4", (5e-3, 5e-4)),
+        ("--decoupled-lr 2e-3 --use-checkpoint-opt_param-scheduler", (5e-3, 5e-4)),
+        ("", None),
+    ],
+)
+def test_embeddings_with_a_rate_of_their_own_of_an_earlier_release(
+    run_ranks: RunRanks, tmp_path: pathlib.Path, optimizer: str, second: str, decoupled: tuple[float, float] | None
+) -> None:
+    first = f"{FIRST} {optimizer} --decoupled-lr 5e-3 --decoupled-min-lr 5e-4"
+    (found,) = run_ranks(1, resume_of_earlier_release, str(tmp_path), first, f"{FIRST} {optimizer} {second}")
+    if decoupled is None:
+        assert "--decoupled-lr (on there, off here); give the checkpoint's values" in found
+        return
+    groups, rates = found
     ends = [(group["max_lr"], group["min_lr"]) for group in groups]
     assert sorted(set(ends)) == [(1e-3, 1e-4), decoupled]
     assert rates[0] == [pytest.approx(cosine(3, *pair)) for pair in ends]

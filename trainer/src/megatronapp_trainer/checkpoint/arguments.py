@@ -19,6 +19,9 @@ def _vocab_size(data: DataConfig) -> int:
     return load_vocabulary(data).vocab_size
 
 
+DECOUPLED = "--decoupled-lr"
+"""In a manifest: whether it was given. Those of the first releases do not have it."""
+
 _MODEL: dict[str, Getter] = {
     "--num-layers": lambda c: c.model.num_layers,
     "--hidden-size": lambda c: c.model.hidden_size,
@@ -54,7 +57,7 @@ _OPTIMIZER: dict[str, Getter] = {
     "--use-distributed-optimizer": lambda c: c.parallel.use_distributed_optimizer,
     "--bf16": lambda c: c.precision.bf16,
     "--optimizer": lambda c: c.optimizer.optimizer,
-    "--decoupled-lr": lambda c: c.optimizer.decoupled_lr is not None,
+    DECOUPLED: lambda c: c.optimizer.decoupled_lr is not None,
 }
 """How optimizer state is stored."""
 

@@ -19,7 +19,7 @@ from megatronapp_trainer.checkpoint.directory import (
     Manifest,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, verify, write
+from megatronapp_trainer.checkpoint.storage import WriteFailedError, common_state, read, verify, write
 from megatronapp_trainer.collective import (
     Agreement,
     broadcast_from_zero,
@@ -208,11 +208,15 @@ class CheckpointManager:
             raise CheckpointError(f"{candidate.path}: {reason}")
         on_all_ranks(lambda: _require_shared(candidate.path))
         verify(candidate.path, manifest.checksums_for(weights_alone=not parts.optimizer))
+        if parts.optimizer and arguments.DECOUPLED not in manifest.arguments:
+            self._check_decoupled(candidate.path)
         template = on_all_ranks(lambda: sharded_state(state, self._layout, parts, loading=True))
         loaded = read(template, candidate.path)
         agreement = Agreement()
         with agreement.attempt():
             groups = schedules.remember_groups(state)
+            if parts.optimizer:
+                schedules.mark_decoupled_groups(loaded["optimizer"])
             if parts.progress:
                 self._check_schedules(loaded["opt_param_scheduler"], candidate.path, manifest, state)
             restore(state, loaded, parts)
@@ -226,6 +230,13 @@ class CheckpointManager:
             state.skipped_iterations = manifest.skipped_iterations
             state.order_samples = arguments.order_samples(manifest, self._config, self._layout.data_size)
         self._tell(candidate.path, manifest, parts)
+
+    def _check_decoupled(self, path: pathlib.Path) -> None:
+        """Compare what manifests of earlier releases do not contain. Collective."""
+        there = broadcast_from_zero(lambda: any(schedules.decoupled_groups(common_state(path)["optimizer"])))
+        reason = arguments.conflict({arguments.DECOUPLED: there}, self._config, optimizer=True)
+        if reason is not None:
+            raise CheckpointError(f"{path}: {reason}")
 
     def _check_schedules(
         self, stored: schedules.State, path: pathlib.Path, manifest: Manifest, state: TrainState

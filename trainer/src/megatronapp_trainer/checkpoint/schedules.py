@@ -76,6 +76,24 @@ def remember_groups(state: TrainState) -> Groups:
     )
 
 
+def decoupled_groups(optimizer: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401 - state, nested by kind of parameters
+    """The parameter groups of --decoupled-lr in an optimizer's stored state."""
+    if not isinstance(optimizer, dict):
+        return
+    yield from (group for group in optimizer.get("param_groups", ()) if not group.get("default_config", True))
+    for part in optimizer.values():
+        yield from decoupled_groups(part)
+
+
+def mark_decoupled_groups(optimizer: Any) -> None:  # noqa: ANN401
+    """Mark the groups of --decoupled-lr in loaded state, as earlier releases did not.
+
+    megatron-core finds groups by such marks, and would take one for another that differs in its rates alone.
+    """
+    for group in decoupled_groups(optimizer):
+        group["is_decoupled_lr"] = True
+
+
 def settle(state: TrainState, groups: Groups, there: State, ours: OptimizerConfig) -> None:
     """Give scheduler and parameter groups the values of the flags, or with the flag for it those of the checkpoint.
 
@@ -87,10 +105,11 @@ def settle(state: TrainState, groups: Groups, there: State, ours: OptimizerConfi
         _keep_schedule(scheduler, there)
     for group, own in zip(state.optimizer.param_groups, groups.settings, strict=True):
         loaded = {name: group[name] for name in _OF_ADAM if name in group}
+        rates = group.get("max_lr"), group.get("min_lr")
         group.update(own)
         if keep:
             group.update(loaded)
-            group["max_lr"], group["min_lr"] = _kept_rates(scheduler, there, own)
+            group["max_lr"], group["min_lr"] = _kept_rates(scheduler, there, own, rates)
     scheduler.step(0)
 
 
@@ -101,10 +120,12 @@ def _keep_schedule(scheduler: Any, there: State) -> None:  # noqa: ANN401 - Opti
     scheduler.lr_wsd_decay_style = there.get("lr_wsd_decay_style", scheduler.lr_wsd_decay_style)
 
 
-def _kept_rates(scheduler: Any, there: State, own: Mapping[str, Any]) -> tuple[Any, Any]:  # noqa: ANN401
-    """Largest and smallest rate of a group under the checkpoint's schedules."""
+def _kept_rates(scheduler: Any, there: State, own: Mapping[str, Any], loaded: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ANN401
+    """Largest and smallest rate of a group under the checkpoint's schedules; `loaded` are those of its group there."""
     if own["default_config"]:
         return scheduler.max_lr, scheduler.min_lr
+    if "decoupled_lr" not in there:  # an earlier release wrote it
+        return loaded
     decoupled = there.get("decoupled_lr"), there.get("decoupled_min_lr")
     return (
         scheduler.max_lr if decoupled[0] is None else decoupled[0],

@@ -92,6 +92,14 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
     return loaded
 
 
+def common_state(directory: pathlib.Path) -> dict[str, Any]:
+    """The part of a checkpoint that all ranks share. `verify` comes first."""
+    from megatron.core import dist_checkpointing
+
+    common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
+    return common
+
+
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
     text = f"{type(cause).__name__} on rank {rank}: {cause}"
