@@ -10,8 +10,8 @@ BELOW_EPHEMERAL = range(10_000, 20_000)
 
 
 @contextlib.contextmanager
-def held_ports(count: int) -> Iterator[list[int]]:
-    """Hold `count` free ports of 127.0.0.1 until the block ends.
+def held_ports(count: int, address: str = "127.0.0.1") -> Iterator[list[int]]:
+    """Hold `count` free ports of an address until the block ends.
 
     Each is bound and not listened on. Linux lets a second socket bind and listen if both set SO_REUSEADDR, as servers
     in Go, uvicorn and torch's store do, so that no other test is given the port between its choice and its use.
@@ -21,10 +21,10 @@ def held_ports(count: int) -> Iterator[list[int]]:
         while len(found) < count:
             port = BELOW_EPHEMERAL.start + secrets.randbelow(len(BELOW_EPHEMERAL))
             with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))  # without SO_REUSEADDR: refused where another test holds it
+                probe.bind((address, port))  # without SO_REUSEADDR: refused where another test holds it
                 probe.close()
                 held = stack.enter_context(socket.socket())
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                held.bind(("127.0.0.1", port))
+                held.bind((address, port))
                 found.append(port)
         yield found

@@ -9,6 +9,7 @@ from typing import Any
 import kube
 import pytest
 from kubernetes_asyncio.client import ApiClient, Configuration
+from ports import held_ports
 
 from megatronapp_operator.backends.kubernetes import errors
 from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, PODS, Api, Object, Resource, connect
@@ -121,9 +122,10 @@ async def test_a_server_that_is_not_there_or_does_not_answer(namespace: str) -> 
         async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(errors.UnavailableError, match="GET /api/v1/namespaces/test"):
                 await Api(client, request_s=0.2).get(CONFIG_MAPS, namespace, "one")
-    async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
-        with pytest.raises(errors.UnavailableError) as refused:
-            await Api(client).get(CONFIG_MAPS, namespace, "one")
+    with held_ports(1) as (port,):  # bound, and not listened on
+        async with ApiClient(configuration=Configuration(host=f"http://127.0.0.1:{port}")) as client:
+            with pytest.raises(errors.UnavailableError) as refused:
+                await Api(client).get(CONFIG_MAPS, namespace, "one")
     assert refused.value.status == 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from ports import held_ports
 
 from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_trainer.launch import machine, preflight, reach
@@ -136,9 +137,8 @@ async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path
 
 @pytest.mark.asyncio
 async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path) -> None:
-    async with reach.answering("127.0.0.3", b"") as port:
-        pass
-    found = await looked(briefing({0: 5, 1: port}), tmp_path)
+    with held_ports(1, "127.0.0.3") as (port,):
+        found = await looked(briefing({0: 5, 1: port}), tmp_path)
     assert found is not None
     assert found.message.startswith(
         f"worker 0 on node node-0 does not reach worker 1 on node node-1 at 127.0.0.3:{port}"
@@ -147,18 +147,28 @@ async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_begins_to_answer_late_is_reached(tmp_path: pathlib.Path) -> None:
-    async with reach.answering("127.0.0.3", b"") as port:
-        pass
-    looking = asyncio.create_task(looked(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
-    await asyncio.sleep(0.1)  # lets it fail once; the result does not depend on it
+async def test_a_worker_that_begins_to_answer_late_is_reached(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, refused = asyncio.open_connection, asyncio.Event()
+
+    async def connected(*place: Any, **how: Any) -> Any:
+        try:
+            return await connect(*place, **how)
+        except ConnectionRefusedError:
+            refused.set()
+            raise
 
     async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(reach.answer("u", 2, 1))
         writer.close()
 
-    async with await asyncio.start_server(say, "127.0.0.3", port):
-        assert await looking is None
+    monkeypatch.setattr(asyncio, "open_connection", connected)
+    with held_ports(1, "127.0.0.3") as (port,):
+        looking = asyncio.create_task(looked(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
+        await refused.wait()
+        async with await asyncio.start_server(say, "127.0.0.3", port):
+            assert await looking is None
 
 
 @pytest.mark.asyncio
