@@ -14,7 +14,7 @@ LANES ?= 2
 .PHONY: help setup demo test test-full test-py test-cpp test-ui lint format generate verify bench build constraints clean
 
 help: ## List the targets
-	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z][a-z0-9-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(BIN)/.ready frontend/dist/index.html ## Python environment, native extension and page
 
@@ -47,11 +47,19 @@ test-py: setup
 	scripts/kube_tools.sh helm
 	$(BIN)/python scripts/test_lanes.py --lanes $(LANES)
 
-test-full: test ## All tests, and what needs a real Kueue, scheduler and kwok (15 minutes more the first time)
+OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api authors crd lease operator_edits operator_hub \
+  operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \
+  render_objects rules status)
+
+test-full: test ## All tests, all demos, and what needs Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
 	scripts/kube_tools.sh cluster
 	scripts/kube_tools.sh kueue
 	scripts/kube_tools.sh kwok
+	scripts/kube_tools.sh scheduler-plugins
+	scripts/kube_tools.sh api-1.30
 	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues tests/integration/kube/test_rdma_scheduling.py --timeout 600
+	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest $(OLDEST_KUBERNETES)
+	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/test_demo.py -k "host or link"
 
 test-cpp: $(BIN)/.ready
 	scripts/system_packages.sh native

@@ -1,26 +1,31 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes, or a tool beside it, from tests/tools and print the folder that holds them.
-# Usage: kube_tools.sh api|cluster|helm|kwok|coredns|kueue
+# Usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|scheduler-plugins
 #   api      kube-apiserver, kubectl and etcd, for tests against the API alone (200 s on two cores, once)
+#   api-1.30   the same of the oldest minor release that we support, with etcd and kubectl of api (150 s more)
 #   cluster  the controllers, the scheduler, the kubelet and kube-proxy, too (90 s more)
 #   helm, kwok, coredns   that program alone (75 to 105 s each)
 #   kueue    that program (150 s) and its chart
+#   scheduler-plugins   its scheduler (150 s) and its CRDs
 # For api and cluster a folder in KUBEBUILDER_ASSETS is taken as it is. Else all are kept under XDG_CACHE_HOME, each
 # module in a folder named by the hash of what made it.
 set -euo pipefail
-cd "$(dirname "$0")/../tests/tools"
+here="$(cd "$(dirname "$0")" && pwd)"
+cd "$here/../tests/tools"
 
-group="${1:?usage: kube_tools.sh api|cluster|helm|kwok|coredns|kueue}"
+group="${1:?usage: kube_tools.sh api|api-1.30|cluster|helm|kwok|coredns|kueue|scheduler-plugins}"
 module=$group programs=("$group")
 case "$group" in
   api) module=kubernetes programs=(kube-apiserver kubectl etcd) ;;
+  api-1.30) module=kubernetes-1.30 programs=(kube-apiserver) ;;
   cluster) module=kubernetes programs=(kube-apiserver kubectl etcd kube-controller-manager kube-scheduler kubelet kube-proxy) ;;
   helm) main=helm.sh/helm/v3/cmd/helm ;;
   kwok) main=sigs.k8s.io/kwok/cmd/kwok ;;
   coredns) main=github.com/coredns/coredns ;;
   kueue) main=sigs.k8s.io/kueue/cmd/kueue ;;
+  scheduler-plugins) programs=(kube-scheduler) main=sigs.k8s.io/scheduler-plugins/cmd/scheduler ;;
   *)
-    echo "kube_tools.sh: unknown set '$group'; use api, cluster, helm, kwok, coredns or kueue" >&2
+    echo "kube_tools.sh: unknown set '$group'; use api, api-1.30, cluster, helm, kwok, coredns, kueue or scheduler-plugins" >&2
     exit 2
     ;;
 esac
@@ -47,7 +52,7 @@ released() { # released MODULE: the version that go.mod requires
 
 flags="-s -w"
 case "$module" in
-  kubernetes)
+  kubernetes | kubernetes-1.30)
     version=$(released k8s.io/kubernetes)
     IFS=. read -r major minor _ <<<"${version#v}"
     stamp=k8s.io/component-base/version
@@ -60,6 +65,7 @@ case "$module" in
   kwok) version=$(released sigs.k8s.io/kwok) ;;
   coredns) version=$(released github.com/coredns/coredns) ;;
   kueue) version=$(released sigs.k8s.io/kueue) ;;
+  scheduler-plugins) version=$(released sigs.k8s.io/scheduler-plugins) ;;
 esac
 made_by=$({ cat go.mod go.sum; echo "CGO_ENABLED=0 -trimpath $flags"; go env GOOS GOARCH GOVERSION; } | sha256sum | cut -c1-12)
 folder="${XDG_CACHE_HOME:-$HOME/.cache}/megatronapp/$module-$version-$made_by"
@@ -75,6 +81,15 @@ for program in "${programs[@]}"; do
   CGO_ENABLED=0 GOFLAGS=-mod=readonly go build -trimpath -ldflags "$flags" -o "$folder/.$program.part" "$source"
   mv "$folder/.$program.part" "$folder/$program"
 done
+if [ "$module" = kubernetes-1.30 ]; then
+  newest=$("$here/kube_tools.sh" api)
+  ln -sf "$newest/etcd" "$newest/kubectl" "$folder"
+fi
+if [ "$module" = scheduler-plugins ] && [ ! -e "$folder/crds" ]; then
+  cp -r "$(go list -m -f '{{.Dir}}' sigs.k8s.io/scheduler-plugins)/config/crd/bases" "$folder/.crds.part"
+  chmod -R u+w "$folder/.crds.part"
+  mv "$folder/.crds.part" "$folder/crds"
+fi
 if [ "$module" = kueue ] && [ ! -e "$folder/chart" ]; then # its CRDs and webhooks
   cp -r "$(go list -m -f '{{.Dir}}' sigs.k8s.io/kueue)/charts/kueue" "$folder/.chart.part"
   chmod -R u+w "$folder/.chart.part"

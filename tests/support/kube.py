@@ -34,7 +34,7 @@ class KubeError(Exception):
 
 
 def programs(group: str = "api") -> pathlib.Path:
-    """The folder with the programs of a group ("api", "cluster"); builds them the first time."""
+    """The folder with the programs of a group ("api", "api-1.30", "cluster"); builds them the first time."""
     script = ROOT / "scripts" / "kube_tools.sh"
     done = subprocess.run([script, group], check=True, stdout=subprocess.PIPE, text=True)
     return pathlib.Path(done.stdout.strip())
@@ -91,10 +91,10 @@ class ControlPlane:
 
 @contextlib.contextmanager
 def control_plane(
-    folder: pathlib.Path, *, users: tuple[str, ...] = (), flags: tuple[str, ...] = ()
+    folder: pathlib.Path, *, users: tuple[str, ...] = (), flags: tuple[str, ...] = (), group: str = "api"
 ) -> Iterator[ControlPlane]:
     """Start etcd and the API server; everything is gone at the end. `users` have no rights but what RBAC gives them."""
-    binaries = programs()
+    binaries = programs(group)
     tokens = {user: secrets.token_hex(16) for user in (ADMIN, *users)}
     _write_keys(folder, tokens)
     with (

@@ -28,13 +28,13 @@ class QueuedMachines(Machines):
             placed = bool(pod["spec"].get("nodeName"))
             if pod["metadata"].get("deletionTimestamp"):
                 changed |= placed and await self._stop(name, pod)
-            elif pod["status"]["phase"] == "Pending" and (placed or self._takes(name, pod)):
+            elif pod["status"]["phase"] == "Pending" and self._takes(name, pod):
                 await self.start(pod)
                 changed = True
         return changed
 
     def _takes(self, name: str, pod: Object) -> bool:
-        return not pod["spec"].get("schedulingGates") and name not in self.full
+        return bool(pod["spec"].get("nodeName")) or (not pod["spec"].get("schedulingGates") and name not in self.full)
 
     async def _stop(self, name: str, pod: Object) -> bool:
         if pod["status"]["phase"] not in ENDED:

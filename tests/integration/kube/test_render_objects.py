@@ -12,6 +12,7 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import PODS
 from megatronapp_operator.backends.kubernetes.render import Attempt, Rendered
+from megatronapp_operator.controller.capabilities import CONTAINER_RESTARTS
 
 LEVELS = ("privileged", "restricted")
 POD_GROUPS = ("volcano", "coscheduling", "kai")
@@ -128,10 +129,13 @@ def test_a_hub_of_a_job_with_special_rights_has_none(server: httpx.Client) -> No
     assert answer.is_success, answer.text
 
 
-def test_a_container_of_its_own_restart_policy_is_kept_by_this_server(server: httpx.Client) -> None:
+def test_a_restart_policy_of_a_container_is_kept_from_the_release_on_that_has_it(server: httpx.Client) -> None:
     job = rendered.make_job(rendered.ANALYZED, namespace="restricted")
     pod = rendered.make_worker(job, container_restarts=True)
     answer = try_out(server, (PODS, pod))
+    if int(server.get("/version").json()["minor"]) < CONTAINER_RESTARTS:
+        assert "restartPolicy: Forbidden" in answer.text
+        return
     assert answer.is_success, answer.text
     assert [one.get("restartPolicy") for one in answer.json()["spec"]["containers"]] == [None, "OnFailure"]
 

@@ -1,0 +1,250 @@
+"""Gangs under a real scheduler of scheduler-plugins: placed whole or not, restarted, deleted, kept off a node."""
+
+import asyncio
+import contextlib
+import itertools
+import pathlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import coscheduling
+import httpx
+import kube
+import kueue
+import pytest
+from coscheduling import PlacedMachines
+from operator_play import Play, manifest, play
+
+from megatronapp_operator.backends.kubernetes.api import COSCHEDULING_POD_GROUPS, JOBS, PODS, Object
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
+DEADLINE_S = 120.0
+_NUMBERS = itertools.count()
+BROKEN = 42
+"""The exit code of a worker whose node is to be avoided."""
+
+
+@pytest.fixture(scope="module")
+def placing_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.ControlPlane]:
+    """A control plane with our CRD and this scheduler."""
+    folder = tmp_path_factory.mktemp("control-plane")
+    with kube.control_plane(folder, group=coscheduling.SERVER) as plane:
+        done = plane.kubectl("apply", "--server-side", "-f", str(kube.ROOT / "crds" / "megatronjob.yaml"))
+        assert done.returncode == 0, done.stderr
+        with coscheduling.scheduler(plane, tmp_path_factory.mktemp("scheduler")):
+            yield plane
+
+
+@pytest.fixture
+def namespace(placing_plane: kube.ControlPlane) -> str:
+    name = f"placed-{next(_NUMBERS)}"
+    done = placing_plane.kubectl("create", "namespace", name)
+    assert done.returncode == 0, done.stderr
+    return name
+
+
+def gang(namespace: str, name: str = "job", **spec: Any) -> Object:
+    """A job of two workers, each of which fills a node."""
+    wanted = {"scheduling": {"gang": "Coscheduling"}, "resources": {"requests": {"cpu": "1"}}}
+    return manifest(namespace, name, **wanted | spec)
+
+
+@contextlib.asynccontextmanager
+async def stage_of(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[Play]:
+    """An operator and machines; no pod stays, which would take room of the next test."""
+    async with play(plane, namespace) as stage:
+        stage.machines = PlacedMachines(stage.machines.api, namespace, stage.machines.client)
+        await stage.begin()
+        try:
+            yield stage
+        finally:
+            answer = await stage.machines.client.delete(PODS.path(namespace), params={"gracePeriodSeconds": 0})
+            assert answer.is_success, answer.text
+
+
+async def until(stage: Play, condition: Callable[[], Awaitable[bool]]) -> None:
+    """Let operator, scheduler and machines act until something is so."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        await stage.rest()
+        if await condition():
+            return
+        jobs = await stage.machines.api.list_objects(JOBS, stage.namespace)
+        assert time.monotonic() < deadline, [await stage.machines.pods(), jobs.items]
+        await asyncio.sleep(0.05)
+
+
+async def workers(stage: Play, name: str = "job") -> list[Object]:
+    return [one for pod, one in sorted((await stage.machines.pods()).items()) if pod.startswith(f"{name}-worker-")]
+
+
+async def placed(stage: Play, name: str = "job") -> list[str]:
+    """The nodes of a job's workers, by name."""
+    return sorted(one["spec"]["nodeName"] for one in await workers(stage, name) if one["spec"].get("nodeName"))
+
+
+async def groups(stage: Play) -> set[str]:
+    listing = await stage.machines.api.list_objects(COSCHEDULING_POD_GROUPS, stage.namespace)
+    return {one["metadata"]["name"] for one in listing.items}
+
+
+def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
+    """Whether both workers of this attempt run."""
+
+    async def asked() -> bool:
+        found = await workers(stage, name)
+        of_attempt = {one["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] for one in found}
+        running = [one for one in found if one["status"]["phase"] == "Running"]
+        return len(running) == 2 and of_attempt == {f"{name}-a{attempt}"}
+
+    return asked
+
+
+def refused(stage: Play, name: str = "job", *, nodes: int) -> Callable[[], Awaitable[bool]]:
+    """Whether the scheduler has looked at so many nodes for each worker, and found no room."""
+
+    async def asked() -> bool:
+        reasons = [
+            str(condition.get("message"))
+            for one in await workers(stage, name)
+            for condition in one["status"].get("conditions", ())
+            if condition["type"] == "PodScheduled" and condition["status"] == "False"
+        ]
+        return sum(f"0/{nodes} nodes are available" in one for one in reasons) >= 1 and len(reasons) == 2
+
+    return asked
+
+
+def touched(
+    client: httpx.Client, namespace: str, group: str, condition: Callable[[], Awaitable[bool]]
+) -> Callable[[], Awaitable[bool]]:
+    """The condition; each time that it does not hold the scheduler tries the group again."""
+
+    async def asked() -> bool:
+        holds = await condition()
+        if not holds:
+            coscheduling.touch(client, namespace, group)
+        return holds
+
+    return asked
+
+
+async def change(stage: Play, **spec: Any) -> None:
+    headers = {"Content-Type": "application/merge-patch+json"}
+    answer = await stage.machines.client.patch(JOBS.path(stage.namespace, "job"), json={"spec": spec}, headers=headers)
+    assert answer.is_success, answer.text
+
+
+async def test_a_gang_without_room_for_all_takes_no_node_and_runs_when_there_is_room(
+    placing_plane: kube.ControlPlane, namespace: str
+) -> None:
+    with coscheduling.nodes(placing_plane, "one", "two"), placing_plane.client() as client:
+        async with stage_of(placing_plane, namespace) as stage:
+            await stage.api.create(JOBS, gang(namespace))
+            await until(stage, runs(stage))
+            stage.tell("job")
+            await stage.api.create(JOBS, gang(namespace, "second"))
+            await until(stage, refused(stage, "second", nodes=2))
+            coscheduling.add(client, "three")
+            await until(stage, touched(client, namespace, "second-a0", refused(stage, "second", nodes=3)))
+            assert await placed(stage, "second") == []
+            assert await groups(stage) == {"job-a0", "second-a0"}
+            for name in ("job-worker-0", "job-worker-1"):
+                await stage.machines.end(name, 0)
+            await until(stage, touched(client, namespace, "second-a0", runs(stage, "second")))
+            assert (await stage.job())["status"]["phase"] == "Succeeded"
+            await stage.pass_time(3)
+            assert await groups(stage) == {"second-a0"}
+
+
+async def test_the_first_worker_gives_its_node_back_when_the_second_finds_none(
+    placing_plane: kube.ControlPlane, namespace: str
+) -> None:
+    """The room is enough by its sum, so the scheduler tries; the other node takes no pods."""
+    with coscheduling.nodes(placing_plane, "one", "two"), placing_plane.client() as client:
+        coscheduling.close(client, "two", closed=True)
+        async with stage_of(placing_plane, namespace) as stage:
+            await stage.api.create(JOBS, gang(namespace))
+            await until(stage, refused(stage, nodes=2))
+            assert await placed(stage) == []
+            await change(stage, suspend=True)
+            await stage.rest()
+            assert (await workers(stage), await groups(stage)) == ([], set())
+            await change(stage, suspend=False)
+            await until(stage, refused(stage, nodes=2))
+            assert await groups(stage) == {"job-a1"}
+            coscheduling.close(client, "two", closed=False)
+            await until(stage, runs(stage, attempt=1))
+            assert await placed(stage) == ["one", "two"]
+
+
+@pytest.mark.parametrize("started", [0, 1], ids=["queued", "half-started"])
+@pytest.mark.parametrize("how", ["Background", "Foreground"])
+async def test_a_gang_that_is_not_whole_is_deleted_and_another_takes_its_name(
+    placing_plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, started: int, how: str
+) -> None:
+    with (
+        kueue.collectors(placing_plane, tmp_path),
+        coscheduling.nodes(placing_plane, "one", "two"),
+        placing_plane.client() as client,
+    ):
+        coscheduling.close(client, "two", closed=not started)
+        async with stage_of(placing_plane, namespace) as stage:
+            assert isinstance(stage.machines, PlacedMachines)
+            stage.machines.full = frozenset({"job-worker-1"})
+            await stage.api.create(JOBS, gang(namespace))
+
+            async def half_started() -> bool:
+                phases = [one["status"]["phase"] for one in await workers(stage)]
+                return phases == ["Running", "Pending"] and len(await placed(stage)) == 2
+
+            await until(stage, half_started if started else refused(stage, nodes=2))
+            before = {one["metadata"]["uid"] for one in await workers(stage)}
+            path, body = JOBS.path(namespace, "job"), {"propagationPolicy": how}
+            answer = await stage.machines.client.request("DELETE", path, json=body)
+            assert answer.is_success, answer.text
+
+            async def gone() -> bool:
+                uids = {one["metadata"]["uid"] for one in await workers(stage)}
+                job = await stage.machines.api.get(JOBS, namespace, "job")
+                return not uids & before and job is None and not await groups(stage)
+
+            await until(stage, gone)
+            stage.machines.full = frozenset()
+            coscheduling.close(client, "two", closed=False)
+            await stage.api.create(JOBS, gang(namespace))
+            await until(stage, runs(stage))
+
+
+async def test_a_gang_stays_off_an_excluded_node_and_gets_it_back_after_its_time(
+    placing_plane: kube.ControlPlane, namespace: str
+) -> None:
+    rule = {"match": {"exitCodes": {"in": [BROKEN]}}, "action": "ExcludeNodeAndRestart"}
+    policy = {"rules": [rule], "nodeExclusion": {"ttlSeconds": 3600}, "startDeadlineSeconds": 600}
+    with coscheduling.nodes(placing_plane, "one", "two", "three"), placing_plane.client() as client:
+        async with stage_of(placing_plane, namespace) as stage:
+            await stage.api.create(JOBS, gang(namespace, runPolicy=policy))
+            await until(stage, runs(stage))
+            stage.tell("job")
+            await stage.rest()
+            (culprit, _) = await workers(stage)
+            excluded = str(culprit["spec"]["nodeName"])
+            await stage.machines.end("job-worker-0", BROKEN)
+            await stage.rest()
+            assert await groups(stage) == set()
+            await stage.pass_time(11)
+            await until(stage, runs(stage, attempt=1))
+            others = sorted({"one", "two", "three"} - {excluded})
+            assert (await placed(stage), await groups(stage)) == (others, {"job-a1"})
+            stage.tell("job")
+            await stage.rest()
+            coscheduling.close(client, others[0], closed=True)
+            await stage.machines.end("job-worker-1", 1)
+            await stage.pass_time(60)
+            await until(stage, refused(stage, nodes=3))
+            assert (await placed(stage), await groups(stage)) == ([], {"job-a2"})
+            await stage.pass_time(3600)
+            await until(stage, runs(stage, attempt=3))
+            assert await placed(stage) == sorted({excluded, others[1]})
+            assert await groups(stage) == {"job-a3"}
