@@ -257,7 +257,7 @@ COMMANDS: Final = (
         "kubectl apply -f job.yaml",
         r"kubectl (apply|create) .*",
         _APPLY,
-        "runs with a MegatronJob, once the chart is installed (charts/README.md)",
+        "runs with a MegatronJob, once the chart is installed (charts/megatronapp/README.md)",
     ),
     Old(
         "kubectl port-forward svc/frontend 5173",
@@ -269,7 +269,7 @@ COMMANDS: Final = (
         "helm install megatronapp ./chart",
         r"helm (install|upgrade) .*",
         ("helm install megatronapp charts/megatronapp",),
-        "values and rights are in charts/README.md; Grafana's boards come with monitoring.enabled",
+        "values and rights are in charts/megatronapp/README.md; Grafana's boards come with grafanaDashboards.enabled, which is on",
     ),
     Old(
         "megatronapp train\nmegatronapp pretrain",
