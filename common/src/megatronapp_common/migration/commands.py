@@ -269,7 +269,7 @@ COMMANDS: Final = (
         "helm install megatronapp ./chart",
         r"helm (install|upgrade) .*",
         ("helm install megatronapp charts/megatronapp",),
-        "values and rights are in charts/megatronapp/README.md; Grafana's boards come with grafanaDashboards.enabled, which is on",
+        "values and rights are in charts/megatronapp/README.md; Grafana's boards with grafanaDashboards.enabled (on)",
     ),
     Old(
         "megatronapp train\nmegatronapp pretrain",
