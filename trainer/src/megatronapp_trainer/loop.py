@@ -84,6 +84,8 @@ class Trainer:
         with self._collected_garbage():
             self._tell_state("training")
             self._explain_missing_mfu()
+            if not self._validate_what_a_stop_left():
+                return self._stop()
             while self._state.iteration < self._config.training.train_iters:
                 outcome = self.step()
                 if (code := self._border(outcome)) is not None:
@@ -176,11 +178,10 @@ class Trainer:
         iteration, config = self._state.iteration, self._config
         if config.training.manual_gc and _due(iteration, config.training.manual_gc_interval or None):
             self._collect_garbage()
+        self._state.validation_due = self._validates() and _due(iteration, config.logging.eval_interval)
         if outcome.loss.stop and iteration < config.training.train_iters:  # after the last step all is done
             return self._stop()
-        stopped = False
-        if config.logging.eval_iters and _due(iteration, config.logging.eval_interval):
-            stopped = not self._evaluate("validation")
+        stopped = self._state.validation_due and not self._evaluate("validation")
         if _due(iteration, config.checkpoint.save_interval):
             self._save()
         if stopped and iteration < config.training.train_iters:
@@ -188,6 +189,17 @@ class Trainer:
         if outcome.loss.time_is_up or _due(iteration, config.training.exit_interval):
             return self._finish()
         return None
+
+    def _validates(self) -> bool:
+        return self._config.logging.eval_iters > 0 and self._iterators.valid is not None
+
+    def _validate_what_a_stop_left(self) -> bool:
+        """The evaluation that was due when the run before was stopped; whether there is none or it ran to its end.
+
+        Megatron-LM evaluates before it stops. Here a stop does not wait, and the restart evaluates: no point is lost.
+        """
+        due = self._state.validation_due and self._state.iteration < self._config.training.train_iters
+        return not (due and self._validates()) or self._evaluate("validation")
 
     def _stop(self) -> ExitCode:
         if self._checkpoints is None:
@@ -228,6 +240,7 @@ class Trainer:
             return False
         if split == "validation":
             self._validated_iteration = self._state.iteration
+            self._state.validation_due = False
         if self._observer is not None and split == "validation":
             self._observer.validation(loss)
         if self._reporter is not None:

@@ -16,6 +16,8 @@ class TrainState:
     """For how many samples the order of the training data is drawn, where the flags give another number."""
     skipped_iterations: int = 0
     """Steps whose update the optimizer refused."""
+    validation_due: bool = False
+    """An evaluation is due after this step and has not ended: a stop came first."""
     chunks: list[Any]
     """Model chunks of this rank, each wrapped in megatron-core's DistributedDataParallel."""
     optimizer: Any

@@ -44,6 +44,7 @@ def sharded_state(state: TrainState, layout: Layout, parts: Parts, *, loading: b
     if parts.progress and not loading:
         content["opt_param_scheduler"] = schedules.state_of(state)
         content["iteration"] = state.iteration
+        content["validation_due"] = state.validation_due
     return content
 
 
@@ -58,6 +59,7 @@ def restore(state: TrainState, loaded: dict[str, Any], parts: Parts) -> None:
         state.optimizer.reload_model_params()
     if parts.progress:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        state.validation_due = loaded.get("validation_due", False)
     if parts.random_states:
         random_states.restore(loaded["rng_state"])
 
