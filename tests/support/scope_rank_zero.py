@@ -21,12 +21,12 @@ from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Probe
 
 METRICS = """\
-megatronapp_serve_queue_length 0.0
-megatronapp_serve_running 0.0
-megatronapp_serve_prompts_total{reason="stop"} 2.0
-megatronapp_serve_queue_seconds_bucket{le="0.1"} 2.0
-megatronapp_serve_queue_seconds_bucket{le="+Inf"} 2.0
-megatronapp_serve_queue_seconds_sum 0.1
+megatronapp_serve_num_requests_waiting 0.0
+megatronapp_serve_num_requests_running 0.0
+megatronapp_serve_requests_total{finished_reason="stop"} 2.0
+megatronapp_serve_request_queue_time_seconds_bucket{le="0.1"} 2.0
+megatronapp_serve_request_queue_time_seconds_bucket{le="+Inf"} 2.0
+megatronapp_serve_request_queue_time_seconds_sum 0.1
 """
 LAYERLESS = {"embedding", "final_norm", "logits"}
 

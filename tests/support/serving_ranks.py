@@ -11,7 +11,6 @@ from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.gang import Gang
 from megatronapp_trainer.generate.settle import settle
 from megatronapp_trainer.serve.desk import Desk
-from megatronapp_trainer.serve.model import going_on
 from megatronapp_trainer.serve.program import describe
 from megatronapp_trainer.serve.settings import Command
 from megatronapp_trainer.serve.tally import Tally
@@ -24,8 +23,13 @@ MOST_OPEN = 8
 async def served(gang: Gang, command: Command, config: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API in front of this gang; at the end the other ranks return."""
     model = describe(command, config)
-    decode = None if model.tokenizer is None else going_on(model.tokenizer)
-    engine = Engine(gang, decode=decode, end_tokens=model.end_tokens, most_waiting=MOST_OPEN)
+    engine = Engine(
+        gang,
+        decode=model.decode,
+        decode_plain=model.decode_plain,
+        end_tokens=model.end_tokens,
+        most_waiting=MOST_OPEN,
+    )
     settle()
     desk = Desk(most_open=MOST_OPEN, tally=Tally())
     app = create_app(desk, secret=None)

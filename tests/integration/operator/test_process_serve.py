@@ -108,7 +108,9 @@ def check_hang(two: Served, client: httpx.Client) -> None:
 
 def is_taken(metrics: str) -> bool:
     """One prompt runs, or waits: rank 0 may hang already in what the hub asks for after a run."""
-    return any(f"\nmegatronapp_serve_{name} 1.0\n" in metrics for name in ("running", "queue_length"))
+    return any(
+        f"\nmegatronapp_serve_{name} 1.0\n" in metrics for name in ("num_requests_running", "num_requests_waiting")
+    )
 
 
 def check_scope(two: Served) -> None:

@@ -138,6 +138,13 @@ def ends_of_documents(gang: Gang, _engine: Engine, _plain: Any) -> None:
     assert [one.text for one in ended if isinstance(one, TokenEvent) and one.request_id == "end"][-1] == ""
     assert generated(ended, "on") == tokens
     assert finish_of(ended, "on").reason == "length"
+    engine = Engine(gang, decode=decode, decode_plain=lambda ids: decode(one for one in ids if one != tokens[1]))
+    ended = run(engine, greedy("whole", PROMPTS[2]), greedy("plain", PROMPTS[2], skip_special=True))
+    texts = {
+        name: "".join(one.text or "" for one in ended if isinstance(one, TokenEvent) and one.request_id == name)
+        for name in ("whole", "plain")
+    }
+    assert texts == {"whole": decode(tokens), "plain": decode(one for one in tokens if one != tokens[1])}
 
 
 def cancels(_gang: Gang, engine: Engine, _plain: Any) -> None:

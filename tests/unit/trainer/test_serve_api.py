@@ -194,19 +194,19 @@ def test_the_queue_shows_places_refuses_beyond_and_forgets_who_hangs_up(client: 
         assert (refused.status_code, refused.json()["code"]) == (429, "queue-full")
         assert refused.headers["Retry-After"] == "1"
         counts = client.get("/metrics").text
-        assert "megatronapp_serve_queue_length 1.0\n" in counts
-        assert "megatronapp_serve_running 2.0\n" in counts
+        assert "megatronapp_serve_num_requests_waiting 1.0\n" in counts
+        assert "megatronapp_serve_num_requests_running 2.0\n" in counts
         first.close()
         heard = events(waiting)
         places = [(name, json.loads(data)["position"]) for name, data in (next(heard), next(heard))]
         assert places == [("queue", 0), ("queue", None)]
     until_idle(client)
-    assert 'megatronapp_serve_prompts_total{reason="cancelled"} 3.0\n' in client.get("/metrics").text
+    assert 'megatronapp_serve_requests_total{finished_reason="cancelled"} 3.0\n' in client.get("/metrics").text
 
 
 def until_idle(client: httpx.Client) -> None:
     """Places are free again: a request of the largest size is taken."""
-    while "megatronapp_serve_running 0.0\n" not in client.get("/metrics").text:
+    while "megatronapp_serve_num_requests_running 0.0\n" not in client.get("/metrics").text:
         pass
 
 

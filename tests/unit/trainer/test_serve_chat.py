@@ -30,6 +30,17 @@ TEMPLATES = {
         "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
         "{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
     ),
+    "json": (
+        "{{ messages | tojson(ensure_ascii=False) }}{{ messages | tojson(ensure_ascii=True) }}"
+        "{{ messages | tojson(True, 2) }}{{ messages | tojson(indent=2, separators=(',', ' : '), sort_keys=True) }}"
+        "{{ 'a<b>&' | tojson }}"
+    ),
+    "own-scope": (
+        "{% set end = '1' %}{% generation %}{% set end = '2' %}{{ end }}{% endgeneration %}{{ end }}"
+        "{% for message in messages %}{% generation %}{% if loop.first %}{{ message.content }}{% endif %}"
+        "{% endgeneration %}{% endfor %}"
+    ),
+    "date": "{{ strftime_now('%Y') | length }}{{ strftime_now is defined }}{{ raise_exception is defined }}",
     "namespaces": (
         "{% set found = namespace(system='none') %}{% for message in messages %}{% if message.role == 'system' %}"
         "{% set found.system = message.content %}{% endif %}{% endfor %}{{ found.system }}|{{ messages[-1].content }}"
@@ -115,7 +126,29 @@ def test_a_template_that_is_no_jinja_is_named_with_its_line(tmp_path: pathlib.Pa
     assert found.text is None and found.flaw is not None and found.flaw.startswith("line 2: ")
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+DEEP = 30_000
+FLAWED = {
+    "parentheses": ("{{ " + "(" * DEEP + "1" + ")" * DEEP + " }}", "its expressions or blocks are nested too deeply"),
+    "lists": ("{{ " + "[" * DEEP + "]" * DEEP + " }}", "its expressions or blocks are nested too deeply"),
+    "conditions": ("{% if a %}" * DEEP + "{% endif %}" * DEEP, "its expressions or blocks are nested too deeply"),
+    "loops": ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "SyntaxError: too many statically nested blocks"),
+    "filter": ("{{ messages | nothing }}", "line 1: No filter named 'nothing'"),
+    "tag": ("{% nothing %}", "line 1: Encountered unknown tag 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("kind", FLAWED)
+def test_a_template_that_cannot_be_compiled_has_a_flaw_and_the_model_is_served(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
+    template, flaw = FLAWED[kind]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **TOKENS}))
+    found = read_template(tmp_path)
+    assert found.text is None and found.tokens == TOKENS
+    assert found.flaw is not None and found.flaw.startswith(flaw)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": ' + "[" * 100_000])
 def test_settings_that_cannot_be_read_are_named(tmp_path: pathlib.Path, text: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(text)
     with pytest.raises(DataError, match="tokenizer_config"):

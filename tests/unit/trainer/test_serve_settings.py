@@ -199,7 +199,7 @@ def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
 
 
 def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
-    from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
+    from megatronapp_trainer.generate.events import FinishedEvent, FinishReason, TokenEvent
 
     now = 10.0
     tally = Tally(lambda: now)
@@ -209,26 +209,30 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
             request_id=request_id, index=index, token=1, logprob=-1.0, candidates=(), text=None, logits=None
         )
 
-    tally.submitted(["a", "b"])
+    def end(request_id: str, reason: FinishReason) -> FinishedEvent:
+        return FinishedEvent(request_id=request_id, reason=reason, prompt_tokens=0, generated_tokens=0)
+
+    tally.submitted(["a", "b", "c"])
     tally.admitted("probe")
-    tally.count([token("probe", 0), token("probe", 1)])
+    tally.count([token("probe", 0), token("probe", 1), end("probe", "length")])
     now = 10.5
     tally.admitted("a")
     now = 12.0
     tally.count([token("a", 0)])
     now = 12.25
     tally.count([token("a", 1)])
+    now = 390.0
+    tally.count([end("c", "length")])
     now = 400.0
-    tally.count(
-        [FinishedEvent(request_id=one, reason="cancelled", prompt_tokens=0, generated_tokens=0) for one in "ab"]
-    )
+    tally.count([end(one, "cancelled") for one in "ab"])
     tally.admitted("b")
     tally.count([token("a", 2), token("b", 0)])
     text = tally.exposition(waiting=0, running=0).decode()
     for name, bounds, seconds in (
-        ("queue", ('0.25"} 0', '0.5"} 1', '+Inf"} 1'), 0.5),
+        ("request_queue_time", ('0.25"} 0', '0.5"} 1', '+Inf"} 1'), 0.5),
         ("time_to_first_token", ('1.0"} 0', '2.5"} 1', '+Inf"} 1'), 2.0),
-        ("time_per_output_token", ('0.15"} 0', '0.25"} 1', '+Inf"} 1'), 0.25),
+        ("e2e_request_latency", ('300.0"} 0', '600.0"} 1', '+Inf"} 1'), 380.0),
+        ("inter_token_latency", ('0.15"} 0', '0.25"} 1', '+Inf"} 1'), 0.25),
     ):
         metric = f"megatronapp_serve_{name}_seconds"
         assert f"# TYPE {metric} histogram\n" in text
@@ -250,9 +254,9 @@ def test_tokens_per_second_forget_what_is_old() -> None:
     tally.count([FinishedEvent(request_id="a", reason="stop", prompt_tokens=5, generated_tokens=6)])
     text = tally.exposition(waiting=3, running=1).decode()
     for line in (
-        "megatronapp_serve_queue_length 3.0",
-        'megatronapp_serve_prompts_total{reason="stop"} 1.0',
-        'megatronapp_serve_tokens_total{kind="prompt"} 5.0',
-        'megatronapp_serve_tokens_total{kind="generated"} 6.0',
+        "megatronapp_serve_num_requests_waiting 3.0",
+        'megatronapp_serve_requests_total{finished_reason="stop"} 1.0',
+        "megatronapp_serve_prompt_tokens_total 5.0",
+        "megatronapp_serve_generation_tokens_total 6.0",
     ):
         assert f"{line}\n" in text

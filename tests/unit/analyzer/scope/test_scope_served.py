@@ -12,10 +12,10 @@ from megatronapp_analyzer.hub.scope.serving import ServeClient
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 COUNTS = """\
-megatronapp_serve_queue_length 3.0
-megatronapp_serve_running 2.0
-megatronapp_serve_prompts_total{reason="stop"} 5.0
-megatronapp_serve_prompts_total{reason="error"} 1.0
+megatronapp_serve_num_requests_waiting 3.0
+megatronapp_serve_num_requests_running 2.0
+megatronapp_serve_requests_total{finished_reason="stop"} 5.0
+megatronapp_serve_requests_total{finished_reason="error"} 1.0
 megatronapp_serve_refused_total 4.0
 """
 
@@ -59,4 +59,4 @@ async def test_a_server_that_answers_something_else_is_a_problem() -> None:
     with pytest.raises(ApiError, match="500"):
         await client.metrics()
     with pytest.raises(ApiError, match="cannot be read"):
-        read_counts("megatronapp_serve_running two")
+        read_counts("megatronapp_serve_num_requests_running two")

@@ -132,6 +132,8 @@ def test_what_is_generated_keeps_its_first_space_and_a_prompts_own_tokens_stand_
     ids = model.ids_of("the whale")
     (word,) = model.ids_of(" a", special=False)
     assert going_on(model.tokenizer)([word]) == " a" == f" {model.tokenizer.detokenize([word])}"
+    end = model.end_tokens[0]
+    assert (model.decode([word, end]), model.decode_plain([word, end])) == (" a</s>", " a")
     told = model.told("the whale", ids)
     assert told["offsets"][0] is None and told["offsets"][-1] == [8, 9]
     assert model.ids_of("the whale", special=False) == ids[1:]

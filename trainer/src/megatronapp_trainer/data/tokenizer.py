@@ -73,9 +73,9 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+    def detokenize(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of `ids`, special tokens included unless `skip_special`."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:

@@ -33,16 +33,19 @@ class Engine:
         gang: Gang,
         *,
         decode: Decode | None = None,
+        decode_plain: Decode | None = None,
         end_tokens: Iterable[int] = (),
         most_waiting: int = 64,
         admitted: Callable[[str], None] | None = None,
     ) -> None:
-        """`decode` gives the text of tokens, for events and stop texts; `end_tokens` end a document.
+        """`decode` gives the text of tokens, for events and stop texts; `decode_plain` that without special tokens, for
+        requests with `skip_special`; `end_tokens` end a document.
 
         `admitted` hears the id of each request that waits no more, in the thread of `step`.
         """
         self._gang = gang
         self._decode = decode
+        self._decode_plain = decode_plain
         self._end_tokens = frozenset(end_tokens)
         self._admitted = admitted
         options = gang.stage.options
@@ -175,8 +178,9 @@ class Engine:
     def _admit(self) -> None:
         with self._lock:
             while self._board.next_admissible():
-                stops = self._board.next_in_line.stop_texts
-                one = self._board.admit(None if self._decode is None else TextStream(self._decode, stops))
+                request = self._board.next_in_line
+                decode = self._decode_plain if request.skip_special else self._decode
+                one = self._board.admit(None if decode is None else TextStream(decode, request.stop_texts))
                 if self._admitted is not None:
                     self._admitted(one.request.id)
 

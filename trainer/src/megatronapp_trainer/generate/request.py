@@ -34,6 +34,8 @@ class GenerationRequest:
     """Texts that end it; they are left out of the text of the events."""
     ignore_end: bool = False
     """Go on after the end-of-document token."""
+    skip_special: bool = False
+    """Leave special tokens out of the text."""
     candidates: int = 0
     """How many of the likeliest tokens each step tells, with their log-probabilities."""
     prompt_logprobs: bool = False

@@ -91,6 +91,10 @@ def _checked(text: str, tokens: dict[str, str]) -> ChatTemplate:
         _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         return ChatTemplate(tokens=tokens, flaw=f"line {error.lineno}: {error.message}")
+    except RecursionError:
+        return ChatTemplate(tokens=tokens, flaw="its expressions or blocks are nested too deeply")
+    except Exception as error:  # Jinja makes a Python program of it, which Python may refuse in any way
+        return ChatTemplate(tokens=tokens, flaw=f"{type(error).__name__}: {error}")
     return ChatTemplate(text=text, tokens=tokens)
 
 
@@ -105,7 +109,7 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); copy it again") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is not a JSON object; copy it again")
@@ -124,10 +128,11 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja's base class has it
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The statements within."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The statements within, in a scope of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 @functools.cache
@@ -141,9 +146,15 @@ def _environment() -> jinja2.Environment:
     return found
 
 
-def _to_json(value: object, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:  # noqa: ANN401
-    """As Jinja's, without its replacement of characters of HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,  # noqa: ANN401 - as json.dumps takes them
+    sort_keys: bool = False,
+) -> str:
+    """As the filter of `transformers`: the same parameters in the same order, and no escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -78,6 +78,16 @@ class ServedModel:
         except DataError:
             return ()
 
+    @property
+    def decode(self) -> Decode | None:
+        """Text of tokens within a text; None without a tokenizer."""
+        return None if self.tokenizer is None else going_on(self.tokenizer)
+
+    @property
+    def decode_plain(self) -> Decode | None:
+        """As `decode`, without special tokens."""
+        return None if self.tokenizer is None else going_on(self.tokenizer, skip_special=True)
+
     @functools.cached_property
     def text_of(self) -> Callable[[int], str]:
         """The text of one token within a text; empty without a tokenizer."""
@@ -188,7 +198,7 @@ class ServedModel:
         """One for each answer that is asked for. Raises ApiError, RequestError."""
         self.check_name(body.model)
         self._check_count(body.n, self.most_open, "n")
-        ids = self.chat_ids(body.messages)
+        ids = self.chat_ids(body.messages, add_generation_prompt=body.add_generation_prompt)
         room = max(self.capacity - len(ids), 1)
         most = min(room, self.most_tokens) if body.most_new is None else body.most_new
         self._check_tokens(most, "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens")
@@ -259,11 +269,12 @@ def _choosing(body: GenerationBody) -> dict[str, Any]:
     """How tokens are chosen, and what ends a text."""
     return {
         "temperature": body.temperature,
-        "top_k": body.top_k,
+        "top_k": max(body.top_k, 0),
         "top_p": body.top_p,
         "stop_texts": body.stops,
-        "stop_tokens": tuple(map(tuple, body.stop_token_ids)),
+        "stop_tokens": body.stop_sequences,
         "ignore_end": body.ignore_eos,
+        "skip_special": body.skip_special_tokens,
     }
 
 
@@ -275,17 +286,18 @@ def _copies(common: GenerationRequest, prompts: Sequence[Ids], n: int, seed: int
     ]
 
 
-def going_on(tokenizer: Tokenizer) -> Decode:
+def going_on(tokenizer: Tokenizer, *, skip_special: bool = False) -> Decode:
     """Text of tokens in the middle of a text.
 
     Tokenizers with words' beginnings (Llama 2, Mistral) leave out the space before the first word of what they are
     given, which of a text that goes on from a prompt is none.
     """
+    decode = functools.partial(tokenizer.detokenize, skip_special=skip_special)
     anchor = tokenizer.tokenize(_ANCHOR)
-    once = tokenizer.detokenize(anchor)
-    if not once or tokenizer.detokenize(anchor + anchor) == once + once:
-        return tokenizer.detokenize
-    return lambda ids: tokenizer.detokenize([*anchor, *ids]).removeprefix(once)
+    once = decode(anchor)
+    if not once or decode(anchor + anchor) == once + once:
+        return decode
+    return lambda ids: decode([*anchor, *ids]).removeprefix(once)
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:

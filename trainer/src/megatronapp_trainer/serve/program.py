@@ -158,12 +158,12 @@ class Front:
         from megatronapp_trainer.generate.settle import settle
         from megatronapp_trainer.serve.desk import MOST_PROBED
         from megatronapp_trainer.serve.errors import StoppingError
-        from megatronapp_trainer.serve.model import going_on
 
         model = describe(self.command, config)
         engine = Engine(
             gang,
-            decode=None if model.tokenizer is None else going_on(model.tokenizer),
+            decode=model.decode,
+            decode_plain=model.decode_plain,
             end_tokens=model.end_tokens,
             most_waiting=_most_open(self.command) + MOST_PROBED,
             admitted=self.desk.tally.admitted,

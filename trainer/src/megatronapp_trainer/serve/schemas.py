@@ -2,19 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    GetJsonSchemaHandler,
-    Tag,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from megatronapp_trainer.generate.request import LONGEST_STOP, MOST_STOPS
+from megatronapp_trainer.serve.body import Body
+from megatronapp_trainer.serve.only import Only
+from megatronapp_trainer.serve.schemas_neutral import NeutralBody
 
 MOST_LOGPROBS = 20
 MOST_PROMPTS = 1024
@@ -35,6 +28,10 @@ def _kind_of_prompt(value: Any) -> str | None:  # noqa: ANN401 - whatever JSON h
     return "<text>" if isinstance(value, str) else None
 
 
+def _holds_lists(value: list[Any]) -> bool:
+    return bool(value) and isinstance(value[0], list)
+
+
 Prompts = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[Texts, Tag("<texts>")]
@@ -47,57 +44,31 @@ Prompts = Annotated[
     ),
 ]
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+OneStopText = Annotated[str, Field(max_length=LONGEST_STOP)]
 StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
 StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
 Stop = Annotated[
-    Annotated[StopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
+    Annotated[OneStopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
     Discriminator(
         lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
         custom_error_type="stop",
         custom_error_message="must be a string or a list of strings",
     ),
 ]
+StopIds = Annotated[
+    Annotated[list[Token], Field(max_length=MOST_STOPS), Tag("<tokens>")]
+    | Annotated[list[StopTokens], Field(min_length=1, max_length=MOST_STOPS), Tag("<token lists>")],
+    Discriminator(
+        lambda value: None if not isinstance(value, list) else "<token lists>" if _holds_lists(value) else "<tokens>",
+        custom_error_type="stop_token_ids",
+        custom_error_message="must be a list of token ids, or a list of such lists",
+    ),
+]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
-TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-NoPenalty = Annotated[float, Field(ge=0, le=0)]
-
-
-class Body(BaseModel):
-    """A body of a request. Unknown fields and wrong types are refused; null for an optional field means its default."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
-        if not isinstance(value, dict):
-            return value
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: given for name, given in value.items() if given is not None or name not in optional}
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As above: optional fields may be null."""
-        found = handler(schema)
-        fields = handler.resolve_ref_schema(found)
-        for name, field in fields.get("properties", {}).items():
-            if name not in fields.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-                fields["properties"][name] = _nullable(field)
-        return found
-
-
-def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
-    """The same with null; what describes the field stays outside."""
-    if field.get("type") == "null":
-        return field
-    about: dict[str, Any] = {key: field[key] for key in _ABOUT if key in field}
-    return {"anyOf": [{key: value for key, value in field.items() if key not in about}, {"type": "null"}], **about}
-
-
-_ABOUT = frozenset({"title", "description", "default"})
 
 
 class StreamOptions(Body):
@@ -107,9 +78,11 @@ class StreamOptions(Body):
     """A last chunk with the numbers of tokens."""
     include_queue: bool = False
     """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
+    include_obfuscation: Annotated[bool, Only((False,), "events are not padded")] = False
+    continuous_usage_stats: Annotated[bool, Only((False,), "include_usage gives the numbers in the last event")] = False
 
 
-class GenerationBody(Body):
+class GenerationBody(NeutralBody):
     """What requests for texts and for answers to messages have in common."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -119,34 +92,33 @@ class GenerationBody(Body):
     top_p: TopP = 1.0
     """Choose among the fewest likeliest tokens that have this probability together."""
     top_k: TopK = 0
-    """Choose among so many of the likeliest tokens; 0: among all."""
+    """Choose among so many of the likeliest tokens; 0 or -1: among all."""
     seed: Seed | None = None
     """The same seed gives the same text again; not given: a new one each time."""
     n: Annotated[int, Field(ge=1, le=128)] = 1
     """Texts for each prompt. The choice of index i is drawn with seed + i."""
     stop: Stop | None = None
-    """Texts that end the generation; they are no part of the answer."""
-    stop_token_ids: Annotated[list[StopTokens], Field(max_length=MOST_STOPS)] = []
-    """Sequences of tokens that end the generation."""
+    """Texts that end the generation; they are no part of the answer. An empty text ends nothing."""
+    stop_token_ids: StopIds | None = None
+    """Tokens that end the generation, each by itself, or sequences of tokens."""
+    skip_special_tokens: bool = False
+    """Leave the texts of special tokens out of the answer; the token that ends it is never in its text."""
     ignore_eos: bool = False
     """Go on after the end of a document."""
     stream: bool = False
     """Send the text as it comes, as server-sent events."""
     stream_options: StreamOptions | None = None
     """What a stream tells beside the text."""
-    user: Annotated[str, Field(max_length=256)] | None = None
-    """Taken and not used."""
-    presence_penalty: NoPenalty = 0
-    """There are no penalties."""
-    frequency_penalty: NoPenalty = 0
-    """There are no penalties."""
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    """Logits are not biased."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end the generation."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(([self.stop] if isinstance(self.stop, str) else self.stop) if self.stop else ())
+
+    @property
+    def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Sequences of tokens that end the generation."""
+        return tuple((one,) if isinstance(one, int) else tuple(one) for one in self.stop_token_ids or ())
 
     @property
     def with_logprobs(self) -> bool:
@@ -167,10 +139,7 @@ class CompletionRequest(GenerationBody):
     """Tell the log-probability of each token, and so many of the likeliest."""
     echo: bool = False
     """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
-    best_of: Literal[1] | None = None
-    """There is no choice among several."""
-    suffix: None = None
-    """Nothing is filled in."""
+    suffix: Annotated[str, Only(("",), "a text has no end that is given")] = ""
 
     @property
     def with_logprobs(self) -> bool:

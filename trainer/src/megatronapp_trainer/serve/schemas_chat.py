@@ -4,19 +4,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from megatronapp_trainer.serve.body import Body
+from megatronapp_trainer.serve.only import Only
 from megatronapp_trainer.serve.schemas import (
     MOST_LOGPROBS,
-    Body,
     Count,
     GenerationBody,
     Text,
     Token,
     Usage,
 )
+from megatronapp_trainer.serve.schemas_neutral import Name, NeutralChatBody
 
 MOST_MESSAGES = 4096
-Name = Annotated[str, Field(max_length=256)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
 Role = Literal["system", "developer", "user", "assistant"]
 
 
@@ -41,19 +41,28 @@ class Message(Body):
     """A message. The fields from `refusal` on are those that an assistant's message of OpenAI's clients has."""
 
     role: Role
-    content: Content
-    """A string, or parts of type text, which are joined by line ends."""
+    content: Content | None = None
+    """A string, or parts of type text, which are joined by line ends. An assistant's may be null: it said nothing."""
     name: Name | None = None
     """Who says it, for templates that use it."""
     refusal: None = None
-    annotations: Nothing | None = None
+    annotations: Annotated[list[Any] | None, Only(([],), "messages have no annotations")] = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
+    tool_calls: Annotated[list[Any] | None, Only(([],), "there are no tools")] = None
+    reasoning: None = None
+    reasoning_content: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content must be given; it may be null for the role assistant alone, not for {self.role}")
+        return self
 
     def plain(self) -> dict[str, str]:
         """As templates take it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        parts = [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
@@ -66,7 +75,7 @@ class ResponseFormat(Body):
     type: Literal["text"]
 
 
-class ChatRequest(GenerationBody):
+class ChatRequest(GenerationBody, NeutralChatBody):
     """A request to answer messages."""
 
     messages: Messages
@@ -80,10 +89,8 @@ class ChatRequest(GenerationBody):
     """With `logprobs`: tell so many of the likeliest, too."""
     response_format: ResponseFormat | None = None
     """There is only text."""
-    tools: Nothing | None = None
-    """There are no tools."""
-    tool_choice: Literal["none"] | None = None
-    """There are no tools."""
+    add_generation_prompt: bool = True
+    """End the prompt with what an answer begins with."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

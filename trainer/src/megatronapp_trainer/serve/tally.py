@@ -13,9 +13,11 @@ from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
 
 WINDOW_S = 10.0
 """Time that tokens/s is a mean over."""
-REASONS = ("stop", "length", "cancelled", "error")
+SUCCEEDED = ("stop", "length")
+REASONS = (*SUCCEEDED, "cancelled", "error")
 WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+TOKEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 
 
 class Durations:
@@ -54,11 +56,12 @@ class Tally:
         """Prompts by how they ended."""
         self.queue_s = Durations(WAIT_BUCKETS_S)
         self.first_token_s = Durations(WAIT_BUCKETS_S)
-        self.output_token_s = Durations(TOKEN_BUCKETS_S)
+        self.token_gap_s = Durations(TOKEN_BUCKETS_S)
+        self.request_s = Durations(REQUEST_BUCKETS_S)
         self._now = now
         self._recent: collections.deque[tuple[float, int]] = collections.deque()
         self._submitted_at: dict[str, float] = {}
-        """When open prompts came, until their first token."""
+        """When open prompts came."""
         self._token_at: dict[str, float] = {}
         """When the newest token of open prompts came."""
 
@@ -85,7 +88,7 @@ class Tally:
             self._time(token, now)
         for event in events:
             if isinstance(event, FinishedEvent):
-                self._end(event)
+                self._end(event, now)
         if tokens:
             self.generated_tokens += len(tokens)
             self._recent.append((now, len(tokens)))
@@ -108,19 +111,21 @@ class Tally:
         return generate_latest(registry)
 
     def _time(self, event: TokenEvent, now: float) -> None:
-        if (since := self._submitted_at.pop(event.request_id, None)) is not None:
-            self.first_token_s.add(now - since)
-        elif (before := self._token_at.get(event.request_id)) is not None:
-            self.output_token_s.add(now - before)
-        else:
+        if (since := self._submitted_at.get(event.request_id)) is None:
             return  # a probe
+        if (before := self._token_at.get(event.request_id)) is None:
+            self.first_token_s.add(now - since)
+        else:
+            self.token_gap_s.add(now - before)
         self._token_at[event.request_id] = now
 
-    def _end(self, event: FinishedEvent) -> None:
+    def _end(self, event: FinishedEvent, now: float) -> None:
         self.ended[event.reason] += 1
         self.prompt_tokens += event.prompt_tokens
-        self._submitted_at.pop(event.request_id, None)
         self._token_at.pop(event.request_id, None)
+        since = self._submitted_at.pop(event.request_id, None)
+        if since is not None and event.reason in SUCCEEDED:
+            self.request_s.add(now - since)
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0][0] < now - WINDOW_S:
@@ -136,24 +141,23 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families."""
         tally = self._tally
-        yield GaugeMetricFamily("megatronapp_serve_queue_length", "Prompts that wait.", self._waiting)
-        yield GaugeMetricFamily("megatronapp_serve_running", "Prompts that are being generated.", self._running)
-        ended = CounterMetricFamily("megatronapp_serve_prompts", "Prompts that have ended.", labels=("reason",))
+        name = "megatronapp_serve_{}".format
+        yield GaugeMetricFamily(name("num_requests_waiting"), "Prompts that wait.", self._waiting)
+        yield GaugeMetricFamily(name("num_requests_running"), "Prompts that are being generated.", self._running)
+        ended = CounterMetricFamily(name("requests"), "Prompts that have ended.", labels=("finished_reason",))
         for reason in REASONS:
             ended.add_metric([reason], tally.ended[reason])
         yield ended
-        yield CounterMetricFamily(
-            "megatronapp_serve_refused", "Requests that found the queue full.", float(tally.refused)
-        )
-        tokens = CounterMetricFamily("megatronapp_serve_tokens", "Tokens read and generated.", labels=("kind",))
-        tokens.add_metric(["prompt"], tally.prompt_tokens)
-        tokens.add_metric(["generated"], tally.generated_tokens)
-        yield tokens
-        name = "megatronapp_serve_{}_seconds"
-        yield tally.queue_s.family(name.format("queue"), "Time of a prompt in the queue.")
+        yield CounterMetricFamily(name("refused"), "Requests that found the queue full.", float(tally.refused))
+        yield CounterMetricFamily(name("prompt_tokens"), "Tokens of prompts.", float(tally.prompt_tokens))
+        yield CounterMetricFamily(name("generation_tokens"), "Generated tokens.", float(tally.generated_tokens))
+        yield tally.queue_s.family(name("request_queue_time_seconds"), "Time of a prompt in the queue.")
         yield tally.first_token_s.family(
-            name.format("time_to_first_token"), "Time from a request to its first token, for each prompt."
+            name("time_to_first_token_seconds"), "Time from a request to its first token, for each prompt."
         )
-        yield tally.output_token_s.family(
-            name.format("time_per_output_token"), "Time from one token of a prompt to the next."
+        yield tally.token_gap_s.family(
+            name("inter_token_latency_seconds"), "Time from one token of a prompt to the next."
+        )
+        yield tally.request_s.family(
+            name("e2e_request_latency_seconds"), "Time from a request to the end of its text, for each that was whole."
         )

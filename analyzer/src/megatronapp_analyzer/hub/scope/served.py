@@ -11,9 +11,9 @@ from megatronapp_analyzer.hub.problems import ApiError
 
 PREFIX = "megatronapp_serve_"
 HISTOGRAMS = {
-    "queue": "queue_seconds",
+    "queue": "request_queue_time_seconds",
     "firstToken": "time_to_first_token_seconds",
-    "outputToken": "time_per_output_token_seconds",
+    "outputToken": "inter_token_latency_seconds",
 }
 
 
@@ -45,7 +45,7 @@ def read_counts(text: str) -> Counts:
     except ValueError as error:
         raise ApiError(503, "model-failed", "the model's metrics cannot be read", "See the log of rank 0.") from error
     plain = {one.name.removeprefix(PREFIX): one.value for one in samples if not one.labels}
-    ended = {one.labels["reason"]: int(one.value) for one in samples if one.name == f"{PREFIX}prompts_total"}
+    ended = {one.labels["finished_reason"]: int(one.value) for one in samples if one.name == f"{PREFIX}requests_total"}
     latencies = {}
     for name, metric in HISTOGRAMS.items():
         buckets = sorted(
@@ -53,8 +53,8 @@ def read_counts(text: str) -> Counts:
         )
         latencies[name] = _latency(buckets, plain.get(f"{metric}_sum", 0.0))
     return Counts(
-        waiting=int(plain.get("queue_length", 0)),
-        running=int(plain.get("running", 0)),
+        waiting=int(plain.get("num_requests_waiting", 0)),
+        running=int(plain.get("num_requests_running", 0)),
         refused=int(plain.get("refused_total", 0)),
         ended=ended,
         latencies=latencies,
