@@ -6,7 +6,8 @@
 
 Phases: gangs (one job of 1,000 pods from apply to all running, and its restart after one pod failed; with and without
 hub and agents), scheduled (the same with the real scheduler), small (1,000 jobs of one pod), large (5 gangs, and the
-operator killed; 10 gangs, and its memory). The other side is an Indexed Job with the same pods, by
+operator killed; 10 gangs, and its memory), idle (a tenth of the jobs, with a hub each: requests
+in ten minutes without news). The other side is an Indexed Job with the same pods, by
 kube-controller-manager with a client of 20 and of 200 requests a second; it has no restart of the gang to compare with.
 Every phase and side has a fresh API server with the same nodes, and has run one small job before. Pods are given to
 nodes by a binder of the bench, except in "scheduled"; kwok says that their containers run, and never that they end.
@@ -29,9 +30,9 @@ from collections.abc import AsyncIterator, Iterator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from operator_phases import Measured, Side, large, many_jobs, one_gang  # noqa: E402 - found by the path above
+from operator_phases import Measured, Side, idle, large, many_jobs, one_gang  # noqa: E402 - found by the path above
 
-PHASES = ("gangs", "scheduled", "small", "large")
+PHASES = ("gangs", "scheduled", "small", "large", "idle")
 RATES = (200, 20)
 GANGS, MORE_GANGS = 5, 5
 FULL = 1000
@@ -102,6 +103,8 @@ def plan(options: argparse.Namespace) -> Iterator[AsyncIterator[Measured]]:
     if "large" in options.only:
         gangs, more = [f"large-{number}" for number in range(GANGS)], [f"more-{number}" for number in range(MORE_GANGS)]
         yield large(Side(qps=None, hub=False), pods, gangs, more, limit_s)
+    if "idle" in options.only:
+        yield idle(Side(qps=None, hub=True), max(1, jobs // 10), limit_s)
 
 
 def line(one: Measured) -> str:

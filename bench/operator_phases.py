@@ -4,13 +4,17 @@ import asyncio
 import contextlib
 import dataclasses
 import datetime
+import re
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 
+import httpx
 from operator_client import Binder, Object, Running, poll
 from operator_cluster import NAMESPACE, Cluster, Program, cluster, node_names
 from operator_jobs import indexed_job, megatron_job
+from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import API_VERSION
@@ -22,6 +26,8 @@ LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/megatronapp
 APPLIERS = 16
 SETTLE_S = 3.0
 """After the last pod runs; what a process does then belongs to its CPU time."""
+IDLE_S = 600.0
+"""Two of the intervals at which the operator lists everything anew."""
 CALM_S = 15.0
 """Before memory is read."""
 LOOK_S = 0.05
@@ -161,6 +167,33 @@ async def many_jobs(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Meas
     """Many jobs of one pod, from the first apply to all running."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, "jobs of one pod", [f"small-{number}" for number in range(jobs)], 1)
+
+
+async def idle(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Measured]:
+    """What our operator asks the API server for while jobs run of which there is no news."""
+    async with staged(side, limit_s) as stage:
+        yield await _start(stage, "jobs of one pod", [f"idle-{number}" for number in range(jobs)], 1)
+        await asyncio.sleep(CALM_S)
+        before, clock = requests(stage), Stopwatch(stage)
+        await asyncio.sleep(IDLE_S)
+        found, ended = requests(stage) - before, time.monotonic()
+        rate = found.total() / (jobs + 1) * 300 / (ended - clock.began)
+        most = ", ".join(f"{count} {what}" for what, count in found.most_common(6))
+        note = f"{found.total()} requests, {rate:.2f} a job in 5 min ({most})"
+        yield await clock.measured("jobs without news", jobs + 1, ended, note)
+
+
+def requests(stage: Stage) -> Counter[str]:
+    """Requests of our operator so far by verb and resource, but for watches and the lease."""
+    port = re.search(r"probes at port (\d+)", stage.program.text)
+    assert port is not None, stage.program.text
+    page = httpx.get(f"http://127.0.0.1:{port[1]}/metrics", trust_env=False).raise_for_status().text
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == "megatron_operator_api_requests_total":
+                found[f"{sample.labels['verb']} {sample.labels['resource']}"] += int(sample.value)
+    return found
 
 
 async def _start(stage: Stage, phase: str, names: Sequence[str], pods: int) -> Measured:

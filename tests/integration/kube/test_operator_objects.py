@@ -4,7 +4,7 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import Play, manifest, play
+from operator_play import CutApi, Play, manifest, play
 
 from megatronapp_operator.backends.kubernetes.api import (
     CONFIG_MAPS,
@@ -12,13 +12,17 @@ from megatronapp_operator.backends.kubernetes.api import (
     JOBS,
     NETWORK_POLICIES,
     SERVICES,
+    Listing,
     Object,
     Resource,
 )
 from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.facts import TABLE_ENTRIES
 from megatronapp_operator.backends.kubernetes.observe import Told
 from megatronapp_operator.backends.kubernetes.reconciler import LOOK_AGAIN_S
+from megatronapp_operator.backends.kubernetes.store import Key
+from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 
 pytestmark = pytest.mark.asyncio
 HUB: dict[str, Any] = {"analyzer": {"enabled": True}, "trace": {"enabled": True}}
@@ -60,9 +64,7 @@ async def delete(stage: Play, resource: Resource, name: str) -> None:
     await stage.machines.api.delete(resource, found)
 
 
-async def test_what_was_deleted_of_a_running_attempt_comes_back_within_minutes(
-    plane: kube.ControlPlane, namespace: str
-) -> None:
+async def test_what_was_deleted_of_a_running_attempt_comes_back(plane: kube.ControlPlane, namespace: str) -> None:
     async with play(plane, namespace) as stage:
         pods = await train(stage, **HUB)
         whole = [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES, CONFIG_MAPS)]
@@ -71,7 +73,11 @@ async def test_what_was_deleted_of_a_running_attempt_comes_back_within_minutes(
             await delete(stage, resource, "job-workers")
         await delete(stage, SERVICES, "job-hub")
         await delete(stage, CONFIG_MAPS, "job-job")
-        await stage.begin()  # by the next process, too
+        assert await see(stage) == [(namespace, "job")]
+        assert [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES, CONFIG_MAPS)] == whole
+        await delete(stage, CONFIG_MAPS, "job-job")
+        await delete(stage, SERVICES, "job-hub")
+        await stage.begin()  # by the next process, which may not list, too
         for _ in range(2):
             await stage.pass_time(TEND_S)
         assert [await names(stage, one) for one in (NETWORK_POLICIES, SERVICES, CONFIG_MAPS)] == whole
@@ -79,6 +85,74 @@ async def test_what_was_deleted_of_a_running_attempt_comes_back_within_minutes(
         await stage.rest()
         assert (stage.api.count, await go_on(stage)) == (requests, pods)
         assert stage.due[namespace, "job"] <= stage.now() + TEND_S
+
+
+@pytest.mark.parametrize("spec", [HUB, {"network": {"policy": "None"}}], ids=["hub", "open"])
+async def test_a_job_of_which_nothing_was_deleted_costs_next_to_nothing(
+    plane: kube.ControlPlane, namespace: str, spec: dict[str, Any]
+) -> None:
+    async with play(plane, namespace) as stage:
+        await train(stage, **spec)
+        assert await see(stage) == []
+        for _ in range(2):  # the objects may be of another process: once, all of them
+            await stage.pass_time(TEND_S)
+        before = stage.api.count
+        for _ in range(12):
+            assert await see(stage) == []
+            await stage.pass_time(TEND_S / 12)
+        lists = 2 * 12
+        assert stage.api.count - before - lists <= 3, "the ConfigMap is looked at and applied, the Secret created"
+
+
+async def test_what_was_changed_is_made_as_it_was_and_what_was_added_stays(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        await train(stage)
+        policy = await stage.machines.api.get(NETWORK_POLICIES, namespace, "job-workers")
+        service = await stage.machines.api.get(SERVICES, namespace, "job-workers")
+        assert policy is not None and service is not None
+        policy["spec"]["ingress"] = [{}]
+        service["metadata"]["annotations"] = {"example.com/mesh": "on"}
+        await stage.machines.api.replace(SERVICES, service)
+        assert await see(stage) == []
+        await stage.machines.api.replace(NETWORK_POLICIES, policy)
+        assert await see(stage) == [(namespace, "job")]
+        restored = await stage.machines.api.get(NETWORK_POLICIES, namespace, "job-workers")
+        kept = await stage.machines.api.get(SERVICES, namespace, "job-workers")
+        assert restored is not None and kept is not None and {} not in restored["spec"]["ingress"]
+        assert kept["metadata"]["annotations"]["example.com/mesh"] == "on"
+        assert await see(stage) == []
+
+
+async def test_without_the_right_to_list_all_is_applied_every_hour(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after an upgrade without the chart's new rights."""
+    real = CutApi.list_objects
+
+    async def refusing(api: CutApi, resource: Resource, *words: Any, **options: Any) -> Listing:
+        if resource in LISTED:
+            raise ForbiddenError(f"{resource.plural} is forbidden", status=403)
+        return await real(api, resource, *words, **options)
+
+    monkeypatch.setattr(CutApi, "list_objects", refusing)
+    async with play(plane, namespace) as stage:
+        await train(stage)
+        assert await see(stage) == await see(stage) == []
+        assert len([one for one in caplog.messages if "within an hour only" in one]) == 1
+        for _ in range(2):
+            await stage.pass_time(TEND_S)
+        await delete(stage, SERVICES, "job-workers")
+        await stage.pass_time(TEND_S)
+        assert await names(stage, SERVICES) == {"job-workers"}
+
+
+async def see(stage: Play) -> list[Key]:
+    """What the operator does every few minutes, and what comes of it."""
+    differing = await stage.reconciler.see_surroundings([stage.namespace])
+    await stage.rest()
+    return differing
 
 
 async def test_nothing_is_restored_while_the_job_is_being_deleted(plane: kube.ControlPlane, namespace: str) -> None:

@@ -45,6 +45,7 @@ async def test_a_served_model_runs_until_it_is_suspended(plane: kube.ControlPlan
         assert (await stage.job())["status"]["phase"] == "Starting"
         stage.tell("job", state="serving", iteration=0, tokens_per_second=0.0)
         await stage.rest()
+        assert await stage.reconciler.see_surroundings([namespace]) == []
         status = (await stage.job())["status"]
         assert status["phase"] == "Running"
         assert status["serveUrl"] == f"http://job-serve.{namespace}.svc.cluster.local:8000"

@@ -17,11 +17,11 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [configmaps] # applied, which creates or patches
   verbs: [create, patch]
 - apiGroups: [""]
-  resources: [services] # delete: what an edited job does not want any more
-  verbs: [create, patch, delete]
+  resources: [services] # delete: what an edited job does not want any more; list: what somebody has deleted
+  verbs: [list, create, patch, delete]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [create, patch, delete]
+  verbs: [list, create, patch, delete]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]

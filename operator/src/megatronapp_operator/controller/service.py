@@ -192,6 +192,8 @@ class Service:
             await asyncio.sleep(pause)
             try:
                 await self._sync()
+                for key in await self._reconciler.see_surroundings(self._settings.namespaces):
+                    self._queue.add(key)
                 pause = self._settings.resync_s
             except LeaseLostError:
                 raise

@@ -16,16 +16,17 @@ from megatronapp_operator.backends.kubernetes.errors import (
     NamespaceEndsError,
     NameTakenError,
 )
-from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.executor import Executor, Work, surroundings_of
 from megatronapp_operator.backends.kubernetes.facts import is_long
 from megatronapp_operator.backends.kubernetes.job_memory import Memory
 from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
 from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordEvent
 
 log = logging.getLogger(__name__)
 
-TEND_S = 300.0
-"""How often the objects of a running attempt are applied again."""
+TEND_S = 3600.0
+"""How often those objects of a running attempt are applied again that the operator may not list."""
 RETRY_S = 30.0
 """After an error."""
 LASTING = (ForbiddenError, InvalidError, NameTakenError)
@@ -39,6 +40,15 @@ class Errands:
         self._store = store
         self._executor = executor
         self._clock = clock
+        self.lists: bool | None = None
+        """Whether what stands around the gangs can be listed, so that `compare` is called; None: not tried yet."""
+
+    def compare(self, memory: Memory, work: Work, found: Surroundings) -> bool:
+        """Note which objects of a running attempt were deleted or changed; whether any was."""
+        memory.differing = ()
+        if _is_current(memory, work):
+            memory.differing = tuple(found.differing(surroundings_of(work)))
+        return bool(memory.differing)
 
     async def run(self, memory: Memory, work: Work) -> float | None:
         """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
@@ -107,14 +117,26 @@ class Errands:
         pinned, generation, now = memory.pinned, memory.generation, self._clock()
         if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
             return
-        if memory.tended is None:  # a new process spreads what it finds over the first minutes
+        if memory.tended is None:  # a new process spreads what it finds over the first hour
             memory.tended, memory.tend_at = pinned.generation, now + zlib.crc32(memory.uid.encode()) % TEND_S
-        if memory.tended == generation and now < memory.tend_at:
+        edited, differing = generation != memory.tended, memory.differing
+        if not edited and not differing and now < memory.tend_at:
             return
         if render.template_hash(memory.job, work.settings) == pinned.template_hash:
-            await self._executor.tend(work, edited=generation != memory.tended)
-            memory.table_told = None
-        memory.tended, memory.tend_at = generation, now + TEND_S
+            whole = edited or bool(differing) or memory.inherited or not self.lists
+            await self._executor.tend(work, edited=edited, whole=whole)
+            memory.inherited, memory.table_told = False, None
+            if differing:
+                log.info("%s/%s: restored %s", work.owner.namespace, work.owner.name, ", ".join(differing))
+        memory.tended, memory.tend_at, memory.differing = generation, now + TEND_S, ()
+
+
+def _is_current(memory: Memory, work: Work) -> bool:
+    """Whether the objects around a running attempt are to be as they are rendered now."""
+    pinned = memory.pinned
+    if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
+        return False
+    return render.template_hash(memory.job, work.settings) == pinned.template_hash
 
 
 def _lives(memory: Memory, work: Work) -> bool:

@@ -29,6 +29,7 @@ from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.backends.kubernetes.refusals import refusal_of
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
@@ -193,10 +194,13 @@ class Executor:
         if len(self._applied) > REMEMBERED:
             self._applied.popitem(last=False)
 
-    async def tend(self, work: Work, *, edited: bool) -> None:
-        """Apply the objects of a running attempt again; after an edit remove those that it no longer wants."""
-        hub = render.hub_objects(work.job, work.owner, work.settings) if work.job.spec.analyzer.enabled else ()
-        await self._put(work, [*render.gang_objects(work.job, work.owner, work.attempt, work.settings), *hub])
+    async def tend(self, work: Work, *, edited: bool, whole: bool) -> None:
+        """Apply the objects of a running attempt again; after an edit remove those that it no longer wants.
+
+        If not the `whole`, those that can be listed are left out.
+        """
+        rendered = surroundings_of(work)
+        await self._put(work, rendered if whole else [one for one in rendered if one[0] not in LISTED])
         await self._ensure_secret(work)
         if edited:
             await self._remove_unwanted(work)
@@ -313,6 +317,12 @@ class Executor:
             return
         except ApiError as error:
             log.warning("%s/%s: an event could not be written: %s", owner.namespace, owner.name, error)
+
+
+def surroundings_of(work: Work) -> list[tuple[Resource, Object]]:
+    """The objects around the pods of a running attempt, but for its Secret."""
+    hub = render.hub_objects(work.job, work.owner, work.settings) if work.job.spec.analyzer.enabled else ()
+    return [*render.gang_objects(work.job, work.owner, work.attempt, work.settings), *hub]
 
 
 def _place(owner: Owner) -> tuple[str, str]:

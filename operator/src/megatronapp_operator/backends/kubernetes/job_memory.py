@@ -38,7 +38,11 @@ class Memory:
     tended: int | None = None
     """Generation for which the objects of the running attempt were applied last; None: not known yet."""
     tend_at: float = 0.0
-    """When they are applied again, in case something was deleted or changed."""
+    """When those that cannot be listed are applied again, in case one was deleted or changed."""
+    differing: tuple[str, ...] = ()
+    """Objects that the last list did not have, or not as they were applied."""
+    inherited: bool = True
+    """Whether the objects may still be as another process, maybe of another release, has applied them."""
     errands: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     """Errands that failed: when each is tried again, and what went wrong."""
     unknown_fields: tuple[str, ...] = ()

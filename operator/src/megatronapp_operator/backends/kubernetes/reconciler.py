@@ -5,10 +5,11 @@ every `PROGRESS_S` seconds at most. One about which nothing is to be done, and t
 `COUNTS_S` for more of the kind. Every other change is written at once, before anything is done about it.
 """
 
+import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from megatronapp_common.job import MegatronJob, load_stored_job
@@ -17,7 +18,12 @@ from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
 from megatronapp_operator.backends.kubernetes.errands import Errands
-from megatronapp_operator.backends.kubernetes.errors import AgainError, ConflictError, NotFoundError
+from megatronapp_operator.backends.kubernetes.errors import (
+    AgainError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+)
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, rank_zero, read_pinned
 from megatronapp_operator.backends.kubernetes.job_memory import Memory
@@ -25,6 +31,7 @@ from megatronapp_operator.backends.kubernetes.observe import observe
 from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Key, Store
+from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
 from megatronapp_operator.backends.kubernetes.volumes import claim_names, trouble
 from megatronapp_operator.document import status_document
 from megatronapp_operator.job_spec import build_spec
@@ -93,6 +100,26 @@ class Reconciler:
     def memory(self, key: Key) -> Memory | None:
         """What is known of a job; None before the first look at it."""
         return self._memories.get(key)
+
+    async def see_surroundings(self, namespaces: Sequence[str]) -> list[Key]:
+        """List what stands around all gangs; the jobs of which something is missing or changed. Raises ApiError."""
+        began = self._clock()
+        try:
+            found = await Surroundings.listed(self._api, namespaces)
+        except ForbiddenError as error:
+            if self._errands.lists is not False:  # once
+                log.warning("deleted Services and policies are restored within an hour only: %s", error)
+            self._errands.lists = False
+            return []
+        self._errands.lists, differing = True, list[Key]()
+        for key in self._store.keys:
+            document, memory = self._store.job(key), self._memories.get(key)
+            if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
+                continue
+            if self._errands.compare(memory, self._work(memory, document), found):
+                differing.append(key)
+            await asyncio.sleep(0)  # others have their turn between two jobs
+        return differing
 
     async def reconcile(self, key: Key) -> float | None:
         """Look at a job once; returns when to look again at the latest.

@@ -1,0 +1,56 @@
+"""Services and NetworkPolicies of all jobs, listed now and then: a job of which none was deleted costs no request."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatronapp_common.names import LABEL_JOB_UID
+from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, SERVICES, Api, Object, Resource
+
+LISTED = frozenset({SERVICES, NETWORK_POLICIES})
+"""What holds nothing that the operator should not read. ConfigMaps and Secrets it may only write."""
+Place = tuple[Resource, str, str]
+"""Kind, namespace and name of an object."""
+
+
+class Surroundings:
+    """What the cluster has of these objects, for the time in which it is compared."""
+
+    def __init__(self, found: Mapping[Place, Object]) -> None:
+        self._found = found
+
+    @staticmethod
+    async def listed(api: Api, namespaces: Sequence[str]) -> "Surroundings":
+        """List them in these namespaces, or in all. Raises ForbiddenError, ApiError."""
+        found = dict[Place, Object]()
+        for resource in LISTED:
+            for namespace in namespaces or (None,):
+                for one in (await api.list_objects(resource, namespace, labels=LABEL_JOB_UID)).items:
+                    found[resource, one["metadata"]["namespace"], one["metadata"]["name"]] = one
+        return Surroundings(found)
+
+    def differing(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
+        """Which of the rendered objects are not there, or not so. What others have added to them is theirs."""
+        return [
+            f"{resource.plural} {obj['metadata']['name']}"
+            for resource, obj in rendered
+            if resource in LISTED and not _holds(obj, self._found.get(_place(resource, obj)))
+        ]
+
+
+def _place(resource: Resource, obj: Object) -> Place:
+    return resource, obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
+IMPLIED = frozenset({"apiVersion", "kind"})
+"""Left out of the items of a list."""
+
+
+def _holds(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - parts of objects
+    """Whether `found` has all of `wanted`. The server leaves out what is empty and adds defaults."""
+    if isinstance(wanted, dict):
+        fields = found if isinstance(found, dict) else dict[str, Any]()
+        return all(_holds(value, fields.get(key)) for key, value in wanted.items() if key not in IMPLIED)
+    if isinstance(wanted, list):
+        items = found if isinstance(found, list) else []
+        return len(wanted) == len(items) and all(map(_holds, wanted, items))
+    return bool(wanted == found or (not wanted and found is None))
