@@ -41,7 +41,7 @@ ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 FIELDS = ("step", "ordinal", "aux", "comm", "microbatch", "kind", "chunk", "layer", "flags")
 JOB = """\
 apiVersion: megatronapp.io/v1alpha1

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megatronapp_common.tokens import Role, derive, new_secret
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind, Metric
 from megatronapp_native import RingWriter
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MS = 1_000_000
 
 

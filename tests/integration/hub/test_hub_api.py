@@ -19,7 +19,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def slow_rank(state: State = State.CONFIRMED, **changes: Any) -> Verdict:

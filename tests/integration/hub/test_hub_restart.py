@@ -19,7 +19,7 @@ from megatronapp_common.names import Env
 from megatronapp_common.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 class HubProcess:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RendezvousError, StoppedError, UsageError
@@ -99,9 +100,10 @@ async def test_all_get_the_same_table_in_worker_order(endpoint: Endpoint) -> Non
 
 
 @pytest.mark.asyncio
-async def test_members_may_come_before_the_coordinator(endpoint: Endpoint) -> None:
+async def test_members_may_come_before_the_coordinator(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = first_refusal(monkeypatch)
     early = [asyncio.create_task(enter(endpoint, join(index))) for index in (1, 2)]
-    await asyncio.sleep(0.2)  # lets them fail to connect at least once; the result does not depend on it
+    await refused.wait()
     async with coordinating(endpoint) as task:
         coordinator = await task
         for one in early:

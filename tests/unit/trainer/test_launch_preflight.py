@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from ports import held_ports
+from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_trainer.launch import machine, preflight, reach
@@ -150,20 +151,11 @@ async def test_who_does_not_answer_is_named_with_its_node(tmp_path: pathlib.Path
 async def test_a_worker_that_begins_to_answer_late_is_reached(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect, refused = asyncio.open_connection, asyncio.Event()
-
-    async def connected(*place: Any, **how: Any) -> Any:
-        try:
-            return await connect(*place, **how)
-        except ConnectionRefusedError:
-            refused.set()
-            raise
-
     async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(reach.answer("u", 2, 1))
         writer.close()
 
-    monkeypatch.setattr(asyncio, "open_connection", connected)
+    refused = first_refusal(monkeypatch)
     with held_ports(1, "127.0.0.3") as (port,):
         looking = asyncio.create_task(looked(briefing({0: 5, 1: port}), tmp_path, timeout_s=DEADLINE_S))
         await refused.wait()
