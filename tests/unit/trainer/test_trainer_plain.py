@@ -97,7 +97,7 @@ def plainly_trained(flags: str) -> list[float]:
         means = [part / count.clamp(min=1) for part, count in zip(sums, counts, strict=True)]
         loss = total / tokens if PER_TOKEN in flags else torch.stack(means).mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call] # of torch
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(weights.values()), 0.6)))
         losses.append(float(total / tokens))
         for group, decay in zip(optimizer.param_groups, (0.1 + 0.6 * step / STEPS, 0.0), strict=True):
