@@ -54,6 +54,7 @@ def main() -> int:
             ends[end] += 1
             if error:
                 bugs.append((seed, error))
+                print(f"seed {seed} breaks a promise: {error.splitlines()[0]}", flush=True)
     for end, count in sorted(ends.items()):
         print(f"{count:8} {end}")
     for seed, error in sorted(bugs)[:SHOWN]:

@@ -150,7 +150,7 @@ def check_exclusion(world: World, after: Status) -> None:
 def check_place_in_queue(world: World, seen: Observed, before: Status, after: Status) -> None:
     """A gang that waits in a queue is not made anew for a node, unless a scheduler has found none."""
     gang = [one for one in seen.workers if one.attempt == before.attempt]
-    waits = len(gang) == world.spec.workers and all(map(_only_waits, gang))
+    waits = before.holding_time is None and len(gang) == world.spec.workers and all(map(_only_waits, gang))
     placed = after.condition(ConditionType.PODS_SCHEDULED)
     for_a_node = placed is not None and placed.reason in {"NodeReadmitted", "Unschedulable"}
     if world.spec.gang and waits and for_a_node and after.attempt > before.attempt and not world.spec.suspend:
