@@ -56,7 +56,7 @@ def test_a_pod_template_is_judged_as_locally(client: httpx.Client, example: Exam
     assert (example.server_words or example.words) in said
 
 
-def test_a_job_from_before_the_policy_keeps_its_metadata_editable_and_its_spec_not(
+def test_a_job_from_before_the_policy_may_be_edited_unless_the_edit_breaks_another_rule(
     client: httpx.Client, older: str
 ) -> None:
     headers = {"Content-Type": "application/merge-patch+json"}
@@ -65,5 +65,10 @@ def test_a_job_from_before_the_policy_keeps_its_metadata_editable_and_its_spec_n
     )
     assert label.is_success, label.text
     assert client.patch(older, json={"metadata": {"finalizers": []}}, headers=headers).is_success
-    spec = client.patch(older, json={"spec": {"suspend": True}}, headers=headers)
-    assert spec.status_code == 422 and "hostname" in spec.text
+    assert client.patch(older, json={"spec": {"suspend": True}}, headers=headers).is_success
+    other = client.patch(older, json={"spec": {"podTemplate": {"spec": {"subdomain": "b"}}}}, headers=headers)
+    assert other.status_code == 422 and "subdomain" in other.text and "hostname" not in other.text
+    mended = client.patch(older, json={"spec": {"podTemplate": {"spec": {"hostname": None}}}}, headers=headers)
+    assert mended.is_success, mended.text
+    again = client.patch(older, json={"spec": {"podTemplate": {"spec": {"hostname": "a"}}}}, headers=headers)
+    assert again.status_code == 422 and "hostname" in again.text

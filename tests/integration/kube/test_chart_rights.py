@@ -31,7 +31,7 @@ OPERATOR: Rights = {
     ("megatronapp.io", "megatronjobs/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch", "create", "delete"},
     ("", "services"): {"list", "create", "patch", "delete"},
-    ("", "configmaps"): {"create", "patch"},
+    ("", "configmaps"): {"create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
     ("", "secrets"): {"create"},
     ("", "persistentvolumeclaims"): {"get"},

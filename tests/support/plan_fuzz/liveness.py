@@ -255,13 +255,14 @@ def settle(world: World, operator: Operator) -> str:
     trained, trained_in = 0, -1
     for _ in range(LOOKS):
         tick(world)
+        fails = failing_for(world) is not None  # an operator that was cut off has decided it, and removed nothing yet
         operator.look()
         rests = rest_of(world)
         if rests is not None:
             return rests
         status, trains = world.job.status, world.trains()
         trained += trains
-        trained_in = status.attempt if trains else trained_in
+        trained_in = status.attempt if trains and not fails else trained_in
         if trained_in == status.attempt and (why := failing_for(world)) == "StartDeadlineExceeded":
             broken("a gang that trains is said not to have started", why)
         if trained == TRAINED_LOOKS and world.spec.hub and world.hub is None and _may_train(world):

@@ -7,10 +7,13 @@ import rendered
 
 from megatronapp_common.errors import JobError
 from megatronapp_operator.backends.kubernetes.api import Api, Object
-from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.errands import Errands
+from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner
 from megatronapp_operator.backends.kubernetes.store import Store
 from megatronapp_operator.keys import KeyRing
+from megatronapp_operator.plan import EventType, RecordEvent
 
 
 class Remembering(Reconciler):
@@ -24,6 +27,11 @@ class Remembering(Reconciler):
 
     def read(self, document: Object) -> str:
         return self._remember(("default", "gpt"), document).job.metadata.name
+
+    def skipped(self) -> tuple[str, ...]:
+        memory = self.memory(("default", "gpt"))
+        assert memory is not None
+        return memory.skipped_rules
 
 
 def stored(generation: int = 3, observed: int | None = 3, **metadata: Any) -> Object:
@@ -44,7 +52,58 @@ def test_a_job_that_is_deleted_is_managed() -> None:
     assert reconciler.read(stored(generation=4, deletionTimestamp="2026-01-02T03:04:05Z")) == "gpt"
 
 
-@pytest.mark.parametrize("observed", [None, 2])
-def test_a_spec_that_was_never_accepted_is_judged(observed: int | None) -> None:
+def test_a_job_whose_first_spec_was_never_accepted_is_judged() -> None:
     with pytest.raises(JobError, match="NNODES"):
-        Remembering().read(stored(observed=observed))
+        Remembering().read(stored(observed=None))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_edit_of_a_job_that_an_earlier_release_accepted_is_managed(restarted: bool) -> None:
+    """The API server has judged the edit, and found no rule that it breaks and the old spec did not."""
+    reconciler = Remembering()
+    if not restarted:
+        reconciler.read(stored())
+    edited = stored(generation=4)
+    edited["spec"]["suspend"] = True
+    assert reconciler.read(edited) == "gpt"
+    (rule,) = reconciler.skipped()
+    assert rule.startswith("spec.env: ") and "NNODES" in rule and rule.endswith("(rule reserved-variable)")
+    edited = stored(generation=5)
+    edited["spec"]["env"] = []
+    reconciler.read(edited)
+    assert reconciler.skipped() == ()
+
+
+class Listener(Executor):
+    """An executor that only keeps what people are told."""
+
+    def __init__(self) -> None:
+        self.told: list[RecordEvent] = []
+
+    async def tell(self, owner: Owner, event: RecordEvent) -> None:
+        self.told.append(event)
+
+
+@pytest.mark.asyncio
+async def test_rules_that_are_not_enforced_are_named_in_one_warning() -> None:
+    reconciler, listener = Remembering(), Listener()
+    errands = Errands(cast("Store", Empty()), listener, lambda: 0.0)
+    reconciler.read(stored())
+    memory = reconciler.memory(("default", "gpt"))
+    assert memory is not None
+    work = Work(
+        document=stored(), job=memory.job, owner=rendered.owner_of(memory.job), attempt=Attempt(number=0),
+        settings=rendered.SETTINGS,
+    )  # fmt: skip
+    for _ in range(3):
+        await errands.run(memory, work)
+    (event,) = listener.told
+    assert (event.type, event.reason) == (EventType.WARNING, "RulesSkipped")
+    assert "spec.env: " in event.message and "rule reserved-variable" in event.message
+
+
+class Empty:
+    """A store without pods."""
+
+    def pods(self, namespace: str, uid: str) -> list[object]:
+        return []

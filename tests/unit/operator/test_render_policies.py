@@ -135,3 +135,22 @@ def test_services_find_the_pods_of_this_job_alone() -> None:
     elsewhere = "job elsewhere"  # a Service looks into its own namespace only
     assert found == {"gpt-workers": sorted(["worker", "peer", elsewhere]), "gpt-hub": ["hub"]}
     assert set(ReplicaType) == {ReplicaType.WORKER, ReplicaType.HUB, ReplicaType.INIT}
+
+
+def test_what_an_edit_takes_out_of_a_job_is_not_wanted_any_more() -> None:
+    """An object that only another spec of the job has would stay until the job is deleted."""
+    whole = rendered.make_job({"analyzer": {"enabled": True}})
+    less = rendered.make_job({"analyzer": {"enabled": False}, "network": {"policy": "None"}})
+    owner = rendered.owner_of(whole)
+    gone = objects_of(whole) - objects_of(less)
+    assert ("configmaps", "gpt-job") in gone
+    unwanted = {(resource.plural, name) for resource, name in render.unwanted(less, owner, rendered.SETTINGS)}
+    assert gone <= unwanted and not unwanted & objects_of(less)
+
+
+def objects_of(job: MegatronJob) -> set[tuple[str, str]]:
+    """Everything around the pods of a job."""
+    owner, settings = rendered.owner_of(job), rendered.SETTINGS
+    made = render.gang_objects(job, owner, Attempt(number=0), settings)
+    made += render.hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
+    return {(resource.plural, obj["metadata"]["name"]) for resource, obj in made}

@@ -14,8 +14,8 @@ Secrets: those of jobs are derived from the chart's key. */}}
   resources: [pods]
   verbs: [get, list, watch, create, delete{{ if .Values.rbac.nodeAccess }}, patch{{ end }}] # patch: the node's topology, as an annotation
 - apiGroups: [""]
-  resources: [configmaps] # applied, which creates or patches
-  verbs: [create, patch]
+  resources: [configmaps] # applied, which creates or patches; delete: what an edited job does not want any more
+  verbs: [create, patch, delete]
 - apiGroups: [""]
   resources: [services] # delete: what an edited job does not want any more; list: what somebody has deleted
   verbs: [list, create, patch, delete]

@@ -13,7 +13,7 @@ from megatronapp_common.job.cluster import (
     Volume,
 )
 from megatronapp_common.job.judge import check_update
-from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest
+from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
 from megatronapp_common.job.metadata import Metadata
 from megatronapp_common.job.model import Model, Parallelism
 from megatronapp_common.job.network import Network, Preflight, Rdma
@@ -105,4 +105,5 @@ __all__ = [
     "parse_manifest",
     "place_of",
     "quantity_value",
+    "skipped_rules",
 ]

@@ -5,6 +5,7 @@ ValidatingAdmissionPolicy can. It carries the texts of `ADMISSION_RULES`, over `
 ones on this side. Where a text cannot be evaluated (a list that is none, a broken expression), both sides refuse.
 """
 
+import re
 from typing import Any
 
 from megatronapp_common.job.rules.cluster import WITHIN_LIMITS, is_taken
@@ -140,10 +141,14 @@ def _policy() -> dict[str, Any]:
 
 
 def _validation(rule: Rule) -> dict[str, Any]:
-    """The field stands in the words: a refusal of a policy names none."""
+    """A rule that judges an update by what changed: a stored job that breaks it already may be edited.
+
+    The field stands in the words: a refusal of a policy names none.
+    """
     place = f"spec{rule.field}: "
+    before = re.sub(r"\bobject\.", "oldObject.", rule.rule)
     return {
-        "expression": rule.rule,
+        "expression": f"({rule.rule}) || (oldObject != null && !({before}))",
         "message": place + rule.says,
         **({"messageExpression": f"'{place}%s'.format([{rule.message}])"} if rule.message else {}),
         "reason": "Invalid",

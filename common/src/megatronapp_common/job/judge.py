@@ -30,9 +30,14 @@ def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> li
 
     Rules that look at an unknown field, at anything below one or at a block that holds one are not judged.
     """
+    return [text for _, text in broken_rules(spec, unknown)]
+
+
+def broken_rules(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[tuple[Rule, str]]:
+    """The same, each with the rule that it breaks."""
     known = [rule for rule in SPEC_RULES if not _looks_at(rule, unknown)]
     admitted = [rule for rule in ADMISSION_RULES if not _looks_at(rule, unknown)]
-    return judge(known, {"self": spec}) + judge(admitted, {"object": {"spec": spec}}, refuse_errors=True)
+    return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": spec}}, refuse_errors=True)
 
 
 def check_update(old: Spec, new: Spec) -> list[str]:
@@ -40,8 +45,13 @@ def check_update(old: Spec, new: Spec) -> list[str]:
     return judge(CHANGE_RULES, {"self": new.to_dict(), "oldSelf": old.to_dict()})
 
 
-def judge(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool = False) -> list[str]:
-    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`.
+def judge(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
+    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`."""
+    return [text for _, text in _broken(rules, data)]
+
+
+def _broken(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool = False) -> list[tuple[Rule, str]]:
+    """The rules that data breaks, with what they say.
 
     `refuse_errors`: the data has no types (`object`); a rule that cannot be evaluated on it is broken.
     """
@@ -52,7 +62,7 @@ def judge(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool
         assert holds is not None or refuse_errors, f"rule {rule.id} gives neither yes nor no"
         if not holds:
             said = _evaluate(rule.message, activation) if rule.message and holds is not None else None
-            found.append(f"spec{rule.field}: {rule.says if said is None else said}")
+            found.append((rule, f"spec{rule.field}: {rule.says if said is None else said}"))
     return found
 
 

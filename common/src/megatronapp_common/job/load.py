@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatronapp_common.errors import JobError
-from megatronapp_common.job.judge import find_problems
+from megatronapp_common.job.judge import broken_rules, find_problems
 from megatronapp_common.job.partial import partial_spec
 from megatronapp_common.job.problems import describe_errors
 from megatronapp_common.job.types import MegatronJob
@@ -48,6 +48,11 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
         if not unknown:
             raise
     return read(_without(document, unknown)), tuple(".".join(map(str, path)) for path in unknown)
+
+
+def skipped_rules(job: MegatronJob) -> tuple[str, ...]:
+    """What the rules of this release say against a job that was loaded without them, each with the rule's name."""
+    return tuple(f"{text} (rule {rule.id})" for rule, text in broken_rules(job.spec.to_dict()))
 
 
 def _read(document: Mapping[str, Any]) -> MegatronJob:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 TEND_S = 3600.0
 """How often those objects of a running attempt are applied again that the operator may not list."""
+RULES_NAMED = 3
+"""So many broken rules are named in one event."""
 RETRY_S = 30.0
 """After an error."""
 LASTING = (ForbiddenError, InvalidError, NameTakenError)
@@ -53,6 +55,7 @@ class Errands:
     async def run(self, memory: Memory, work: Work) -> float | None:
         """Do what is due; returns when to look again. Raises NamespaceEndsError, LeaseLostError."""
         await self._report_unknown(memory, work)
+        await self._report_skipped(memory, work)
         for name, errand in (("places", self._tell_places), ("agents", self._tell_of_agents), ("tend", self._tend)):
             retry_at, known = memory.errands.get(name, (0.0, ""))
             if self._clock() < retry_at:
@@ -79,6 +82,19 @@ class Errands:
             event = RecordEvent(type=EventType.WARNING, reason="UnknownFields", message=message)
             await self._executor.tell(work.owner, event)
         memory.ignored = memory.unknown_fields
+
+    async def _report_skipped(self, memory: Memory, work: Work) -> None:
+        """Name the rules that the spec breaks and that are not enforced, once for each set of them."""
+        rules = memory.skipped_rules
+        if rules and rules != memory.skipped_reported and work.document["metadata"].get("deletionTimestamp") is None:
+            more = f"; and {len(rules) - RULES_NAMED} more" if len(rules) > RULES_NAMED else ""
+            message = (
+                "the spec was accepted before these rules and is run as it is; it would be refused as a new job: "
+                f"{'; '.join(rules[:RULES_NAMED])}{more}"
+            )
+            event = RecordEvent(type=EventType.WARNING, reason="RulesSkipped", message=message)
+            await self._executor.tell(work.owner, event)
+        memory.skipped_reported = rules
 
     async def _report(self, work: Work, error: Exception) -> None:
         log.warning("%s/%s: %s", work.owner.namespace, work.owner.name, error)

@@ -49,5 +49,9 @@ class Memory:
     """Fields of the spec that this release does not know and ignores."""
     ignored: tuple[str, ...] = ()
     """Those of them that were reported."""
+    skipped_rules: tuple[str, ...] = ()
+    """What rules of this release say against a spec that was accepted by those of an earlier one."""
+    skipped_reported: tuple[str, ...] = ()
+    """Those of them that were reported."""
     told: Told = dataclasses.field(default_factory=Told)
     refusal: Refusal | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from megatronapp_common.job import MegatronJob, load_stored_job
+from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
@@ -185,10 +185,11 @@ class Reconciler:
             known = Memory(metadata["uid"], metadata["generation"], job, read_status(status), status, status)
             known.since, known.unknown_fields = self._clock(), unknown
             known.pinned = read_pinned(status)
+            known.skipped_rules = skipped_rules(job) if known.status.phase not in TERMINAL_PHASES else ()
             self._memories[key] = known
         elif known.generation != metadata["generation"]:
             known.job, known.unknown_fields = load_stored_job(document, accepted=is_accepted(document))
-            known.generation = metadata["generation"]
+            known.generation, known.skipped_rules = metadata["generation"], skipped_rules(known.job)
         if status != known.written:  # somebody else wrote it
             known.status, known.written, known.sent = read_status(status), status, status
         return known
@@ -385,13 +386,13 @@ class Reconciler:
 
 
 def is_accepted(document: Object) -> bool:
-    """Whether the spec of a job was accepted before, maybe by the rules of an earlier release, or the job only ends.
+    """Whether a spec of the job was accepted before, maybe by the rules of an earlier release, or the job only ends.
 
-    The pods of such a job exist: refusing to manage it would leave them without restart, deadline and removal.
+    The pods of such a job exist: refusing to manage it would leave them without restart, deadline and removal. An edit
+    of it was judged by the API server, which refuses only the rules that the edit breaks.
     """
-    metadata = document["metadata"]
     observed = (document.get("status") or {}).get("observedGeneration")
-    return observed == metadata["generation"] or metadata.get("deletionTimestamp") is not None
+    return observed is not None or document["metadata"].get("deletionTimestamp") is not None
 
 
 def _ends_attempt(before: Status, after: Status) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
-from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, SERVICES, Object, Resource
+from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, NETWORK_POLICIES, SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.render import storage
 from megatronapp_operator.backends.kubernetes.render.agent import analyzer_image
 from megatronapp_operator.backends.kubernetes.render.environment import variables
@@ -57,7 +57,7 @@ def unwanted(job: MegatronJob, owner: Owner, settings: RenderSettings) -> tuple[
     """Objects that another spec of the job may have had and this one does not want."""
     names = Names(owner.name)
     optional = [(NETWORK_POLICIES, one) for one in (names.workers, names.init, names.hub)]
-    optional += [(SERVICES, names.serve), (SERVICES, names.hub)]
+    optional += [(SERVICES, names.serve), (SERVICES, names.hub), (CONFIG_MAPS, names.document)]
     attempt = Attempt(number=0)
     made = [*gang_objects(job, owner, attempt, settings)]
     made += hub_objects(job, owner, settings) if job.spec.analyzer.enabled else ()
