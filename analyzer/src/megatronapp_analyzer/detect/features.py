@@ -152,8 +152,7 @@ def _launched_late(spans: RankRecords) -> Mask:
 def _may_have_waited(late: Mask, spans: RankRecords) -> Mask:
     """Spans that were launched late, and the pass after each: it began without a lead, whatever it won by its end.
 
-    On GPUs with crowded processors the other passes last the same to 2 %, and these up to seven times as long
-    (docs/benchmarks.md).
+    On GPUs with crowded processors the other passes last as long as before, and these several times as long.
     """
     passes = np.flatnonzero(_is_pass(spans))
     rank = spans["rank"][passes]

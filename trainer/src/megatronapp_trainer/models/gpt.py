@@ -164,8 +164,7 @@ def _numerics(config: TrainerConfig, device: Device) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": config.precision.bf16,
         "use_cpu_initialization": not device.is_cuda,
-        # megatron-core fuses these with torch.compile, whose guards cost the host more than the kernels save: one
-        # H200, 6 layers of 2048, 16 microbatches: 263 ms a step fused, 219 apart (docs/benchmarks.md).
+        # megatron-core fuses these with torch.compile, whose guards cost the host more than the kernels save.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
