@@ -122,6 +122,28 @@ def test_a_stream_of_chat_gives_the_same_answer(client: openai.OpenAI) -> None:
         assert [one.delta.role for one in mine] == ["assistant"] + [None] * (len(mine) - 1)
 
 
+def test_what_clients_send_by_default_changes_nothing(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 6, "logprobs": True}
+    said = client.chat.completions.create(
+        **body,
+        store=False,
+        metadata={"run": "1"},
+        service_tier="auto",
+        reasoning_effort="none",
+        modalities=["text"],
+        parallel_tool_calls=False,
+        logit_bias={},
+        stop="",
+        extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "stop_token_ids": [299]},
+    )
+    assert said.choices == client.chat.completions.create(**body).choices
+    with pytest.raises(openai.UnprocessableEntityError, match=r"min_p: 0\.1 is not supported: .*; send 0, or leave it"):
+        client.chat.completions.create(**body, extra_body={"min_p": 0.1})
+    with client.chat.completions.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[0] == "chunk" and kinds.count("content.done") == 1
+
+
 def test_texts_become_tokens_and_tokens_texts(http: httpx.Client) -> None:
     text = "né à Paris, hello"
     said = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

@@ -1,7 +1,9 @@
 """What stands in front of the API, over real sockets and without a model: connections, sizes, names of hosts."""
 
 import asyncio
+import concurrent.futures
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -296,6 +298,36 @@ def test_a_body_of_unknown_size_is_read_up_to_its_bound(serve: Any) -> None:
     with connected(port) as sock:
         sock.sendall(f"{head}\r\n".encode() + chunk * 5)
         assert sock.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+def request(path: str, body: bytes = b"") -> bytes:
+    """A request of the API, as it goes over the wire."""
+    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_requests_that_follow_without_waiting_are_answered_in_their_order(serve: Any) -> None:
+    port = serve(SECRET)
+    large = b'{"prompt": "' + b"a" * (3 * MIB) + b'", "max_tokens": -1}'
+    wire = request("/v1/completions", large) + request("/nothing") + request("/v1/completions", large)
+    with connected(port) as sock, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(sock.sendall, wire + b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        with sock.makefile("rb") as answers:
+            found = re.findall(rb"HTTP/1.1 (\d+)", answers.read())
+        sent.result()
+    assert found == [b"503", b"404", b"503", b"200"]
+
+
+def test_a_connection_takes_one_request_after_the_other(serve: Any) -> None:
+    port = serve(SECRET)
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        ends = set()
+        for path, status in (("/healthz", 200), ("/v1/models", 503), ("/nothing", 404)) * 4:
+            with client.stream("GET", f"http://127.0.0.1:{port}{path}") as answer:
+                assert answer.status_code == status
+                ends.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+                answer.read()
+    assert len(ends) == 1
 
 
 HOSTS = [
