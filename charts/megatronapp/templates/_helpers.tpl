@@ -109,7 +109,8 @@ timeoutSeconds: 5
 failureThreshold: 150
 {{- end -}}
 
-{{/* Where a pod of operator or door runs: (dict "root" $ "part" .Values.door). */}}
+{{/* Where a pod of operator or door runs: (dict "root" $ "part" .Values.door "labels" $labels). Several replicas prefer
+nodes of their own. They do not demand them: an update needs room for one more than there are nodes. */}}
 {{- define "megatronapp.placement" -}}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
@@ -123,9 +124,19 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- with .part.affinity }}
+{{- if .part.affinity }}
 affinity:
-  {{- toYaml . | nindent 2 }}
+  {{- toYaml .part.affinity | nindent 2 }}
+{{- else if and .labels (gt (int .part.replicaCount) 1) (not .part.topologySpreadConstraints) }}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "megatronapp.selectorLabels" .labels | nindent 14 }}
 {{- end }}
 {{- with .part.topologySpreadConstraints }}
 topologySpreadConstraints:
