@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket
+from megatronapp_analyzer.agent.scope import LIMIT_BYTES, ScopeSocket, bound
 from megatronapp_analyzer.hub.scope.numbering import Numbering, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
@@ -90,6 +90,29 @@ def test_frames_come_in_order_behind_who_sends_them(path: pathlib.Path, publishe
             publisher.post(Ready([part(2)]))
             assert [read(peer).header["step"] for _ in range(3)] == [0, 1, 2]
     assert publisher.dropped == 0
+
+
+def test_a_path_longer_than_the_address_of_a_socket_is_connected_to(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+    with bound(folder) as listener:
+        listener.listen()
+        listener.settimeout(20)
+        one = Publisher(folder / "scope.sock", HELLO)
+        one.start()
+        with accepted(listener) as peer:
+            assert read(peer).header == {"rank": 3}
+        one.close()
+        assert not one.failures
+
+
+def test_a_connection_that_cannot_be_made_is_reported_once(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    one = Publisher(tmp_path / "file" / "scope.sock", HELLO)
+    assert not one._connect() and not one._connect()
+    assert list(one.failures) == [
+        f"no connection to {tmp_path}/file/scope.sock: [Errno 20] Not a directory: '{tmp_path}/file'"
+    ]
 
 
 class Step:

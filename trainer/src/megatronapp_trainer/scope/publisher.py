@@ -8,7 +8,9 @@ listen: the thread tries again and again, and says first who publishes.
 import collections
 import contextlib
 import enum
+import errno
 import logging
+import os
 import pathlib
 import select
 import socket
@@ -31,6 +33,8 @@ FRAME_COST = 1 << 10
 """Of each thing that waits, beside its numbers."""
 MOST_COMING = 256
 """Whose memory on the device is let go as soon as their copies have come; that of others when their turn is."""
+_NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
+"""The agent is not there yet, or not any more; or it is busy."""
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5
@@ -401,9 +405,11 @@ class Publisher:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.setblocking(False)
-            connection.connect(str(self._path))
-        except OSError:
+            connect_to(connection, self._path)
+        except OSError as error:
             connection.close()
+            if error.errno not in _NOT_LISTENING:
+                self._note(f"no connection to {self._path}: {error}")
             return False
         self._socket, self._unsent = connection, memoryview(self._hello + self._frame)
         return True
@@ -412,6 +418,15 @@ class Publisher:
         if self._socket is not None:
             self._socket.close()
         self._socket = None
+
+
+def connect_to(connection: socket.socket, path: pathlib.Path) -> None:
+    """Connect to a Unix socket. Its path may be longer than the 107 bytes of a socket's address. Raises OSError."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
 
 
 Sink = Callable[[Job], None]

@@ -22,6 +22,7 @@ from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.served import read_counts
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, MAX_TILES, Place, body, etag
 from megatronapp_analyzer.hub.scope.variance import variance_of
+from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
 from megatronapp_common.tokens import Role
@@ -319,6 +320,21 @@ async def refit(
 
 
 @router.get("/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING)
+async def total_variance(
+    scope: ScopeOf, run: RunId, caller: Caller, layer: Annotated[int, Query(ge=0, lt=1 << 20)]
+) -> Any:  # noqa: ANN401
+    """Total variance of the hidden states after a layer, over all tokens of the run."""
+    known = scope.whole(run_of(scope, run))
+    scope.check_layers([layer])
+    found = await variance_of(scope.asker, known, layer, caller)
+    if isinstance(found, str):
+        return _coming(found)
+    return schemas.Variance(layer=layer, rows=found.rows, variance=found.variance)
+
+
+@router.get(
+    "/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING
+)
 async def total_variance(
     scope: ScopeOf, run: RunId, caller: Caller, layer: Annotated[int, Query(ge=0, lt=1 << 20)]
 ) -> Any:  # noqa: ANN401

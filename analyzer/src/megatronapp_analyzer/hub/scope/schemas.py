@@ -209,6 +209,16 @@ class Served(ApiModel):
     latencies: Latencies
 
 
+class Variance(ApiModel):
+    """Of hidden states after a layer."""
+
+    layer: int
+    rows: int
+    """Tokens that it is of: all that the model has read, or every so many of long texts."""
+    variance: float
+    """Sum over all features."""
+
+
 class Values(ApiModel):
     """Exact numbers as JSON."""
 
