@@ -66,7 +66,7 @@ def scope(page: pw.Page, replay: Replay) -> pw.Page:
     """A page that may look at the replay."""
     page.context.set_extra_http_headers({"Authorization": f"Bearer {replay.token}"})
     page.goto(replay.url)
-    pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens")
+    pw.expect(page.get_by_test_id("run-state")).to_contain_text("Done: 8 new tokens", timeout=30_000)
     return page
 
 
@@ -192,6 +192,50 @@ def test_screen_is_driven_by_keyboard_alone(scope: pw.Page, replay: Replay) -> N
     assert query(scope)["prompt"] == "1"
     scope.go_back()
     pw.expect(scope.get_by_test_id("attention-map").or_(scope.get_by_test_id("head-atlas"))).to_have_count(2)
+
+
+def test_keys_work_right_behind_the_list_of_keys(scope: pw.Page, replay: Replay) -> None:
+    scope.goto(replay.view("layers"))
+    pw.expect(scope.get_by_test_id("tokens")).to_be_visible()
+    for key in ("?", "Escape", "2"):
+        scope.keyboard.press(key)
+    pw.expect(scope.get_by_test_id("head-atlas")).to_be_visible()
+
+
+def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Replay) -> None:
+    layer, head = PINNED
+    scope.goto(replay.view("attention", layer=layer, head=head, token=9))
+    card = scope.get_by_role("region", name=f"Layer {layer}, head {head}")
+    card.get_by_role("button", name="Table").click()
+    card.get_by_role("button", name="By probability").click()
+    rows = card.get_by_role("table").locator("tbody tr")
+    shown = [float(text) for text in rows.locator("td:last-child").all_inner_texts()]
+    assert len(shown) == 10 and shown == sorted(shown, reverse=True)
+    best = int(replay.recording.sites[0]["attention"][layer, head][9].argmax())
+    pw.expect(rows.first.get_by_role("rowheader")).to_have_text(str(best))
+    rows.first.get_by_role("button").click()
+    pw.expect(rows.first).to_have_class("selected")
+
+
+def test_heads_are_as_high_as_the_map_beside_them(scope: pw.Page, replay: Replay) -> None:
+    scope.goto(replay.view("attention", layer=PINNED[0], head=PINNED[1]))
+    heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
+    assert heads is not None and shown is not None
+    assert 0.8 * shown["height"] < heads["height"] <= shown["height"] + 20
+
+
+def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Replay) -> None:
+    scope.goto(replay.view("pca", layer=2))
+    canvas = scope.get_by_test_id("pca")
+    painted = "canvas => canvas.toDataURL()"
+    pw.expect(canvas).to_be_visible()
+    before = canvas.evaluate(painted)
+    scope.get_by_role("button", name="Paths").click()
+    scope.evaluate("() => new Promise(requestAnimationFrame).then(() => new Promise(requestAnimationFrame))")
+    assert canvas.evaluate(painted) != before
+    scope.get_by_role("button", name="Paths").click()
+    scope.evaluate("() => new Promise(requestAnimationFrame).then(() => new Promise(requestAnimationFrame))")
+    assert canvas.evaluate(painted) == before
 
 
 def test_rank_is_one_selection_with_its_layers_and_heads(scope: pw.Page, replay: Replay) -> None:

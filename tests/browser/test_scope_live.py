@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 import playwright.sync_api as pw
 import pytest
+import yaml
 from served_job import Served, make_model, served
 
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.job import load_job
+from megatronapp_common.job.arguments import megatron_arguments
 from megatronapp_common.tokens import Role
 
 pytestmark = [pytest.mark.browser, pytest.mark.process]
 LAYER, HEAD = 1, 2
+ROOT = pathlib.Path(__file__).parents[2]
+MANIFEST = yaml.safe_load((ROOT / "examples" / "scope-plugin-serve.yaml").read_text())
+WIDTH, PIXELS = 4 * 32, 8
+"""Of the MLP, and of the site of the example."""
 LONG = 512
 PATIENCE_MS = 60_000
 POST = """async (asked) => {
@@ -158,8 +165,10 @@ def check_attention(screen: Screen, query: int) -> None:
     np.testing.assert_array_equal(saved[query, : query + 1], exact[: query + 1].astype(np.float32))
 
 
-def check_candidates(screen: Screen, position: int) -> None:
-    """Probabilities of what could follow are the softmax of the hub's logits."""
+def check_candidates(screen: Screen, position: int, token: int | None = None) -> None:
+    """Probabilities of what could follow are the softmax of the hub's logits. `token`: the one to select first."""
+    if token is not None:
+        screen.page.get_by_test_id("tokens").get_by_role("button").nth(token).click()
     screen.page.locator("body").press("3")
     table = screen.page.get_by_test_id("candidates")
     row = table.locator("tbody tr").first
@@ -172,6 +181,16 @@ def check_candidates(screen: Screen, position: int) -> None:
     assert float(percent.split()[0]) / 100 == pytest.approx(shares[best], rel=0.01)
     assert float(logit) == pytest.approx(logits[best], abs=0.006)
     assert math.isclose(shares.sum(), 1)
+
+
+def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.ask("hello world", 2)
+    screen.until("Done: 2 new tokens")
+    length = len(screen.header()["prompts"][0]["ids"])
+    scored = page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))
+    pw.expect(scored).to_have_count(length - 1 + 2, timeout=PATIENCE_MS)
+    check_candidates(screen, 0, token=1)
 
 
 def test_what_is_looked_at_changes_while_a_run_goes_on_until_it_is_stopped(page: pw.Page, job: Served) -> None:
@@ -238,3 +257,44 @@ def test_a_killed_rank_is_told_of_and_the_page_works_again_after_it(page: pw.Pag
     screen.ask("hello", 4)
     screen.until("Done: 4 new tokens")
     pw.expect(page.get_by_test_id("tokens").get_by_role("button", name=re.compile("surprise"))).to_have_count(4)
+
+
+def test_sites_of_the_example_are_on_the_page_with_their_numbers(
+    page: pw.Page, run_ranks: Callable[..., list[Any]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(run_ranks, tmp_path)
+    (variable,) = MANIFEST["spec"]["env"]
+    monkeypatch.setenv(variable["name"], str(ROOT / variable["value"]))
+    words = megatron_arguments(load_job(MANIFEST))
+    at = words.index("--scope-plugins")
+    with served(tmp_path / "state", model, "plugin", *words[at : at + 2]) as job:
+        job.until_phase("Running", 0)
+        screen = Screen(page, job)
+        screen.ask("hello", 2)
+        screen.until("Done: 2 new tokens")
+        page.get_by_test_id("tokens").get_by_role("button").nth(1).click()
+        card = page.get_by_role("region", name="Sites of plugins")
+        card.get_by_label("Files of").select_option("activations")
+        saved = activations(page, card)
+        np.testing.assert_allclose(saved, screen.values("activations", layer=0, position=1).ravel(), rtol=1e-6)
+        check_pixels(card, saved)
+
+
+def activations(page: pw.Page, card: pw.Locator) -> np.ndarray:
+    """The exact numbers of the first layer, as the page saves them."""
+    with page.expect_download() as download:
+        card.get_by_role("button", name="NPY").click(timeout=PATIENCE_MS)
+    found: np.ndarray = np.load(pathlib.Path(download.value.path())).ravel()
+    assert found.shape == (WIDTH,)
+    return found
+
+
+def check_pixels(card: pw.Locator, exact: np.ndarray) -> None:
+    """Pixels of the first layer, as the table shows them: the largest sizes of pieces of the exact vector."""
+    card.get_by_role("button", name="Table", exact=True).click()
+    headings = card.get_by_role("columnheader").all_inner_texts()
+    assert headings == ["Number", "activations", "input_norm"]
+    cells = card.get_by_role("table").locator("tbody tr td:nth-child(2)").all_inner_texts()[:PIXELS]
+    shown = [float(text.split()[0]) for text in cells]
+    np.testing.assert_allclose(shown, np.abs(exact).reshape(PIXELS, -1).max(axis=1), rtol=6e-3)
+    assert cells[-1].endswith(f"(layer 0, pixel {PIXELS - 1})")

@@ -42,6 +42,12 @@ def test_loading_then_empty_then_steps(page: pw.Page, shared_stack: Any) -> None
     pw.expect(state(page, "empty")).to_have_count(0)
 
 
+def test_model_screen_of_a_job_that_trains_says_that_it_trains(page: pw.Page, shared_stack: Any) -> None:
+    page.goto(shared_stack.entry.replace("/#", "/?page=scope#"))
+    pw.expect(state(page, "empty")).to_contain_text("This job trains, so there is no model to generate with")
+    pw.expect(state(page, "empty")).to_contain_text("megatronapp serve --load")
+
+
 def test_error_says_what_to_do_and_heals_by_retry(page: pw.Page, shared_stack: Any) -> None:
     page.route("**/api/v1/job", lambda route: route.fulfill(status=500, json={}))
     page.goto(shared_stack.entry)

@@ -64,12 +64,15 @@ class RankZero:
         if path == "basis":
             self.asked.append((method, path, frames.decode(body)))
             return JSONResponse({})
-        said = json.loads(body) if body else None
+        said: Any = json.loads(body) if body else None
         self.asked.append((method, path, said))
         if path == "probes":
             probe = f"probe-{len(self.asked)}"
             self.publish(self.probe(probe, Probe.model_validate(said)))
             return JSONResponse({"probe": probe})
+        if path == "scores":
+            found = scope_session.scores_frame(self.recording, said["ids"], said["candidates"])
+            return Response(frames.encode(found), media_type="application/octet-stream")
         if method == "GET":
             known = self.known_run() if path == f"runs/{scope_session.RUN}" else None
             return JSONResponse(known or {"code": "no-such-run", "message": "", "hint": ""}, 200 if known else 404)

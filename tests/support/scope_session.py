@@ -203,10 +203,33 @@ def tokens_frame(recording: Recording, step: int) -> Frame:
     rows = recording.rows(step)
     logits = np.stack([recording.sites[s]["logits"][p] for s, p in rows]).astype(np.float64)
     ids = [recording.generated[sample][step] for sample, _ in rows]
+    best, tensors = distributions(logits, ids, recording.capture["candidates"])
+    places = [offsets_of(recording.prompts[s] + recording.generated[s][: step + 1])[-1] for s, _ in rows]
+    ends = ["length" if step + 1 == len(recording.generated[sample]) else None for sample, _ in rows]
+    said = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
+    header = {"run": RUN, "step": step, "rows": [list(row) for row in rows]}
+    return frame_of(FrameType.SCOPE_TOKENS, header | said | {"topTexts": texts_alone(best)}, tensors)
+
+
+def scores_frame(recording: Recording, ids: list[int], candidates: int) -> Frame:
+    """TOKENS of a prompt of the recording, as rank 0 scores it."""
+    logits = recording.sites[recording.prompts.index(ids)]["logits"][: len(ids) - 1].astype(np.float64)
+    best, tensors = distributions(logits, ids[1:], candidates)
+    header = {"rows": [[0, place] for place in range(len(ids) - 1)], "ids": ids[1:], "topTexts": texts_alone(best)}
+    return frame_of(FrameType.SCOPE_TOKENS, header, tensors)
+
+
+def texts_alone(best: Array) -> list[list[str]]:
+    """The text of each candidate as if it stood alone."""
+    return [[text_of(int(token)) or "\ufffd" for token in row] for row in best]
+
+
+def distributions(logits: Array, ids: list[int], candidates: int) -> tuple[Array, list[Tensor]]:
+    """The candidates of each row, and the tensors that tell of its distribution."""
     logs = logits - _logsumexp(logits)[:, None]
-    best = np.argsort(-logs, axis=-1, kind="stable")[:, : recording.capture["candidates"]]
+    best = np.argsort(-logs, axis=-1, kind="stable")[:, :candidates]
     partition = np.stack([_logsumexp(logits / t) for t in TEMPERATURES], axis=-1)
-    tensors = [
+    return best, [
         Tensor("top.id", "u32", best.astype("<u4")),
         Tensor("top.p", "f16", np.exp(np.take_along_axis(logs, best, -1)).astype("<f2")),
         Tensor("top.logit", "f32", np.take_along_axis(logits, best, -1).astype("<f4")),
@@ -214,12 +237,6 @@ def tokens_frame(recording: Recording, step: int) -> Frame:
         Tensor("surprise", "f32", -logs[np.arange(len(ids)), ids].astype("<f4")),
         Tensor("entropy", "f32", -(np.exp(logs) * logs).sum(-1).astype("<f4")),
     ]
-    places = [offsets_of(recording.prompts[s] + recording.generated[s][: step + 1])[-1] for s, _ in rows]
-    ends = ["length" if step + 1 == len(recording.generated[sample]) else None for sample, _ in rows]
-    said = {"ids": ids, "texts": list(map(text_of, ids)), "offsets": places, "finished": ends}
-    header = {"run": RUN, "step": step, "rows": [list(row) for row in rows]}
-    alone = [[text_of(int(token)) or "\ufffd" for token in row] for row in best]
-    return frame_of(FrameType.SCOPE_TOKENS, header | said | {"topTexts": alone}, tensors)
 
 
 def _logsumexp(values: Array) -> Array:

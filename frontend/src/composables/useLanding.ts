@@ -18,7 +18,8 @@ export interface Landing {
   readonly page: ComputedRef<"job" | "jobs" | "scope">;
 }
 
-const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
+/** Ranks train here: there is no model to generate with. */
+export const trains = (job: JobView | null): boolean => job !== null && job.ranks.length > 0;
 const hasModel = (job: JobView | null): boolean => job !== null && !trains(job) && SERVED.has(job.phase);
 
 /** A model that serves, or was recorded, is what people came for; where ranks train, their page is. */

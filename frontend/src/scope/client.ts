@@ -129,6 +129,11 @@ export class ScopeClient {
     return ((await response.json()) as Schemas["Variance"]).variance;
   }
 
+  /** Asks for surprise and candidates of a prompt's tokens, and waits until they have been sent to all pages. */
+  async scores(run: string, sample: number, signal?: AbortSignal): Promise<void> {
+    await this.brought(`scope/runs/${encodeURIComponent(run)}/scores?sample=${sample}`, signal);
+  }
+
   sessionAddress = (run: string): string => `${this.api.root}scope/runs/${encodeURIComponent(run)}/session`;
 
   private send(path: string, init: RequestInit): Promise<Response> {

@@ -92,7 +92,8 @@ export class RunStore {
 
   addOverview(header: OverviewHeader, tensors: ReadonlyMap<string, Tensor>, positions: unknown): void {
     const store = this.sample(header.sample);
-    store.stride = Math.max(1, header.stride);
+    if (header.stride !== undefined) store.stride = Math.max(1, header.stride);
+    this.addTexts(header.topTexts, tensors.get("top.id"));
     for (const tensor of this.keepPca(tensors, header.pcaVersion)) {
       if (tensor.name === "atlas") {
         const [layers = 0, heads = 0, edge = 0] = tensor.shape;

@@ -147,6 +147,8 @@ export interface Hello {
   readonly limits: Limits;
   readonly presets: unknown;
   readonly reducers: unknown;
+  /** Names of all sites, those of plugins included; absent from old hubs. */
+  readonly sites?: readonly string[];
   readonly runs: readonly RunSummary[];
 }
 
@@ -172,7 +174,10 @@ export interface StepHeader {
 export interface OverviewHeader {
   readonly run: string;
   readonly sample: number;
-  readonly stride: number;
+  /** Absent from scores of the prompt, which all its tokens but the first have. */
+  readonly stride?: number;
+  /** Of each candidate, in the order of `top.id`. */
+  readonly topTexts?: readonly (readonly string[])[];
   /** Of the basis that the coordinates were taken in. */
   readonly pcaVersion?: number;
 }

@@ -25,6 +25,8 @@ export class SampleStore {
   stride = 1;
   atlas: Atlas | null = null;
   private readonly tables = new Map<string, RowTable>();
+  /** Of a row of each table: its axes. */
+  private readonly shapes = new Map<string, readonly number[]>();
   private readonly attention = new Map<string, Map<number, Uint8Array>>();
   private attentionBytes = 0;
 
@@ -64,6 +66,14 @@ export class SampleStore {
 
   row(name: string, position: number): Row | undefined {
     return this.tables.get(name)?.get(position);
+  }
+
+  tableNames(): string[] {
+    return [...this.tables.keys()].toSorted();
+  }
+
+  shapeOf(name: string): readonly number[] {
+    return this.shapes.get(name) ?? [];
   }
 
   /** Lets all tables go whose name is chosen. */
@@ -108,6 +118,7 @@ export class SampleStore {
     // Another width: the capture was changed while the run goes on, and old rows no longer fit beside new ones.
     const table = new RowTable(tensor.code, width, scaled);
     this.tables.set(tensor.name, table);
+    this.shapes.set(tensor.name, tensor.shape.slice(1));
     return table;
   }
 }

@@ -171,3 +171,14 @@ describe("settings of a run", () => {
     expect(header.capture.pinned.length + sampling.stop.length).toBe(2);
   });
 });
+
+describe("what was skipped", () => {
+  it.each([
+    ["step", "1 step was skipped"],
+    ["rows", "1 row of pinned heads was skipped"],
+    ["overview", "1 overview was skipped"],
+    ["ranks", "1 step of some ranks was skipped"],
+  ] as const)("is named in the singular: %s", (what, words) => {
+    expect(gapText([{ what, from: 3, to: 3, reason: "slow" }])?.title).toContain(words);
+  });
+});

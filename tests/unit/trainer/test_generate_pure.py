@@ -125,6 +125,18 @@ def test_readings_of_mixed_outputs() -> None:
     assert [one.token for one in sampled.candidates] == [2]
 
 
+def test_measures_of_more_rows_than_there_is_memory_for() -> None:
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(3))
+    whole = Measurer(rows=8).launch(logits, [3, 0, 3, 2, 3])
+    parts = Measurer(rows=2).launch(logits, [3, 0, 3, 2, 3])
+    assert whole[1] is None and parts[1] is None
+    for row, (one, other) in enumerate(zip(whole, parts, strict=True)):
+        if one is not None and other is not None:
+            assert other.get().logprobs.tolist() == one.get().logprobs.tolist()
+            assert other.get().tokens.tolist() == logits[row].topk(one.count).indices.tolist()
+            assert other.get().partition.tolist() == one.get().partition.tolist()
+
+
 def text_of(tokens: Sequence[int]) -> str:
     """Tokens are bytes."""
     return bytes(tokens).decode(errors="replace")

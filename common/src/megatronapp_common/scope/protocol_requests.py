@@ -17,6 +17,8 @@ MAX_PINNED = 64
 MAX_EXPRESSION = MAX_CHARACTERS
 MAX_PROMPT_CHARACTERS = 64 << 10
 MAX_STOPS = 8
+MAX_SCORED = 1 << 15
+"""Tokens of a text that is scored."""
 
 Preset = Literal["default", "lite", "off"]
 Rotary = Literal["after", "before"]
@@ -148,6 +150,15 @@ class ProbeSite(RequestModel):
     code: Literal["f32", "f16", "u8s"] = "f32"
     rotary: Rotary = "after"
     """Of `q` and `k`: after or before the turn."""
+
+
+class ScoreRequest(RequestModel):
+    """A text whose tokens the model scores: how likely each was after those before it."""
+
+    ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...], AsList, Field(min_length=2, max_length=MAX_SCORED)
+    ]
+    candidates: Annotated[int, Field(ge=1, le=100)] = 20
 
 
 class Probe(RequestModel):

@@ -20,6 +20,8 @@ export interface ScatterPicture {
   readonly selected: { readonly sample: number; readonly position: number };
   readonly hovered: Point | null;
   readonly label: (point: Point) => string;
+  /** Whether lines lead from each token to the next one. */
+  readonly paths: boolean;
   readonly palette: Palette;
   readonly theme: ThemeName;
 }
@@ -126,7 +128,7 @@ function drawPath(
   const colour = colours[sample % colours.length] ?? picture.palette.text;
   const at = points.map((point) => placeOf(point, picture.axes, scales));
   surface.context.globalAlpha = sample === picture.selected.sample ? 0.5 : 0.22;
-  surface.line(at, colour, 1);
+  if (picture.paths) surface.line(at, colour, 1);
   surface.context.globalAlpha = 1;
   const shape = paths[sample % paths.length];
   for (const [x, y] of at) {

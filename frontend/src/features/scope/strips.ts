@@ -6,13 +6,16 @@ export const STRIP_KINDS = [
 
 export type StripName = (typeof STRIP_KINDS)[number]["names"][number];
 
-export const STRIP_TITLES: Readonly<Record<StripName, string>> = {
+const TITLES: Readonly<Record<string, string>> = {
   q: "Query",
   k: "Key",
   v: "Value",
   mlp1: "MLP 1 (fc1)",
   mlp2: "MLP 2 (fc2)",
 };
+
+/** Sites of plugins are called as they were registered. */
+export const stripTitle = (name: string): string => TITLES[name] ?? name;
 
 /** A pixel as text: three significant digits. */
 export const stripNumber = (value: number | undefined): string =>

@@ -45,11 +45,12 @@ export function whyNot(hello: Hello, state: string): string | null {
   return null;
 }
 
-const WHAT: Readonly<Record<Gap["what"], string>> = {
-  step: "steps",
-  rows: "rows of pinned heads",
-  overview: "overviews",
-  ranks: "steps of some ranks",
+/** Of one, and of several. */
+const WHAT: Readonly<Record<Gap["what"], readonly [string, string]>> = {
+  step: ["step", "steps"],
+  rows: ["row of pinned heads", "rows of pinned heads"],
+  overview: ["overview", "overviews"],
+  ranks: ["step of some ranks", "steps of some ranks"],
 };
 const REASONS: Readonly<Record<Gap["reason"], string>> = {
   slow: "this page was slower than the model",
@@ -86,7 +87,7 @@ export function gapText(gaps: readonly Gap[]): { title: string; hint: string } |
   const whose = ranks.length > 0 ? ` (${rankList(ranks)})` : "";
   const count = gaps.reduce((sum, { from, to }) => sum + Math.max(1, (to ?? 0) - (from ?? 0) + 1), 0);
   return {
-    title: `${count} ${count === 1 ? WHAT[last.what].replace("s", "") : WHAT[last.what]} ${count === 1 ? "was" : "were"} skipped${whose}: ${REASONS[last.reason] ?? last.reason}.`,
+    title: `${count} ${WHAT[last.what][count === 1 ? 0 : 1]} ${count === 1 ? "was" : "were"} skipped${whose}: ${REASONS[last.reason] ?? last.reason}.`,
     hint: "Their places are hatched.",
   };
 }

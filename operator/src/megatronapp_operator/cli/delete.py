@@ -33,7 +33,7 @@ def _stopping(job: JobView, *, force: bool) -> str:
     if force:
         return "stopping at once" if serves else "stopping at once; no checkpoint is written"
     if serves:
-        return f"stopping; open requests are told, at most {grace_s(job):g} s"
+        return f"stopping; requests that are still open end with an error, at most {grace_s(job):g} s"
     if not job.document["spec"].get("checkpoint", {}).get("save"):
         return f"stopping; nothing is saved, as spec.checkpoint.save is not set; at most {grace_s(job):g} s"
     return f"stopping; a checkpoint is written, at most {grace_s(job):g} s"

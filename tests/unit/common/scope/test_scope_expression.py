@@ -70,6 +70,7 @@ REFUSED = {
     "1 + 1": (3, "does not look at data"),
     "data.mean() > 0": (13, "where(condition, 1, 0)"),
     "meen(data)": (1, "did you mean mean"),
+    "data.clamp(min=0).mean()": (6, "where(data < 0, 0, data) for min=0, where(data > 1, 1, data) for max=1"),
     "dta.mean()": (1, "did you mean data"),
     "data.quux()": (6, "known are data, abs"),
     "x.mean()": (1, "called data"),

@@ -263,6 +263,7 @@ def _prompt_event(request: GenerationRequest, position: int, reading: Reading) -
         logprob=None if is_last else reading.logprob,
         candidates=reading.candidates,
         logits=reading.logits,
+        measures=reading.measures,
     )
 
 

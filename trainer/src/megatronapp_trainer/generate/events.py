@@ -33,6 +33,8 @@ class PromptEvent:
     candidates: tuple[Candidate, ...]
     logits: torch.Tensor | None
     """fp32 [vocabulary] on the CPU, where asked for."""
+    measures: Measured | None = None
+    """Where asked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,7 +60,7 @@ class Measured(Protocol):
 
 
 class Measurer:
-    """Launches the measures of steps of at most `rows` rows on one device, as CUDA graphs where `graphs`."""
+    """Launches measures, those of `rows` rows at a time, on one device, as CUDA graphs where `graphs`."""
 
     def __init__(self, *, rows: int, graphs: bool = False) -> None:
         self._graphs = Graphs(enabled=graphs)
@@ -77,12 +77,17 @@ class Measurer:
         if len(rows) < len(wanted):
             logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
         most = min(_power(max(wanted)), logits_RV.size(1))
+        tables = [self._table(block, most) for block in logits_RV.split(self._rows)]
+        places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
+        return [
+            _Row(tables[places[row][0]], places[row][1], count) if count else None for row, count in enumerate(wanted)
+        ]
+
+    def _table(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+        """Of at most as many rows as there is memory for: a prompt that is scored has more."""
         if logits_RV.is_cuda:
-            table = self._beside(logits_RV, most)
-        else:
-            table = _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
-        places = {row: place for place, row in enumerate(rows)}
-        return [_Row(table, places[row], count) if count else None for row, count in enumerate(wanted)]
+            return self._beside(logits_RV, most)
+        return _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
 
     def _beside(self, logits_RV: torch.Tensor, most: int) -> "_Table":
         """From a copy: the next step writes over the logits."""

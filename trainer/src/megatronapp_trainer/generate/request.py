@@ -47,7 +47,7 @@ class GenerationRequest:
     before the prompts of all have been read."""
     measures: int = 0
     """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
-    from, as plain lists; 0: nothing of that."""
+    from, as plain lists; 0: nothing of that. With `prompt_logprobs` or `logits` of the prompt's tokens, too."""
     is_background: bool = False
     """Waits behind all that are not. Requests of a group are alike in this."""
 

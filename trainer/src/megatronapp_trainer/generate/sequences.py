@@ -45,7 +45,7 @@ class Sequence:
             target=request.prompt[following] if in_prompt else None,
             candidates=request.candidates,
             logits=request.logits,
-            measures=0 if in_prompt else request.measures,
+            measures=request.measures,
         )
 
     def _sampling(self, position: int) -> Sampling | None:

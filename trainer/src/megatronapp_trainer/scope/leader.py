@@ -13,6 +13,7 @@ from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 from megatronapp_common.scope.protocol_requests import Capture, Probe
 from megatronapp_trainer.generate.engine import Engine
 from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
+from megatronapp_trainer.generate.measures import Measures
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.scope.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
 from megatronapp_trainer.scope.errors import CaptureError
@@ -293,6 +294,11 @@ def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
     """What the distributions tell that tokens were chosen from."""
     measures = [event.measures.get() for event in events if event.measures is not None]
     assert len(measures) == len(events)
+    return distributions(measures, [event.logprob for event in events])
+
+
+def distributions(measures: Sequence[Measures], logprobs: Sequence[float]) -> list[Tensor]:
+    """The same of rows whose tokens had these log-probabilities."""
     partition, logs, ids = (
         np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")
     )
@@ -302,6 +308,6 @@ def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
         Tensor("top.p", "f16", np.exp(logs).astype("<f2")),
         Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
         Tensor("partition", "f32", partition.astype("<f4")),
-        Tensor("surprise", "f32", np.array([-event.logprob for event in events], "<f4")),
+        Tensor("surprise", "f32", -np.array(logprobs, "<f4")),
         Tensor("entropy", "f32", np.array([one.entropy for one in measures], "<f4")),
     ]

@@ -3,9 +3,9 @@
 from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Request, Response
 
-from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
 from megatronapp_trainer.serve.model import new_seed
 from megatronapp_trainer.serve.routes_openai import ANSWERS
 from megatronapp_trainer.serve.schemas import Done, ProbeStarted, Run, RunStarted
@@ -14,6 +14,7 @@ from megatronapp_trainer.serve.state import ModelOf, RunsOf
 
 router = APIRouter(prefix="/scope/v1")
 RunId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex digits")]
+SCORES = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
 FRAME = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
 
 
@@ -54,6 +55,12 @@ async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> Run:
 async def probe(body: Probe, model: ModelOf, runs: RunsOf) -> ProbeStarted:
     """Read known tokens once more, for exact numbers; what is found goes to the hub as PART frames."""
     return ProbeStarted(probe=runs.probe(body))
+
+
+@router.post("/scores", response_class=Response, responses={**ANSWERS, 200: SCORES})
+async def scores(body: ScoreRequest, model: ModelOf, runs: RunsOf) -> Response:
+    """How likely each token of a text was, and what else could have come: a frame SCOPE_TOKENS."""
+    return Response(await runs.scores(body, model), media_type="application/octet-stream")
 
 
 @router.put("/basis", responses=ANSWERS, openapi_extra=FRAME)

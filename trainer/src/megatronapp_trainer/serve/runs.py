@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatronapp_common.scope.protocol_requests import Capture, Probe, RunRequest
+import anyio.to_thread
+
+from megatronapp_common import frames
+from megatronapp_common.scope.protocol_requests import Capture, Probe, RunRequest, ScoreRequest
 from megatronapp_trainer.generate.errors import GenerationError
-from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
+from megatronapp_trainer.generate.events import FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.serve.desk import Desk, QueueEvent, Ticket
+from megatronapp_trainer.serve.desk import Desk, PromptPart, QueueEvent, Ticket
 from megatronapp_trainer.serve.model import ServedModel, utf16_units
 from megatronapp_trainer.serve.problems import ApiError, api_error
 from megatronapp_trainer.serve.schemas import Run
@@ -255,6 +258,27 @@ class Runs:
         self._follow(_drain(self._submit(requests)))
         return probe
 
+    async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
+        """What the model expected at each token of a text but the first, as a frame SCOPE_TOKENS.
+
+        Prompts that wait go first. Raises ApiError, and as `Desk.submit` does.
+        """
+        self._needed()
+        from megatronapp_trainer.scope.scores import scores_frame
+
+        request = GenerationRequest(
+            id=f"{self.new_id()}-0",
+            prompt=asked.ids,
+            max_new_tokens=0,
+            temperature=0,
+            prompt_logprobs=True,
+            measures=min(asked.candidates, model.vocab_size),
+            is_background=True,
+        )
+        events = await _readings(self._desk.submit([request]))
+        text_of = None if model.tokenizer is None else model.text_of
+        return await anyio.to_thread.run_sync(lambda: frames.encode(scores_frame(events, text_of)))
+
     def set_basis(self, data: bytes) -> None:
         """Let ranks project on these axes. Raises ApiError."""
         self._needed().set_basis(data)
@@ -291,6 +315,21 @@ class Runs:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def _readings(ticket: Ticket) -> list[PromptEvent]:
+    """All that is told of the positions of one prompt. Raises ApiError where it ended early."""
+    found: list[PromptEvent] = []
+    while True:
+        match await ticket.get():
+            case PromptPart(readings=readings):
+                found += readings
+            case FinishedEvent(error=error) as ended:
+                if error is not None:
+                    raise api_error(error)
+                if ended.reason == "cancelled":
+                    raise ApiError(503, "cancelled", "the text was not read to its end", hint="Ask again.")
+                return found
 
 
 async def _drain(ticket: Ticket) -> None:

@@ -52,15 +52,6 @@ class Fit:
     tokens: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fit:
-    """What a basis is fitted for. `tokens`: of the texts whose rows it is fitted on."""
-
-    layers: Sequence[int]
-    refit: bool
-    tokens: int
-
-
 class BasisDesk:
     """The basis of each layer, and its version."""
 

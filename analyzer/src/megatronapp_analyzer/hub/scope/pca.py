@@ -52,11 +52,6 @@ def total_variance(rows: NDArray[np.floating]) -> float:
     return float(np.asarray(rows).var(axis=0, dtype=np.float64).sum())
 
 
-def total_variance(rows: NDArray[np.floating]) -> float:
-    """Sum of the variances of all columns of rows [count, hidden]."""
-    return float(np.asarray(rows).var(axis=0, dtype=np.float64).sum())
-
-
 def _signs(axes: Matrix) -> Matrix:
     largest = np.take_along_axis(axes, np.abs(axes).argmax(axis=1)[:, None], axis=1)[:, 0]
     return np.where(largest < 0, -1.0, 1.0)

@@ -5,7 +5,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Depends, Header, Path, Query, Response, WebSocket, status
+from numpy.typing import NDArray
 from pydantic import StringConstraints
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -21,7 +23,6 @@ from megatronapp_analyzer.hub.scope.limits import caller_of, too_many_pages
 from megatronapp_analyzer.hub.scope.run import Run, value_site
 from megatronapp_analyzer.hub.scope.served import read_counts
 from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, MAX_TILES, Place, body, etag
-from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
@@ -47,6 +48,7 @@ VALUES[200] = {
 }
 SESSION: Answers = NOT_FOUND | {200: {"content": {"application/octet-stream": {}}}}
 IMMUTABLE = "private, max-age=31536000, immutable"
+SCORES_WAIT_S = 1.0
 RETRY_HINT = "Take one that GET /api/v1/scope/runs lists."
 
 
@@ -332,19 +334,21 @@ async def total_variance(
     return schemas.Variance(layer=layer, rows=found.rows, variance=found.variance)
 
 
-@router.get(
-    "/runs/{run}/pca/variance", operation_id="getVariance", response_model=schemas.Variance, responses=COMING
-)
-async def total_variance(
-    scope: ScopeOf, run: RunId, caller: Caller, layer: Annotated[int, Query(ge=0, lt=1 << 20)]
-) -> Any:  # noqa: ANN401
-    """Total variance of the hidden states after a layer, over all tokens of the run."""
-    known = scope.whole(run_of(scope, run))
-    scope.check_layers([layer])
-    found = await variance_of(scope.asker, known, layer, caller)
-    if isinstance(found, str):
-        return _coming(found)
-    return schemas.Variance(layer=layer, rows=found.rows, variance=found.variance)
+@router.get("/runs/{run}/scores", operation_id="getScores", response_model=schemas.Scores, responses=COMING)
+async def prompt_scores(scope: ScopeOf, run: RunId, sample: Annotated[int, Query(ge=0, lt=1 << 20)] = 0) -> Any:  # noqa: ANN401
+    """Surprise and entropy at each token of a prompt. Pages get them with candidates, as SCOPE_OVERVIEW."""
+    known = run_of(scope, run)
+    scope.check_sample(known, sample)
+    found = await scope.scores.of(known, sample, SCORES_WAIT_S)
+    if found is None:
+        return _coming("scores")
+    columns = {name: _numbers(getattr(found, name)) for name in ("surprise", "entropy")}
+    return schemas.Scores(sample=sample, positions=list(range(1, len(found.surprise) + 1)), **columns)
+
+
+def _numbers(values: NDArray[np.float32]) -> list[float | None]:
+    """JSON has neither NaN nor infinity."""
+    return [float(one) if np.isfinite(one) else None for one in values]
 
 
 @router.get("/runs/{run}/session", operation_id="getSession", response_class=Response, responses=SESSION)

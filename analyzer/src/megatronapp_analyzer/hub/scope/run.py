@@ -1,7 +1,7 @@
 """One run as the hub knows it: its state, its tokens, its frames, and numbers that were asked for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from megatronapp_analyzer.hub.scope.ring import Held, Ring
 from megatronapp_analyzer.hub.scope.tables import RowTable
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import frame_of, unpack
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.scope.scores import Scores
 
 ValueKey = tuple[str, int, int | None, int | None]
 """Site, sample, layer and head."""
@@ -36,6 +39,8 @@ class Run:
         self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
+        self.scores: dict[int, Scores] = {}
+        """Of prompts, by sample, once they were asked for."""
         self.late = False
         """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
         self.pca_version = 0

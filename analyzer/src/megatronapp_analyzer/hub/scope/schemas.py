@@ -167,14 +167,13 @@ class Fitted(ApiModel):
     version: int
 
 
-class Variance(ApiModel):
-    """Of hidden states after a layer."""
+class Scores(ApiModel):
+    """Of a prompt's tokens but the first, in nats: how surprising each was, and the entropy of what could have come."""
 
-    layer: int
-    rows: int
-    """Tokens that it is of: all that the model has read, or every so many of long texts."""
-    variance: float
-    """Sum over all features."""
+    sample: int
+    positions: list[int]
+    surprise: list[float | None]
+    entropy: list[float | None]
 
 
 class Latency(ApiModel):

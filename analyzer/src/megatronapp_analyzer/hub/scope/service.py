@@ -12,6 +12,7 @@ from megatronapp_analyzer.hub.scope.downloads import MAX_SESSIONS
 from megatronapp_analyzer.hub.scope.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, Slots, too_fast
 from megatronapp_analyzer.hub.scope.refill import Refiller
 from megatronapp_analyzer.hub.scope.run import TURNED, Run
+from megatronapp_analyzer.hub.scope.scores import ScoreDesk
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common.buckets import Buckets
 from megatronapp_common.scope.protocol_requests import Rotary
@@ -24,6 +25,7 @@ class ScopeService:
         self.desk = ScopeDesk(settings)
         self.asker = Asker(self.desk, client)
         self.bases = BasisDesk(self.asker)
+        self.scores = ScoreDesk(self.asker)
         self.refiller = Refiller(self.asker)
         self.desk.on_engine = self._engine_is_there
         self.pages = Slots(MAX_PAGES)
@@ -44,6 +46,7 @@ class ScopeService:
         finally:
             self.desk.close()
             await self.bases.close()
+            await self.scores.close()
             await self.refiller.close()
             if self.asker.client is not None:
                 await self.asker.client.close()
@@ -65,6 +68,10 @@ class ScopeService:
             raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
         model = self.desk.publishers.model
         return "after" if model is not None and model["positions"] != "rotary" else rotary
+
+    def check_sample(self, run: Run, sample: int) -> None:
+        """Raises ApiError 404 for a prompt that there is not."""
+        self._check(run, sample, None, None)
 
     def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
         """Raises ApiError 404 for a sample, layer or head that there is not."""

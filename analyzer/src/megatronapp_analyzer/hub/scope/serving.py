@@ -1,15 +1,18 @@
 """The way from the hub to rank 0, which generates: runs and probes are sent on to it (docs/scope-protocol.md, 6)."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
 from megatronapp_analyzer.hub.problems import ApiError
 from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame
-from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
 
 TIMEOUT_S = 10.0
+SCORES_TIMEOUT_S = 300.0
+"""Scores wait behind all prompts, and a long text is read for a while."""
 PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
 """Answers of rank 0 that its asker gets as they are."""
 
@@ -66,6 +69,20 @@ class ServeClient:
         answer = await self._ask("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
         return str(answer.get("probe"))
 
+    async def scores(self, asked: ScoreRequest) -> Frame:
+        """What the model expected at each token of a text, as a frame SCOPE_TOKENS."""
+        body, kind = asked.model_dump_json(by_alias=True).encode(), {"Content-Type": "application/json"}
+        try:
+            answer = await self._client.post("/scope/v1/scores", content=body, headers=kind, timeout=SCORES_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise _silent(error) from error
+        try:
+            return frames.decode(answer.content) if answer.is_success else _refused(answer)
+        except FrameError as error:
+            raise ApiError(
+                503, "model-failed", f"the model sent no scores: {error}", "See the log of rank 0."
+            ) from error
+
     async def basis(self, frame: Frame) -> None:
         """Give the ranks a basis to project on."""
         await self._ask("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
@@ -97,6 +114,11 @@ def _read(answer: httpx.Response) -> dict[str, Any]:
         words = str(said.get("message")), str(said.get("hint"))
         raise ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
     raise ApiError(503, "model-failed", f"the model answered with {answer.status_code}", "See the log of rank 0.")
+
+
+def _refused(answer: httpx.Response) -> NoReturn:
+    _read(answer)
+    raise AssertionError("an answer that is no success was read as one")
 
 
 def _retry_s(answer: httpx.Response) -> int | None:

@@ -1,0 +1,117 @@
+"""Surprise, entropy and candidates of a prompt's tokens: the model reads the prompt once more where a page asks.
+
+Pages get them as frames SCOPE_OVERVIEW, as they get other numbers of prompts; so they are in session files, too.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.scope.asking import Asker
+from megatronapp_analyzer.hub.scope.headers import StepHeader, read
+from megatronapp_analyzer.hub.scope.probes import RETRY_S
+from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol_requests import MAX_SCORED, ScoreRequest
+
+NAMES = ("top.id", "top.p", "top.logit", "partition", "surprise", "entropy")
+ROWS = 128
+"""Of a frame: with 100 candidates and their texts it stays within a message."""
+MAX_ASKED = 8
+"""Prompts that are read at a time, of all pages."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scores:
+    """Of all tokens of a prompt but the first."""
+
+    surprise: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+
+
+class ScoreDesk:
+    """Asks rank 0 for each prompt once."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._asking: dict[tuple[str, int], asyncio.Task[Scores]] = {}
+
+    async def of(self, run: Run, sample: int, wait_s: float) -> Scores | None:
+        """The scores of a prompt; None if they have not come within `wait_s`. Raises ApiError."""
+        if (known := run.scores.get(sample)) is not None:
+            return known
+        key = run.id, sample
+        if key not in self._asking:
+            task = asyncio.ensure_future(self._ask(run, sample, self._request(run, sample)))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
+            self._asking[key] = task
+        task = self._asking[key]
+        done, _ = await asyncio.wait({task}, timeout=wait_s)
+        if not done:
+            return None
+        self._asking.pop(key, None)
+        return task.result()
+
+    def _request(self, run: Run, sample: int) -> ScoreRequest:
+        ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
+        if self._asker.client is None:
+            raise ApiError(404, "not-recorded", "scores of this prompt were not recorded", "Only a model can tell.")
+        if not 2 <= len(ids) <= MAX_SCORED:
+            words = f"a prompt of {len(ids)} tokens has no scores"
+            raise ApiError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
+        self._asking = {key: task for key, task in self._asking.items() if not task.done()}
+        if len(self._asking) >= MAX_ASKED:
+            words = "as many prompts are read as the model takes at a time"
+            raise ApiError(429, "too-many-probes", words, "Ask again once some have come.", retry_s=RETRY_S)
+        return ScoreRequest(ids=tuple(ids), candidates=min(100, capture.get("candidates") or 20))
+
+    async def _ask(self, run: Run, sample: int, asked: ScoreRequest) -> Scores:
+        frame = await self._asker.serving.scores(asked)
+        try:
+            said, tensors = read(StepHeader, "TOKENS", frame.header), checked(frame, len(asked.ids) - 1)
+        except (ProtocolError, FrameError) as error:
+            raise ApiError(503, "model-failed", f"the model sent no scores: {error}", "See rank 0's log.") from error
+        if self._asker.desk.runs.get(run.id) is run:
+            for part in overviews(run.id, sample, tensors, said.top_texts):
+                self._asker.desk.publish_frame(run, part)
+            run.scores[sample] = _scores(tensors)
+        return _scores(tensors)
+
+    async def close(self) -> None:
+        """Nothing is asked any more."""
+        tasks, self._asking = list(self._asking.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def checked(frame: Frame, rows: int) -> list[Tensor]:
+    """The tensors that pages know, one row for each token but the first. Raises FrameError."""
+    found = {tensor.name: tensor for tensor in unpack(frame)}
+    if not set(NAMES) <= set(found) or any(len(found[name].data) != rows for name in NAMES):
+        raise FrameError(f"{len(frame.header.get('rows', []))} rows of {', '.join(found)}, not {rows} of all scores")
+    return [found[name] for name in NAMES]
+
+
+def overviews(
+    run: str, sample: int, tensors: Sequence[Tensor], texts: Sequence[Sequence[str]] | None
+) -> Iterator[Frame]:
+    """Frames that hold some rows each. They have no stride: that of the other numbers holds."""
+    for first in range(0, len(tensors[0].data), ROWS):
+        part = [dataclasses.replace(one, data=one.data[first : first + ROWS]) for one in tensors]
+        header = {"run": run, "sample": sample, "positions": list(range(first, first + len(part[0].data)))}
+        if texts is not None:
+            header["topTexts"] = [list(row) for row in texts[first : first + ROWS]]
+        yield frame_of(FrameType.SCOPE_OVERVIEW, header, part)
+
+
+def _scores(tensors: Sequence[Tensor]) -> Scores:
+    found = {tensor.name: tensor.data for tensor in tensors}
+    return Scores(surprise=found["surprise"], entropy=found["entropy"])

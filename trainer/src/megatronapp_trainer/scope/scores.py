@@ -1,0 +1,20 @@
+"""What the model expected of a text that it is given: rows of its tokens but the first, as those of generated ones."""
+
+from collections.abc import Sequence
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import frame_of
+from megatronapp_trainer.generate.events import PromptEvent
+from megatronapp_trainer.scope.leader import TextOf, distributions
+
+
+def scores_frame(events: Sequence[PromptEvent], text_of: TextOf | None) -> Frame:
+    """A frame SCOPE_TOKENS; waits for the device. `events`: of all positions, in any order."""
+    told = sorted((event for event in events if event.target is not None), key=lambda event: event.index)
+    measures = [event.measures.get() for event in told if event.measures is not None]
+    logprobs = [event.logprob for event in told if event.logprob is not None]
+    assert len(measures) == len(logprobs) == len(told)
+    header = {"rows": [[0, event.index] for event in told], "ids": [event.target for event in told]}
+    if text_of is not None:
+        header["topTexts"] = [[text_of(int(token)) for token in one.tokens.tolist()] for one in measures]
+    return frame_of(FrameType.SCOPE_TOKENS, header, distributions(measures, logprobs))
