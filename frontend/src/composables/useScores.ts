@@ -2,8 +2,16 @@
 import { computed, onBeforeUnmount, ref, watch, type Ref } from "vue";
 import { asApiError } from "../api/client";
 import { isCaptured } from "../features/scope/panelWords";
+import type { RunHeader } from "../scope/protocol";
 import { useScope } from "./useScope";
 import { useScopeSelection } from "./useScopeSelection";
+
+/** Prompts that were read, of runs that look at probabilities. */
+const hasScores = (header: RunHeader | undefined): boolean =>
+  header !== undefined &&
+  header.state !== "queued" &&
+  header.state !== "prefill" &&
+  isCaptured(header.capture, "probabilities");
 
 /** Returns why there are none; null: they are here, or on their way. */
 export function useScores(): Readonly<Ref<string | null>> {
@@ -14,10 +22,9 @@ export function useScores(): Readonly<Ref<string | null>> {
 
   /** Named by run and prompt, once the prompt was read. */
   const wanted = computed(() => {
-    const header = version.value >= 0 ? run.value?.header : undefined;
-    if (!header || runId.value === null || header.state === "queued" || header.state === "prefill") return "";
+    if (version.value < 0 || runId.value === null || !hasScores(run.value?.header)) return "";
     if (hello.value?.source === "replay" || live.value.kind !== "live") return "";
-    if (!isCaptured(header.capture, "probabilities") || (sample.value?.promptLength ?? 0) < 2) return "";
+    if ((sample.value?.promptLength ?? 0) < 2) return "";
     return `${runId.value} ${sampleIndex.value}`;
   });
   watch(

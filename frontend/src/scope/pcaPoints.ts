@@ -48,3 +48,7 @@ export function explainedShares(points: readonly Point[], total: number): number
     return values.reduce((sum, value) => sum + (value - mean) ** 2, 0) / values.length / total;
   });
 }
+
+/** A coordinate as text: five significant digits. */
+export const short = (value: number | undefined): string =>
+  value === undefined ? "" : String(+value.toPrecision(5));
