@@ -227,6 +227,7 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
     tally.count([end(one, "cancelled") for one in "ab"])
     tally.admitted("b")
     tally.count([token("a", 2), token("b", 0)])
+    assert tally.prompts == 3, "the probe is not counted"
     text = tally.exposition(waiting=0, running=0).decode()
     for name, bounds, seconds in (
         ("request_queue_time", ('0.25"} 0', '0.5"} 1', '+Inf"} 1'), 0.5),
@@ -244,8 +245,9 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
 def test_tokens_per_second_forget_what_is_old() -> None:
     from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
 
-    times = [1.0, 2.0, 3.0, 3.0, 12.5]
+    times = [1.0, 1.0, 2.0, 3.0, 3.0, 12.5]
     tally = Tally(lambda: times.pop(0) if times else 13.0)
+    tally.submitted(["a"])
     token = TokenEvent(request_id="a", index=0, token=1, logprob=-1.0, candidates=(), text=None, logits=None)
     for _ in range(3):
         tally.count([token, token])

@@ -66,7 +66,7 @@ class Tally:
         """When the newest token of open prompts came."""
 
     def submitted(self, request_ids: Iterable[str]) -> None:
-        """These prompts have come: their waiting is measured. Probes are not told of here, and not measured."""
+        """These prompts have come: their waiting is measured. Probes are not told of here, and not counted."""
         now = self._now()
         self._submitted_at.update(dict.fromkeys(request_ids, now))
 
@@ -120,11 +120,12 @@ class Tally:
         self._token_at[event.request_id] = now
 
     def _end(self, event: FinishedEvent, now: float) -> None:
+        self._token_at.pop(event.request_id, None)
+        if (since := self._submitted_at.pop(event.request_id, None)) is None:
+            return  # a probe
         self.ended[event.reason] += 1
         self.prompt_tokens += event.prompt_tokens
-        self._token_at.pop(event.request_id, None)
-        since = self._submitted_at.pop(event.request_id, None)
-        if since is not None and event.reason in SUCCEEDED:
+        if event.reason in SUCCEEDED:
             self.request_s.add(now - since)
 
     def _forget(self, now: float) -> None:
