@@ -39,7 +39,7 @@ frontend/dist/index.html: frontend/node_modules/.ready $(FRONTEND_SOURCES)
 demo: setup ## Train a small GPT on this machine, make a rank slow, and see it named
 	$(BIN)/python scripts/demo.py
 
-test: test-py test-cpp test-ui ## All tests
+test: test-py test-cpp test-ui ## All tests but those of test-full, e2e and tests/gpu
 
 test-py: setup
 	scripts/system_packages.sh test
@@ -51,7 +51,7 @@ OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api
   operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \
   render_objects rules status)
 
-test-full: test ## All tests, all demos, and what needs Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
+test-full: test ## Those of test, all demos, and what needs Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
 	scripts/kube_tools.sh cluster
 	scripts/kube_tools.sh kueue
 	scripts/kube_tools.sh kwok

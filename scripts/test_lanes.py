@@ -36,10 +36,13 @@ TOGETHER = ("tests/integration/kube",)
 """Folders whose files share what a session builds once and slowly; one lane takes all of such a folder."""
 LONGEST = (
     "tests/integration/hub/test_scope_chain.py",
+    "tests/integration/hub/test_hub_schema.py",
     "tests/unit/detect/test_detector.py",
     "tests/integration/operator/test_process_serve.py",
     "tests/integration/test_kill_real.py",
     "tests/unit/trainer/test_checkpoint_resume.py",
+    "tests/unit/trainer/test_serve_schema.py",
+    "tests/unit/trainer/test_resume_rates.py",
     "tests/unit/trainer/test_trainer_layouts.py",
     "tests/unit/trainer/test_generate_layouts.py",
     "tests/integration/operator/test_process_life.py",

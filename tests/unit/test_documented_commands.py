@@ -1,0 +1,56 @@
+"""Each `megatronapp` command of README and docs is one that its parser takes."""
+
+import importlib.metadata
+import pathlib
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from megatronapp_common import cli
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *ROOT.glob("charts/*/README.md"), *ROOT.glob("docs/**/*.md"))
+    if path.name != "from-megatronapp.md"  # old commands; tests/unit/test_from_megatronapp.py types them
+)
+INLINE = re.compile(r"`(megatronapp [^`]+)`")
+TYPED = re.compile(r"^ *(?:[a-z]+=\"?\$\(|eval \"\$\()?(megatronapp .*)$", re.MULTILINE)
+NUMBERS = {"N", "R"}
+PARTS = 3
+"""Words of a command that is only named, such as `megatronapp data prepare`, at most."""
+
+
+def commands(page: str) -> Iterator[list[str]]:
+    """The words of all that are written out whole."""
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"^(?: {4}.*|```[a-z]*\n.*?```)$", text, re.MULTILINE | re.DOTALL))
+    for found in (*INLINE.findall(text), *TYPED.findall(blocks)):
+        command = re.split(r" +#| \| |\)(?=\"|$)", found.replace("\n", " "))[0]
+        if "..." in command or "[" in command:
+            continue
+        words = shlex.split(command, comments=True)
+        if len(words) > PARTS or any(word.startswith("-") for word in words):
+            yield ["0" if word in NUMBERS else word for word in words[1:]]
+
+
+def test_documented_commands_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.build_parser(importlib.metadata.entry_points(group="megatronapp.commands"))
+    wrong = []
+    for page in PAGES:
+        for words in commands(page):
+            try:
+                parser.parse_args(words)
+            except SystemExit as end:
+                said = capsys.readouterr().err
+                wrong += [f"{page}: megatronapp {shlex.join(words)}: {said}"] if end.code else []
+    assert wrong == []
+
+
+def test_commands_are_found() -> None:
+    found = {tuple(words) for page in PAGES for words in commands(page)}
+    assert ("ui", "gpt-tiny-cpu", "-n", "default") in found
+    assert ("serve", "--print", "serve") in found
+    assert len(found) > 35
