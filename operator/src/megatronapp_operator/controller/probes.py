@@ -81,12 +81,11 @@ def create_server(app: Starlette) -> Server:
 @contextlib.asynccontextmanager
 async def served(server: Server, port: int) -> AsyncIterator[int]:
     """Serve at all addresses; gives the port. Raises SettingsError if it is taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError as error:
-            raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from error
+    try:
+        listening = _listen(port)
+    except OSError as error:
+        raise SettingsError(f"--port {port}: {error.strerror}; choose another one") from error
+    with listening as listener:
         found = int(listener.getsockname()[1])
         log.info("metrics and probes at port %d", found)
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -95,3 +94,10 @@ async def served(server: Server, port: int) -> AsyncIterator[int]:
         finally:
             server.should_exit = True
             await task
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen at all addresses of both families: a kubelet asks a pod at its first address, which may be of IPv6."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
