@@ -57,7 +57,8 @@ test-full: test ## Those of test, all demos, and what needs Kueue, schedulers, k
 	scripts/kube_tools.sh kwok
 	scripts/kube_tools.sh scheduler-plugins
 	scripts/kube_tools.sh api-1.30
-	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues tests/integration/kube/test_rdma_scheduling.py --timeout 600
+	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/queues --timeout 600 \
+	  tests/integration/kube/test_rdma_scheduling.py tests/integration/kube/test_operator_board.py tests/integration/kube/test_operator_upgrade.py
 	export KUBEBUILDER_ASSETS && KUBEBUILDER_ASSETS=$$(scripts/kube_tools.sh api-1.30) && $(BIN)/python -m pytest $(OLDEST_KUBERNETES)
 	MEGATRONAPP_FULL=1 $(BIN)/python -m pytest tests/e2e/test_demo.py -k "host or link"
 

@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import httpx
 import kube
@@ -20,8 +21,17 @@ class Operator:
     """One process and its log."""
 
     def __init__(
-        self, plane: kube.ControlPlane, folder: pathlib.Path, namespace: str, name: str, lease: str = "operator"
+        self,
+        plane: kube.ControlPlane,
+        folder: pathlib.Path,
+        namespace: str,
+        name: str,
+        lease: str = "operator",
+        *,
+        flags: Sequence[str] = (),
+        sources: Sequence[pathlib.Path] = (),
     ) -> None:
+        """`sources` are folders with packages that are taken in place of ours."""
         key = folder / "key"
         key.write_text(KEY, encoding="ascii")
         self.log = folder / f"{name}.log"
@@ -35,7 +45,8 @@ class Operator:
             "--trainer-image": "megatronapp/trainer:test",
             "--analyzer-image": "megatronapp/analyzer:test",
         }
-        flags = [str(word) for pair in words.items() for word in pair]
+        command_line = [*(str(word) for pair in words.items() for word in pair), *flags]
+        environment = {"HOME": str(folder)} | ({"PYTHONPATH": ":".join(map(str, sources))} if sources else {})
         with self.log.open("wb") as out:
             command = [
                 "setpriv",
@@ -44,9 +55,9 @@ class Operator:
                 sys.executable,
                 "-m",
                 "megatronapp_operator.controller",
-                *flags,
+                *command_line,
             ]
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"HOME": str(folder)})
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | environment)
 
     def text(self) -> str:
         """What it has said."""
@@ -82,10 +93,15 @@ class Operator:
 
 @contextlib.contextmanager
 def started(
-    plane: kube.ControlPlane, folder: pathlib.Path, namespace: str, name: str = "one", lease: str = "operator"
+    plane: kube.ControlPlane,
+    folder: pathlib.Path,
+    namespace: str,
+    name: str = "one",
+    lease: str = "operator",
+    **more: Any,
 ) -> Iterator[Operator]:
     """An operator that is gone at the end."""
-    operator = Operator(plane, folder, namespace, name, lease)
+    operator = Operator(plane, folder, namespace, name, lease, **more)
     try:
         yield operator
     finally:

@@ -151,20 +151,25 @@ def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: M
     }
 
 
+def scrape_hub(target: str) -> Object:
+    """Of the hub of the job."""
+    labels = {"namespace": TEAM, "pod": f"{JOB}-hub", **discovered_hub(JOB, target)}
+    return scrape_config("hubs", monitors()["megatronapp-hubs"], target, labels)
+
+
+def scrape_operator(target: str, pod: str = "operator-0") -> Object:
+    """Of an operator in the namespace of the release."""
+    labels = {"namespace": HOME, "pod": pod}
+    return scrape_config(pod, monitors()["megatronapp-operator"], target, labels)
+
+
 @contextlib.contextmanager
-def running_prometheus(folder: pathlib.Path, hub: str, operator: str) -> Iterator[Prometheus]:
-    """Scrapes both every second, and evaluates the chart's rules."""
-    endpoints = monitors()
-    hubs = {"namespace": TEAM, "pod": f"{JOB}-hub", **discovered_hub(JOB, hub)}
+def running_prometheus(folder: pathlib.Path, *scrapes: Object) -> Iterator[Prometheus]:
+    """Scrapes all of them every second, and evaluates the chart's rules."""
     config = {
         "global": {"evaluation_interval": SCRAPE},
         "rule_files": [str(CHART / "rules" / "*.yaml")],
-        "scrape_configs": [
-            scrape_config("hubs", endpoints["megatronapp-hubs"], hub, hubs),
-            scrape_config(
-                "operator", endpoints["megatronapp-operator"], operator, {"namespace": HOME, "pod": "operator-0"}
-            ),
-        ],
+        "scrape_configs": list(scrapes),
     }
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     with held_ports(1) as (port,), (folder / "prometheus.log").open("wb") as log:
@@ -265,7 +270,7 @@ def scraped_job(folder: pathlib.Path) -> Iterator[tuple[Prometheus, Jobs]]:
         try:
             until((root / "hub.json").exists, "the job has a hub")
             hub = json.loads((root / "hub.json").read_text(encoding="utf-8"))["url"].removeprefix("http://")
-            with running_prometheus(folder, hub, operator) as prometheus:
+            with running_prometheus(folder, scrape_hub(hub), scrape_operator(operator)) as prometheus:
                 jobs = Jobs(metrics, root)
                 until(jobs.look, "both faults of the job are named")
                 yield prometheus, jobs

@@ -1,0 +1,186 @@
+"""The board and the alerts of the operator on the data of a real one: its process, a real API server and Prometheus."""
+
+import asyncio
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import kube
+import pytest
+import pytest_asyncio
+import yaml
+from operator_play import manifest
+from operator_process import Operator, started
+from scraped_job import CHART, Prometheus, running_prometheus, scrape_operator
+from told_gangs import Launcher, ToldMachines, launcher, told_machines
+
+from megatronapp_operator.backends.kubernetes.api import JOBS, Object
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes most of a minute; `make test-full` runs it"),
+]
+BOARD = CHART / "dashboards" / "operator.json"
+RULES = CHART / "rules" / "operator.yaml"
+LIMIT_S = 240.0
+POLL_S = 0.25
+FLAGS = ("--resync-seconds", "5")
+WORDS = {"$__rate_interval": "20s", "$__range": "10m"}
+SELECTOR = re.compile(r"\b((?:megatron|process)_[a-z_]+)(\{[^}]*\})?")
+
+
+class Life:
+    """A job that begins, fails once, is restarted and ends well."""
+
+    def __init__(self, machines: ToldMachines, told: Launcher, prometheus: Prometheus) -> None:
+        self.machines, self._told, self.prometheus = machines, told, prometheus
+        self.began = time.time()
+
+    async def until(self, condition: Any, what: str) -> None:
+        """Let machines do their part until something is so."""
+        end = time.monotonic() + LIMIT_S
+        while not (await condition() if asyncio.iscoroutinefunction(condition) else condition()):
+            assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
+            await self.machines.settle()
+            await asyncio.sleep(POLL_S)
+
+    async def status(self) -> Object:
+        found = await self.machines.api.get(JOBS, self.machines.namespace, "job")
+        assert found is not None
+        return dict(found.get("status") or {})
+
+    async def runs(self, attempt: int) -> None:
+        self._told.train(attempt)
+
+        async def running() -> bool:
+            status = await self.status()
+            return (status.get("phase"), status.get("attempt")) == ("Running", attempt)
+
+        await self.until(running, f"attempt {attempt} runs")
+
+    async def fails(self) -> None:
+        await self.machines.end("job-worker-1", 42, message="boom")
+        await self.runs(1)
+
+    async def ends(self) -> None:
+        for name in await self.machines.pods():
+            await self.machines.end(name, 0)
+
+        async def ended() -> bool:
+            return bool((await self.status())["phase"] == "Succeeded")
+
+        await self.until(ended, "the job has ended")
+
+
+@pytest_asyncio.fixture
+async def life(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path
+) -> AsyncIterator[tuple[Life, Operator]]:
+    spec: dict[str, Any] = {"runPolicy": {"backoff": {"initialSeconds": 1}}}
+    with started(plane, tmp_path, namespace, flags=FLAGS) as operator:
+        operator.wait(operator.leads)
+        target = operator.url.removeprefix("http://")
+        async with told_machines(plane, namespace) as machines:
+            job = await machines.api.create(JOBS, manifest(namespace, **spec))
+            with (
+                launcher(job["metadata"]["uid"]) as told,
+                running_prometheus(tmp_path, scrape_operator(target)) as prometheus,
+            ):
+                machines.launchers["job"] = told
+                yield Life(machines, told, prometheus), operator
+                assert told.refused == 0
+
+
+def targets() -> list[tuple[str, Object]]:
+    board = json.loads(BOARD.read_text(encoding="utf-8"))
+    return [(panel["title"], target) for panel in board["panels"] for target in panel.get("targets", ())]
+
+
+def alerts() -> dict[str, str]:
+    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
+
+
+def filled(query: str, namespace: str) -> str:
+    for name, value in {**WORDS, "$namespace": namespace}.items():
+        query = query.replace(name, value)
+    assert "$" not in query, query
+    return query
+
+
+async def test_every_query_of_the_board_has_data_of_a_job_that_fails_and_ends(life: tuple[Life, Operator]) -> None:
+    """From its first gang to its end each panel has had data, by series that a real operator writes."""
+    made, _ = life
+    namespace, pending = made.machines.namespace, targets()
+    assert len(pending) > 20
+
+    def answered() -> bool:
+        pending[:] = [
+            (title, target)
+            for title, target in pending
+            if not made.prometheus.values(
+                filled(target["expr"], namespace), since=None if target.get("instant") else made.began
+            )
+        ]
+        return not pending
+
+    await made.runs(0)
+    await made.fails()
+    try:
+        await made.until(answered, "data for every query")
+    except AssertionError:
+        pytest.fail("no data for " + "; ".join(f"{title}: {target['expr']}" for title, target in pending))
+    await made.ends()
+    restarts = f'megatron_job_restarts_total{{namespace="{namespace}", name="job", reason="RankFailed"}}'
+    assert made.prometheus.values(restarts) == [1.0]
+    ended = f'megatron_job_phase{{namespace="{namespace}", name="job", phase="Succeeded"}}'
+    await made.until(lambda: made.prometheus.values(ended) == [1.0], "the end is scraped")
+    offered = made.prometheus.get("label/namespace/values", **{"match[]": "megatron_job_phase"})
+    assert offered == [namespace], "what the variable of the board offers"
+
+
+async def test_alerts_read_series_that_are_there_and_notice_leaders(
+    life: tuple[Life, Operator], plane: kube.ControlPlane, tmp_path: pathlib.Path
+) -> None:
+    made, operator = life
+    await made.runs(0)
+
+    def states() -> dict[str, tuple[str, str]]:
+        groups = made.prometheus.get("rules")["groups"]
+        return {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
+
+    names = {found[1] for expression in alerts().values() for found in SELECTOR.finditer(expression)}
+    assert len(names) > 5
+
+    def missing() -> set[str]:
+        return {name for name in names if not made.prometheus.values(name)}
+
+    try:
+        await made.until(lambda: not missing(), "all series are scraped")
+    except AssertionError:
+        pytest.fail(f"no operator writes {missing()}")
+    await made.until(
+        lambda: all(states()[name] == ("ok", "inactive") for name in alerts()), "no alert of an operator that is well"
+    )
+    operator.kill()
+    await made.until(lambda: states()["MegatronOperatorNoLeader"][1] == "pending", "that nobody leads is noticed")
+    folder = tmp_path / "two"
+    folder.mkdir()
+    with started(plane, tmp_path, made.machines.namespace, "two", "first") as first:
+        first.wait(first.leads)
+        with started(plane, tmp_path, made.machines.namespace, "three", "second") as second:
+            second.wait(second.leads)
+            scrapes = [
+                scrape_operator(one.url.removeprefix("http://"), f"operator-{number}")
+                for number, one in enumerate((first, second))
+            ]
+            with running_prometheus(folder, *scrapes) as prometheus:
+                made.prometheus = prometheus
+                await made.until(
+                    lambda: "pending" in states().get("MegatronOperatorTwoLeaders", ()), "two leaders are noticed"
+                )

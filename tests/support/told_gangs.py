@@ -1,0 +1,96 @@
+"""Pods of jobs on a real API server beside a real operator process, and the launchers that it asks over HTTP."""
+
+import contextlib
+import dataclasses
+import http.server
+import json
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import kube
+from machines import Machines
+from operator_play import KEY
+
+from megatronapp_common.names import LABEL_JOB, STATUS_PORT
+from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.api import Object, connect
+from megatronapp_trainer.launch.board import Board, Phase
+
+ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for last in range(1, 255))
+
+
+@dataclasses.dataclass(slots=True)
+class Launcher:
+    """What worker 0 of a job says: a board for who has the viewer's token, 401 for others."""
+
+    uid: str
+    address: str
+    board: Board
+    refused: int = 0
+
+    def train(self, attempt: int, iteration: int = 1) -> None:
+        """The ranks of an attempt train."""
+        board = Board(attempt)
+        board.phase = Phase.RUNNING
+        board.progress = {"attempt": attempt, "iteration": iteration, "totalIterations": 1000, "state": "training"}
+        self.board = board
+
+
+@contextlib.contextmanager
+def launcher(uid: str) -> Iterator[Launcher]:
+    """The launcher of a job's worker 0, at an address of its own."""
+    made = Launcher(uid, next(ADDRESSES), Board(0))
+    good = f"Bearer {derive(job_secret(KEY, uid), Role.VIEWER)}"
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers["Authorization"] == good
+            made.refused += not known
+            body = json.dumps(made.board.document()).encode()
+            self.send_response(200 if known else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer((made.address, STATUS_PORT), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield made
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@dataclasses.dataclass(slots=True)
+class ToldMachines(Machines):
+    """Machines whose pods have the address of their job's launcher; pods of `held` jobs are not placed."""
+
+    launchers: dict[str, Launcher] = dataclasses.field(default_factory=dict)
+    held: set[str] = dataclasses.field(default_factory=set)
+
+    async def start(self, pod: Object) -> None:
+        """Place and start a pod, where its job is not held."""
+        job = pod["metadata"]["labels"][LABEL_JOB]
+        if job in self.held:
+            return
+        await Machines.start(self, pod)
+        told = self.launchers.get(job)
+        if told is not None:
+            await self._send("PATCH", f"{pod['metadata']['name']}/status", {"status": {"podIP": told.address}})
+
+
+@contextlib.asynccontextmanager
+async def told_machines(plane: kube.ControlPlane, namespace: str) -> AsyncIterator[ToldMachines]:
+    """Machines with all rights in a namespace."""
+    headers = {"Authorization": f"Bearer {plane.tokens[kube.ADMIN]}"}
+    async with (
+        connect(kubeconfig=str(plane.kubeconfig())) as api,
+        httpx.AsyncClient(base_url=plane.url, headers=headers, verify=plane.context()) as client,
+    ):
+        yield ToldMachines(api, namespace, client)
