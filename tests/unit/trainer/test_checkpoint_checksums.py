@@ -30,6 +30,18 @@ def test_bytes_may_come_in_any_pieces(pieces: list[bytes], block_bytes: int) -> 
     assert sums.text() == of_blocks(b"".join(pieces), block_bytes)
 
 
+def test_a_disk_that_is_full_at_the_end_is_an_error(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = SummedFile(tmp_path / "data.distcp")
+    stream.write(b"weights")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()
+    assert stream.closed
+
+
 def test_a_written_file_knows_itself_and_is_on_the_disk(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +105,20 @@ def test_shares_are_pieces_of_one_file_too(tmp_path: pathlib.Path, monkeypatch: 
         shares.append(sorted(read))
     assert [len(share) for share in shares] == [4, 4, 4]
     assert sorted(shares[0] + shares[1] + shares[2]) == [("a", n) for n in range(0, 40, 4)] + [("b", 0), ("b", 4)]
+
+
+def test_blocks_outside_of_some_ranges_do_not_count(tmp_path: pathlib.Path) -> None:
+    content = bytes(range(14))
+    (tmp_path / "a").write_bytes(content)
+    sums = {"a": of_blocks(bytes(14), 4)}  # every block is damaged
+
+    def places(ranges: list[tuple[int, int]]) -> str | None:
+        return first_damage(tmp_path, sums, within={"a": ranges, "absent": [(0, 4)]})
+
+    assert places([]) is None
+    assert first_damage(tmp_path, sums, within={}) is None
+    for ranges, start in (([(4, 5)], 4), ([(7, 9)], 4), ([(8, 9)], 8), ([(13, 14)], 12), ([(9, 10), (3, 4)], 0)):
+        assert f"from byte {start} to" in str(places(ranges)), ranges
 
 
 def test_threads_read_at_the_same_time(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

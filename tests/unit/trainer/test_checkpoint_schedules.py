@@ -103,6 +103,19 @@ def test_another_global_batch_is_named_by_itself() -> None:
     assert "iterations there" not in reason
 
 
+def test_steps_that_were_counted_in_full_are_the_reason_under_a_ramp_up() -> None:
+    config = config_with()
+    ramp = dataclasses.replace(config.training, global_batch_size=8, rampup_batch_size=(2, 2, 100))
+    config = dataclasses.replace(config, training=ramp)
+    here = scheduler_of(config, 8).state_dict()
+    there = {**here, "lr_decay_steps": here["lr_decay_steps"] + 1}
+    words = "took the steps of --rampup-batch-size for full ones"
+    for stored, found in (({}, True), ({"--train-samples": None}, False)):
+        arguments = {"--train-iters": 3000, **stored}
+        reason = schedules.conflict(there, here, arguments_there=arguments, config=config, optimizer=True)
+        assert (words in str(reason)) == found
+
+
 @pytest.mark.parametrize(
     ("flag", "length_samples"),
     [("override_opt_param_scheduler", 5000 * 8), ("use_checkpoint_opt_param_scheduler", 3000 * 8)],

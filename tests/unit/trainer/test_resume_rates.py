@@ -37,12 +37,31 @@ def resume_of_earlier_release(folder: str, first: str, second: str) -> Any:
         patch.setattr(optim, "_group_overrides", get_standard_config_overrides)
         patch.setattr(schedules, "state_of", lambda state: state.scheduler.state_dict())
         assert resume(folder, first, None) is None
-    (path,) = pathlib.Path(folder).glob("iter_*/megatronapp.json")
+    forget_new_arguments(pathlib.Path(folder))
+    return resume(folder, None, second)
+
+
+def forget_new_arguments(folder: pathlib.Path) -> None:
+    """Leave the manifest as a release wrote it that did not keep these yet."""
+    (path,) = folder.glob("iter_*/megatronapp.json")
     manifest = json.loads(path.read_text())
     for flag in ("--decoupled-lr", "--train-samples", "--rampup-batch-size"):
         del manifest["arguments"][flag]
     path.write_text(json.dumps(manifest))
-    return resume(folder, None, second)
+
+
+def orders_of_lives(folder: str) -> list[int | None]:
+    """The samples that the order of a ramp-up is drawn for, of a new run and of two that go on with an earlier one."""
+    found = []
+    for life in range(3):
+        run, manager = small_training.resumed(f"{MODEL} {FIRST} --rampup-batch-size 2 2 20 --save {folder}")
+        found.append(run.state.order_samples)
+        assert run.state.iteration == life
+        small_training.trainer_of(run, checkpoints=manager).step()
+        manager.save(run.state)
+        if life == 0:
+            forget_new_arguments(pathlib.Path(folder))
+    return found
 
 
 def resume(folder: str, first: str | None, second: str | None) -> Any:
@@ -174,3 +193,7 @@ def test_embeddings_with_a_rate_of_their_own_of_an_earlier_release(
     ends = [(group["max_lr"], group["min_lr"]) for group in groups]
     assert sorted(set(ends)) == [(1e-3, 1e-4), decoupled]
     assert rates[0] == [pytest.approx(cosine(3, *pair)) for pair in ends]
+
+
+def test_a_ramp_up_of_an_earlier_release_keeps_its_order(run_ranks: RunRanks, tmp_path: pathlib.Path) -> None:
+    assert run_ranks(1, orders_of_lives, str(tmp_path)) == [[None, 80, 80]]

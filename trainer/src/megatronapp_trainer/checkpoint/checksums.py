@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ class WrittenFile:
 class BlockSums:
     """The checksum of bytes that are given in turn."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._done: list[int] = []
         self._current = 0
@@ -66,7 +66,7 @@ class SummedFile(io.BufferedWriter):
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self._sums = BlockSums()
+        self._sums = BlockSums(BLOCK_BYTES)
         self._size = 0
 
     def write(self, data: "ReadableBuffer") -> int:
@@ -96,7 +96,7 @@ class SummedFile(io.BufferedWriter):
 
 def checksum_of(path: pathlib.Path) -> str:
     """The checksum of a file that lies there."""
-    sums = BlockSums()
+    sums = BlockSums(BLOCK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_READ_BYTES):
             sums.update(chunk)
@@ -114,24 +114,45 @@ class _Block:
     expected: int
 
 
+Ranges = Mapping[str, Sequence[tuple[int, int]]]
+"""Of each file some pieces, from one byte up to another."""
+
+
 def first_damage(
-    folder: pathlib.Path, checksums: Mapping[str, str], *, part: int = 0, parts: int = 1, threads: int = THREADS
+    folder: pathlib.Path,
+    checksums: Mapping[str, str],
+    *,
+    within: Ranges | None = None,
+    part: int = 0,
+    parts: int = 1,
+    threads: int = THREADS,
 ) -> str | None:
     """Describe the first damaged block of this share of all blocks; None where all are whole.
 
     The blocks of all files are one sequence, of which each of the `parts` shares is one piece, for each rank to read
-    another one.
+    another one. With `within` only those count that have bytes of it.
     """
     try:
         blocks = [block for name in sorted(checksums) for block in _blocks(name, checksums[name])]
     except ValueError as error:
         return str(error)
+    if within is not None:
+        blocks = [block for block in blocks if _touches(block, within.get(block.file, ()))]
     share = blocks[len(blocks) * part // parts : len(blocks) * (part + 1) // parts]
     with ThreadPoolExecutor(threads, thread_name_prefix="checksums") as pool:
         flaws = (flaw for flaw in pool.map(functools.partial(_flaw, folder), share) if flaw is not None)
         flaw = next(flaws, None)
         pool.shutdown(wait=True, cancel_futures=True)
     return flaw
+
+
+def has_blocks(checksum: str) -> bool:
+    """Whether a file with this checksum can be verified in part."""
+    return checksum.startswith("crc32/")
+
+
+def _touches(block: _Block, ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(end > block.offset and (block.end is None or start < block.end) for start, end in ranges)
 
 
 def _blocks(name: str, checksum: str) -> Iterator[_Block]:

@@ -5,7 +5,7 @@
         owner.json                          which life of the job may write here
         iter_0000100/                       whole, because it got this name last
             megatronapp.json                what is in it, with size and checksum of every file
-        iter_0000150.tmp-a2/                being written by attempt 2
+        iter_0000150.tmp-a2-5f0c.../        being written by attempt 2
         iter_0000050.old-a2/                being deleted or replaced by attempt 2
 
 A checkpoint is written under a temporary name and renamed. A rank that was cut off with its node and lives on in an
@@ -39,7 +39,8 @@ KEPT_AT_LEAST = 2
 """Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
 DATA_SUFFIX = ".distcp"
 _FINAL = re.compile(r"iter_(\d+)")
-_TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+")
+_TEMPORARY = re.compile(r"iter_\d+\.(?:tmp|old)-a\d+(?:-[0-9a-f]+)?")
+"""Claims of the same attempt write under different names; earlier releases wrote none but the attempt's number."""
 _OLD = re.compile(r"(iter_\d+)\.old-a(\d+)")
 
 
@@ -70,15 +71,6 @@ class Manifest:
     order_samples: int | None = None
     """As in `TrainState`."""
     format: int = FORMAT
-
-    def checksums_for(self, *, weights_alone: bool) -> dict[str, str]:
-        """Of the files to read in full before they are used.
-
-        Data files hold the optimizer's state too, several times the weights, which a reader of weights alone skips.
-        """
-        if not weights_alone or self.optimizer is None:
-            return self.checksums
-        return {name: value for name, value in self.checksums.items() if not name.endswith(DATA_SUFFIX)}
 
 
 class BrokenCheckpointError(Exception):
@@ -138,7 +130,7 @@ class CheckpointDirectory:
 
     def temporary(self, iteration: int, claim: Claim) -> pathlib.Path:
         """Where a checkpoint is written before it gets its name."""
-        return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}"
+        return self.path / f"{checkpoint_name(iteration)}.tmp-a{claim.attempt}-{claim.token}"
 
     def begin(self, iteration: int, claim: Claim) -> pathlib.Path:
         """An empty directory to write a checkpoint into."""

@@ -207,7 +207,7 @@ class CheckpointManager:
         if (reason := arguments.conflict(manifest.arguments, self._config, optimizer=parts.optimizer)) is not None:
             raise CheckpointError(f"{candidate.path}: {reason}")
         on_all_ranks(lambda: _require_shared(candidate.path))
-        verify(candidate.path, manifest.checksums_for(weights_alone=not parts.optimizer))
+        verify(candidate.path, manifest, weights_alone=not parts.optimizer)
         if parts.optimizer and arguments.DECOUPLED not in manifest.arguments:
             self._check_decoupled(candidate.path)
         template = on_all_ranks(lambda: sharded_state(state, self._layout, parts, loading=True))

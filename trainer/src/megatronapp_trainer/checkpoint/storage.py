@@ -13,10 +13,19 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from megatronapp_trainer.checkpoint.checksums import WrittenFile, first_damage
-from megatronapp_trainer.checkpoint.directory import BrokenCheckpointError
+from megatronapp_trainer.checkpoint.checksums import Ranges, WrittenFile, first_damage, has_blocks
+from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX, BrokenCheckpointError, Manifest
 from megatronapp_trainer.checkpoint.writer import SummedWriter
-from megatronapp_trainer.collective import Agreement, gather_from_all, on_all_ranks, on_rank_zero, rank, world_size
+from megatronapp_trainer.collective import (
+    Agreement,
+    broadcast_from_zero,
+    gather_from_all,
+    on_all_ranks,
+    on_rank_zero,
+    rank,
+    world_size,
+)
+from megatronapp_trainer.convert.store import StoredTensors
 from megatronapp_trainer.errors import CheckpointError
 from megatronapp_trainer.quiet import saving
 
@@ -58,13 +67,41 @@ def write(content: dict[str, Any], directory: pathlib.Path) -> dict[str, Written
     return {name: file for part in gather_from_all(writer.written()) for name, file in part.items()}
 
 
-def verify(directory: pathlib.Path, checksums: Mapping[str, str]) -> None:
-    """Read every block of every file once, each rank its share of them, and compare; collective.
+def verify(directory: pathlib.Path, manifest: Manifest, *, weights_alone: bool) -> None:
+    """Read what will be used once, each rank its share of it, and compare the checksums; collective.
+
+    A reader of weights alone skips the blocks that hold nothing but the optimizer's state, which is several times as
+    large. Where an earlier release wrote one checksum of each whole file, such a reader skips the data files.
 
     Raises:
         BrokenCheckpointError: on every rank, with the first damaged block.
     """
-    flaws = gather_from_all(on_all_ranks(lambda: first_damage(directory, checksums, part=rank(), parts=world_size())))
+    checksums = manifest.checksums
+    if not weights_alone or manifest.optimizer is None:
+        _verify(directory, checksums)
+        return
+    _verify(directory, {name: checksums[name] for name in checksums if not name.endswith(DATA_SUFFIX)})
+    blocks = {name: value for name, value in checksums.items() if name.endswith(DATA_SUFFIX) and has_blocks(value)}
+    if not blocks:
+        return
+    within = broadcast_from_zero(lambda: _places_of_weights(directory))
+    if isinstance(within, str):
+        raise BrokenCheckpointError(within)
+    _verify(directory, blocks, within)
+
+
+def _places_of_weights(directory: pathlib.Path) -> Ranges | str:
+    """Where the weights are in the data files; a text where .metadata does not say it."""
+    try:
+        return StoredTensors(directory).places_of_weights()
+    except BrokenCheckpointError as error:
+        return str(error)
+
+
+def _verify(directory: pathlib.Path, checksums: Mapping[str, str], within: Ranges | None = None) -> None:
+    flaws = gather_from_all(
+        on_all_ranks(lambda: first_damage(directory, checksums, within=within, part=rank(), parts=world_size()))
+    )
     for flaw in flaws:
         if flaw is not None:
             raise BrokenCheckpointError(flaw)

@@ -49,6 +49,8 @@ _FORMAT = {
     "common_backend_version": 1,
 }
 """megatron-core's metadata.json."""
+_OPTIMIZER = "optimizer."
+"""With this the names of an optimizer's tensors begin."""
 _STATEFUL = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -175,6 +177,18 @@ class StoredTensors:
         """Size, type and pieces of a tensor; None where there is none."""
         found = self._metadata.state_dict_metadata.get(key)
         return found if isinstance(found, TensorStorageMetadata) else None
+
+    def places_of_weights(self) -> dict[str, list[tuple[int, int]]]:
+        """Where in the data files there is something else than an optimizer's state, in order and in few pieces."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        stored = [(place, index.fqn) for index, place in self._metadata.storage_data.items()]
+        for place, name in sorted(stored, key=lambda one: (one[0].relative_path, one[0].offset)):
+            if name.startswith(_OPTIMIZER):
+                continue
+            pieces = found.setdefault(place.relative_path, [])
+            start = pieces.pop()[0] if pieces and pieces[-1][1] == place.offset else place.offset
+            pieces.append((start, place.offset + place.length))
+        return found
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:
         """A tensor, or one layer of it without the axis of layers. Raises BrokenCheckpointError."""

@@ -104,7 +104,7 @@ def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> 
         if (reason := arguments.conflict(one.manifest.arguments, config, optimizer=False)) is not None:
             raise CheckpointError(f"{one.path}: {reason}")
         try:
-            verify(one.path, one.manifest.checksums_for(weights_alone=True))
+            verify(one.path, one.manifest, weights_alone=True)
             _load(model, one.path)
         except BrokenCheckpointError as error:
             found[index] = dataclasses.replace(one, manifest=None, flaw=str(error))
