@@ -3,6 +3,7 @@
 import contextlib
 import pathlib
 import resource
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,19 @@ def resume(flags: str) -> tuple[bool, int, list[str]]:
     logging.getLogger("megatronapp_trainer").addHandler(handler)
     run, manager = build(flags)
     return manager.load(run.state), run.state.iteration, said
+
+
+def resume_beside_a_deletion(flags: str) -> tuple[bool, int, list[str]]:
+    """As `resume`; the newest checkpoint is deleted once it is verified."""
+    from megatronapp_trainer.checkpoint import manager, storage
+
+    def verified(directory: pathlib.Path, *arguments: Any, **keywords: Any) -> None:
+        storage.verify(directory, *arguments, **keywords)
+        if directory.name == "iter_0000006":
+            shutil.rmtree(directory, ignore_errors=True)
+
+    manager.verify = verified  # type: ignore[attr-defined]
+    return resume(flags)
 
 
 def failing(action: str, flags: str) -> tuple[str, str]:
@@ -137,6 +151,12 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
     assert tuple(first[:2]) == tuple(second[:2]) == (True, 2)
     assert "iter_0000004 is left out: its file __0_0.distcp is damaged" in first[2][1]
     assert second[2] == []
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
+    for found, iteration, said in call(2, resume_beside_a_deletion, f"--save {save}"):
+        assert (found, iteration) == (True, 4)
+        assert not said or "iter_0000006 is left out: its common.pt cannot be read" in said[0]
 
 
 def test_nothing_whole_is_not_a_fresh_start(save: pathlib.Path, call: RunRanks) -> None:

@@ -117,6 +117,9 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    for flaw in gather_from_all(_flaw_of_common(directory)):  # one rank that failed in the load would stop all others
+        if flaw is not None:
+            raise BrokenCheckpointError(flaw)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*load_state_dict.*deprecated", category=FutureWarning)
         try:
@@ -127,6 +130,15 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
                 raise CheckpointError(f"{directory} holds another model: {_first_failure(error)}") from error
             raise BrokenCheckpointError(f"its files cannot be read: {_first_failure(error)}") from error
     return loaded
+
+
+def _flaw_of_common(directory: pathlib.Path) -> str | None:
+    """Why the common part cannot be read, as where the checkpoint was deleted since it was verified; or None."""
+    try:
+        common_state(directory)
+    except Exception as error:  # a damaged pickle raises anything
+        return f"its common.pt cannot be read ({error})"
+    return None
 
 
 def common_state(directory: pathlib.Path) -> dict[str, Any]:
