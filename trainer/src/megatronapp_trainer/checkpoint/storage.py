@@ -76,18 +76,34 @@ def verify(directory: pathlib.Path, manifest: Manifest, *, weights_alone: bool) 
     Raises:
         BrokenCheckpointError: on every rank, with the first damaged block.
     """
-    checksums = manifest.checksums
-    if not weights_alone or manifest.optimizer is None:
-        _verify(directory, checksums)
-        return
-    _verify(directory, {name: checksums[name] for name in checksums if not name.endswith(DATA_SUFFIX)})
-    blocks = {name: value for name, value in checksums.items() if name.endswith(DATA_SUFFIX) and has_blocks(value)}
-    if not blocks:
+    complete, in_part = _to_verify(manifest, weights_alone=weights_alone)
+    _verify(directory, complete)
+    if not in_part:
         return
     within = broadcast_from_zero(lambda: _places_of_weights(directory))
     if isinstance(within, str):
         raise BrokenCheckpointError(within)
-    _verify(directory, blocks, within)
+    _verify(directory, in_part, within)
+
+
+def damaged_weights(directory: pathlib.Path, manifest: Manifest) -> str | None:
+    """As `verify` for the weights alone, by this process alone: a description of the first damaged block, or None."""
+    complete, in_part = _to_verify(manifest, weights_alone=True)
+    flaw = first_damage(directory, complete)
+    if flaw is not None or not in_part:
+        return flaw
+    within = _places_of_weights(directory)
+    return within if isinstance(within, str) else first_damage(directory, in_part, within=within)
+
+
+def _to_verify(manifest: Manifest, *, weights_alone: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Checksums of the files to read in full, and of those to read where the weights are."""
+    checksums = manifest.checksums
+    if not weights_alone or manifest.optimizer is None:
+        return checksums, {}
+    data = {name: value for name, value in checksums.items() if name.endswith(DATA_SUFFIX)}
+    others = {name: value for name, value in checksums.items() if name not in data}
+    return others, {name: value for name, value in data.items() if has_blocks(value)}
 
 
 def _places_of_weights(directory: pathlib.Path) -> Ranges | str:

@@ -16,7 +16,7 @@ from megatronapp_trainer.checkpoint.directory import (
     Manifest,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import verify
+from megatronapp_trainer.checkpoint.storage import damaged_weights
 from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
 from megatronapp_trainer.convert.families import FAMILIES, HEAD, Family
@@ -73,12 +73,10 @@ def find_checkpoint(path: pathlib.Path, iteration: int | None) -> tuple[pathlib.
             continue
         if iteration not in (None, manifest.iteration):
             continue
-        try:
-            verify(folder, manifest, weights_alone=True)
-        except BrokenCheckpointError as error:
-            flaws.append(f"{folder.name}: {error}")
-        else:
+        flaw = damaged_weights(folder, manifest)
+        if flaw is None:
             return folder, manifest
+        flaws.append(f"{folder.name}: {flaw}")
     wanted = "a whole checkpoint" if iteration is None else f"a whole checkpoint of iteration {iteration}"
     raise CheckpointError(f"{path} holds no {wanted[2:]}{''.join(f'; {flaw}' for flaw in flaws[:3])}")
 
