@@ -252,6 +252,10 @@ _TRAINING = [
         "wsd-needs-last-phase",
         {"spec.training.lrDecayStyle": "WSD", "spec.training.lrWsdDecayIters": 10},
         {"spec.training.lrDecayStyle": "WSD", "spec.args": ["--lr-wsd-decay-iters", "10"]},
+        {
+            "spec.training.lrDecayStyle": "WSD",
+            "spec.args": ["--train-samples", "800", "--lr-wsd-decay-samples", "80"],
+        },
     ),
     *bad(
         "wsd-needs-last-phase",

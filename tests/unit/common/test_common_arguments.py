@@ -131,6 +131,14 @@ def test_the_trainer_takes_every_flag(build: Any, changes: dict[str, Any]) -> No
     parse(megatron_arguments(load_job(build(changes))))
 
 
+@pytest.mark.parametrize("words", [["--train-samples", "801"], ["--train-samples=801"]])
+def test_a_length_in_samples_takes_the_place_of_the_steps(build: Any, words: list[str]) -> None:
+    job = load_job(build({"spec.args": words}))
+    assert "--train-iters" not in megatron_arguments(job)
+    config = parse(megatron_arguments(job))
+    assert config.training.train_iters == 801 // (config.training.global_batch_size or 1)
+
+
 def test_values_arrive_in_the_trainer(build: Any) -> None:
     config = parse(megatron_arguments(load_job(build(EVERYTHING))))
     assert config.model.group_query_attention

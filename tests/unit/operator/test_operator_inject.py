@@ -28,6 +28,12 @@ def test_a_fault_that_can_act_is_let_through() -> None:
     check(JOB, parse({"--from-step": str(TOTAL - 1)}))
 
 
+@pytest.mark.parametrize("args", [("--train-iters", "9999"), ("--train-samples=99999",)])
+def test_a_length_in_the_arguments_of_the_job_decides(args: tuple[str, ...]) -> None:
+    job = JOB.model_copy(update={"spec": JOB.spec.model_copy(update={"args": args})})
+    check(job, parse({"--from-step": str(TOTAL)}))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -137,6 +137,15 @@ OTHER_FLAGS = {
 """Flags that follow from a field without holding its value."""
 
 
+REPLACED = {"training.train_iters": "--train-samples"}
+"""Fields that a manifest must have, and the flag of `spec.args` that excludes theirs and takes their place."""
+
+
+def gives(job: MegatronJob, flag: str) -> bool:
+    """Whether `spec.args` hold this flag."""
+    return any(word.partition("=")[0] == flag for word in job.spec.args)
+
+
 def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | None:
     """Where a manifest says this flag: in spec.args, which win, else the field that stands for it, even if left out.
 
@@ -156,6 +165,8 @@ def place_of(job: MegatronJob, flag: str, value: str | None = None) -> str | Non
 def megatron_arguments(job: MegatronJob) -> list[str]:
     """The trainer's command line for a job; ``spec.args`` come last, so they win."""
     table = FLAGS if job.spec.mode == "train" else (*FLAGS, *SERVE_FLAGS)
+    replaced = {field for field, flag in REPLACED.items() if gives(job, flag)}
+    table = tuple(entry for entry in table if entry.field not in replaced)
     words = [word for entry in table for word in _words(entry.flag, _value(job.spec, entry.field))]
     if _value(job.spec, "model.num_query_groups") is not None:
         words.append("--group-query-attention")

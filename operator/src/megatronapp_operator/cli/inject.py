@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 
 from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.job.arguments import gives
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.cli.addresses import hub_access
 from megatronapp_operator.document import without_none
@@ -64,7 +65,8 @@ def check(job: MegatronJob, arguments: argparse.Namespace) -> None:
             f"{job.metadata.name} serves a model, and faults slow steps of a training; name another job"
         )
     total = job.spec.training.train_iters
-    if arguments.from_step >= total:
+    args_decide = gives(job, "--train-iters") or gives(job, "--train-samples")
+    if arguments.from_step >= total and not args_decide:
         raise OperatorError(
             f"--from-step {arguments.from_step} is after the last step of this job: "
             f"it trains {total} iterations, steps 0 to {total - 1}"

@@ -71,7 +71,7 @@ _RATE = (
         rule="!has(self.training.lrDecayStyle) || self.training.lrDecayStyle != 'WSD' || "
         "has(self.training.lrWsdDecayIters)",
         says="is missing; lrDecayStyle WSD needs the steps of its last phase",
-        args=("--lr-wsd-decay-iters",),
+        args=("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
     ),
 )
 _WEIGHT_DECAY = (
