@@ -30,6 +30,7 @@ OPERATIONS = (
     ("DELETE", "/scope/v1/runs/{run}"),
     ("PATCH", "/scope/v1/runs/{run}"),
     ("POST", "/scope/v1/probes"),
+    ("POST", "/scope/v1/scores"),
     ("PUT", "/scope/v1/basis"),
 )
 TAKING_NOTHING = {("GET", path) for path in ("/healthz", "/readyz", "/metrics", "/v1/models", "/tokenizer_info")} | {
