@@ -76,6 +76,23 @@ async def test_why_a_hub_does_not_start_stands_at_the_job_until_it_runs_and_keep
         assert found(await stage.job(), "HubReady")["status"] == "True"
 
 
+async def test_pods_whose_deletion_no_watch_reported_hold_no_restart_up(
+    plane: kube.ControlPlane, namespace: str
+) -> None:
+    async with play(plane, namespace) as stage:
+        await begun(stage)
+        await stage.machines.end("job-worker-1", 42)
+        await stage.look()
+        await stage.reconcile()
+        while await stage.machines.settle():
+            pass
+        assert await stage.machines.pods() == {}
+        for _ in range(3):  # without a look: a watch that began anew has not brought the deletions
+            stage.skipped_s += 40
+            await stage.reconcile()
+        assert {"job-worker-0", "job-worker-1"} <= set(await stage.machines.pods())
+
+
 async def test_initializers_that_are_evicted_are_tried_again_outside_of_the_budget(
     plane: kube.ControlPlane, namespace: str
 ) -> None:

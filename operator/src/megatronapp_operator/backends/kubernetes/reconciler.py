@@ -64,6 +64,8 @@ REFUSED_S = 10.0
 """After the same refusal again."""
 LOOK_AGAIN_S = 2.0
 """So long after a deed, somebody looks whether it was seen to be done."""
+DELETIONS_S = 30.0
+"""How often the pods of a job are listed while some of them are being deleted."""
 MANAGER = "megatronapp.io/operator"
 """Our name in spec.managedBy; a job with another one is not ours."""
 
@@ -135,6 +137,7 @@ class Reconciler:
             return None
         memory = self._remember(key, document)
         await self._see_volumes(key, memory)
+        look_at = await self._see_lost_deletions(key, memory)
         made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
@@ -143,7 +146,7 @@ class Reconciler:
         if made.actions:
             self._spend(key, made)
             wake_at = _earliest(wake_at, await self._act(key, memory, made, verified=written))
-        wake_at = _earliest(wake_at, await self._errands.run(memory, self._work(memory, document)))
+        wake_at = _earliest(wake_at, look_at, await self._errands.run(memory, self._work(memory, document)))
         self._troubles.pop(key, None)  # what comes again after a success is news
         return wake_at
 
@@ -243,6 +246,20 @@ class Reconciler:
         """Nothing is ended for what a watch has lost or has not brought yet."""
         fresh = await self._api.list_objects(PODS, key[0], labels=f"{LABEL_JOB_UID}={memory.uid}")
         self._store.replace_pods(map(read_pod, fresh.items), int(fresh.resource_version), only=(key[0], memory.uid))
+
+    async def _see_lost_deletions(self, key: Key, memory: Memory) -> float | None:
+        """List the pods now and then while some are being deleted; returns when to do so next.
+
+        A watch that is refused as too old begins anew with a list, and does not report what was deleted before that.
+        """
+        deleted = [one.deleted_at for one in self._store.pods(key[0], memory.uid) if one.deleted_at is not None]
+        if not deleted:
+            return None
+        now = self._clock()
+        if now >= max(min(deleted), memory.pods_listed_at) + DELETIONS_S:
+            await self._see_pods_afresh(key, memory)
+            memory.pods_listed_at = now
+        return max(min(deleted), memory.pods_listed_at) + DELETIONS_S
 
     async def _write(self, key: Key, memory: Memory, made: Plan) -> tuple[bool, float | None]:
         """Write the new status, now or when it is due; returns whether it was written, and when to look again."""

@@ -1,0 +1,69 @@
+"""Watches that end amid their events, are replayed or are refused as too old: jobs still come to their right end."""
+
+import asyncio
+import os
+import pathlib
+
+import kube
+import pytest
+from operator_play import Play, manifest, play
+from operator_process import started
+from watch_cutter import cutting
+
+from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif("MEGATRONAPP_FULL" not in os.environ, reason="takes minutes; `make test-full` runs it"),
+]
+SEEDS = range(int(os.environ.get("MEGATRONAPP_WATCH_SEEDS", "2")))
+FAILURES = 3
+WORKERS = {"job-worker-0", "job-worker-1"}
+DEADLINE_S = 240.0
+
+
+async def until_running(stage: Play, attempt: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await stage.machines.settle()
+            pods = await stage.machines.pods()
+            running = [pod for name, pod in pods.items() if name in WORKERS and pod["status"]["phase"] == "Running"]
+            attempts = [pod["metadata"]["labels"]["megatronapp.io/attempt"] for pod in running]
+            if attempts == [str(attempt)] * len(WORKERS):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def until_over(stage: Play) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await stage.machines.pods():
+            await stage.machines.settle()
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_watches_that_are_cut_off_change_nothing_about_the_end(
+    plane: kube.ControlPlane, namespace: str, tmp_path: pathlib.Path, seed: int
+) -> None:
+    policy = {"maxRestarts": 1000, "backoff": {"initialSeconds": 0, "maxSeconds": 0}, "cleanPodPolicy": "All"}
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    async with play(plane, namespace) as stage, cutting(plane, folder, seed) as (seen, cutter):
+        with started(seen, tmp_path, namespace) as operator:
+            await asyncio.to_thread(operator.wait, operator.leads)
+            await stage.machines.api.create(JOBS, manifest(namespace, runPolicy=policy))
+            for attempt in range(FAILURES):
+                await until_running(stage, attempt)
+                await stage.machines.end(f"job-worker-{attempt % 2}", 42, message="boom")
+            await until_running(stage, FAILURES)
+            for name in WORKERS:
+                await stage.machines.end(name, 0)
+            await until_over(stage)
+            text = operator.text()
+        status = (await stage.job())["status"]
+        events = [one["reason"] for one in (await stage.machines.api.list_objects(EVENTS, namespace)).items]
+    assert (status["phase"], status["attempt"], status["restarts"]) == ("Succeeded", FAILURES, FAILURES)
+    assert events.count("GangCreated") == FAILURES + 1 and events.count("Completed") == 1
+    assert "Traceback" not in text
+    assert cutter.cuts >= FAILURES and cutter.replays + cutter.expired > 0

@@ -1,0 +1,99 @@
+"""A proxy in front of an API server that cuts watches off and lets them begin anew at another version."""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+import random
+import re
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import kube
+
+READ = 1 << 16
+EXPIRED = "1"
+"""A version that the API server has forgotten: it answers 410."""
+
+
+@dataclasses.dataclass(slots=True)
+class WatchCutter:
+    """Speaks plain HTTP, one request for each connection. Watches end amid their events, by chance."""
+
+    plane: kube.ControlPlane
+    chance: random.Random
+    most_events: int = 4
+    """A watch is cut off after at most so many pieces of its answer."""
+    cuts: int = 0
+    replays: int = 0
+    expired: int = 0
+    asked: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The version from which each path was last watched."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request."""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            length = re.search(r"(?mi)^content-length: (\d+)", head)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            watches = "watch=true" in head.split("\r\n", 1)[0]
+            head = self._turned_back(head) if watches else head
+            await self._forward(_closing(head).encode("latin-1") + body, writer, cut=watches)
+        writer.transport.abort()
+
+    async def _forward(self, request: bytes, writer: asyncio.StreamWriter, *, cut: bool) -> None:
+        address = urlsplit(self.plane.url)
+        answer, server = await asyncio.open_connection(address.hostname, address.port, ssl=self.plane.context())
+        left = self.chance.randint(1, self.most_events) if cut else None
+        try:
+            server.write(request)
+            while piece := await answer.read(READ):
+                if left == 0:
+                    self.cuts += 1
+                    writer.write(piece[: self.chance.randrange(len(piece))])
+                    await writer.drain()
+                    return
+                writer.write(piece)
+                await writer.drain()
+                left = None if left is None else left - 1
+            writer.close()
+            await writer.wait_closed()
+        finally:
+            server.transport.abort()
+
+    def _turned_back(self, head: str) -> str:
+        """The request for a watch; often from an older version than it asks for."""
+        found = re.match(r"GET (\S+?)\?\S*?resourceVersion=(\d+)", head)
+        if found is None:
+            return head
+        path, version = found[1], found[2]
+        before, self.asked[path] = self.asked.get(path), version
+        if before is None:
+            return head
+        match self.chance.choice(("as asked", "replayed", "expired")):
+            case "replayed":
+                self.replays += 1
+                other = before
+            case "expired":
+                self.expired += 1
+                other = EXPIRED
+            case _:
+                return head
+        return head.replace(f"resourceVersion={version}", f"resourceVersion={other}", 1)
+
+
+@contextlib.asynccontextmanager
+async def cutting(
+    plane: kube.ControlPlane, folder: pathlib.Path, seed: int
+) -> AsyncIterator[tuple[kube.ControlPlane, WatchCutter]]:
+    """The control plane as it is seen through such a proxy, and the proxy."""
+    cutter = WatchCutter(plane, random.Random(seed))
+    (folder / "certificates").symlink_to(plane.folder / "certificates")
+    async with await asyncio.start_server(cutter.serve, "127.0.0.1", 0, limit=READ) as server:
+        port = server.sockets[0].getsockname()[1]
+        yield dataclasses.replace(plane, folder=folder, url=f"http://127.0.0.1:{port}"), cutter
+
+
+def _closing(head: str) -> str:
+    lines = [line for line in head.split("\r\n") if line and not line.lower().startswith("connection:")]
+    return "\r\n".join([*lines, "Connection: close", "", ""])
