@@ -48,16 +48,18 @@ def check(
     change: Change | None = None,
     but: Callable[..., Any] | None = None,
     more: tuple[Callable[..., Any], ...] = (),
+    examples: int = EXAMPLES,
 ) -> None:
     """Ask the operation with requests that fit its description, or with ones that do not; all answers must.
 
-    `but`: a check that does not hold for this operation; `more`: checks beside the usual ones.
+    `but`: a check that does not hold for this operation; `more`: checks beside the usual ones;
+    `examples`: how many requests over all seeds.
     """
     wanted = [one for one in (*CHECKS, *more) if one is not but]
     for seed in seeds():
 
         @hypothesis.seed(seed)
-        @settings(max_examples=max(EXAMPLES // len(SEEDS), 1), deadline=None, database=None)
+        @settings(max_examples=max(examples // len(SEEDS), 1), deadline=None, database=None)
         @given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: "Case[Any]") -> None:
             if change is not None:
