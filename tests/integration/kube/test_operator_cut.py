@@ -22,8 +22,8 @@ from megatronapp_operator.backends.kubernetes.errors import ConflictError, Throt
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
 """Every so many requests are cut; 1: all of them."""
-UNSTEADY = 5
-"""Requests by which two runs of the same history may differ."""
+UNSTEADY = 20
+"""Requests by which two runs of the same history may differ: all objects of a job are restored at an hour of its own."""
 
 
 async def fails_and_ends(stage: Play) -> None:
