@@ -14,7 +14,8 @@ HOST = "kubernetes.io/hostname"
 def pods(*settings: str) -> dict[str, dict[str, Any]]:
     """Specs of the pods of all deployments, with their labels, by the last word of their names."""
     words = [word for setting in settings for word in ("--set", setting)]
-    command = [kube.programs("helm") / "helm", "template", "megatronapp", CHART, "--kube-version", "1.35.4", *words]
+    helm = str(kube.programs("helm") / "helm")
+    command = [helm, "template", "megatronapp", str(CHART), "--kube-version", "1.35.4", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     documents = [one for one in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if one]

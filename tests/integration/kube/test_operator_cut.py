@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
 """Every so many requests are cut; 1: all of them."""
 UNSTEADY = 20
-"""Requests by which two runs of the same history may differ: all objects of a job are restored at an hour of its own."""
+"""Requests by which two runs of a history may differ: objects of a job are restored at an hour of its own."""
 
 
 async def fails_and_ends(stage: Play) -> None:

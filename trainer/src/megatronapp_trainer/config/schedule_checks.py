@@ -94,10 +94,11 @@ def _last_phase(config: TrainerConfig) -> Iterator[str]:
     if optimizer.lr_decay_style != "WSD":
         return
     if training.train_samples is None:
-        flag, phase, decay = "iters", optimizer.lr_wsd_decay_iters, optimizer.lr_decay_iters or training.train_iters
+        flag, phase = "iters", optimizer.lr_wsd_decay_iters
+        decay = optimizer.lr_decay_iters or training.train_iters
     else:
-        flag, phase, decay = "samples", optimizer.lr_wsd_decay_samples, optimizer.lr_decay_samples
-        decay = decay or training.train_samples
+        flag, phase = "samples", optimizer.lr_wsd_decay_samples
+        decay = optimizer.lr_decay_samples or training.train_samples
     if not phase:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters (with --train-samples: --lr-wsd-decay-samples)"
         return

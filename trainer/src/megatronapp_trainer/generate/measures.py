@@ -77,7 +77,7 @@ class Measurer:
         if len(rows) < len(wanted):
             logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
         most = min(_power(max(wanted)), logits_RV.size(1))
-        tables = [self._table(block, most) for block in logits_RV.split(self._rows)]
+        tables = [self._table(block, most) for block in torch.split(logits_RV, self._rows)]
         places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
         return [
             _Row(tables[places[row][0]], places[row][1], count) if count else None for row, count in enumerate(wanted)
