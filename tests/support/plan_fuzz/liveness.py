@@ -92,11 +92,15 @@ def keep_slow_node(world: World, operator: Operator) -> bool:
     heal(world)
     if not _may_train(world) or any(one.phase is WorkerPhase.SUCCEEDED for one in world.pods.values()):
         return False
+    excluded = {one.node for one in world.job.status.excluded_nodes}
+    others = [name for name in world.nodes if name not in excluded]
+    if not others:  # a node that is excluded already is no reason for a restart, whatever the action is now
+        return False
     limits = NodeExclusion(enabled=world.random.random() < 0.8, ttl_s=2 * SLOW_S)
     policy = dataclasses.replace(world.spec.policy, exclusion=limits, active_deadline_s=None, progress_deadline_s=None)
     action = world.random.choice([*SlowNodeAction, SlowNodeAction.EXCLUDE_AND_RESTART])
     edit(world, policy=policy, slow_node=dataclasses.replace(world.spec.slow_node, action=action))
-    slow, began, trained = world.random.choice(list(world.nodes)), world.now, 0.0
+    slow, began, trained = world.random.choice(others), world.now, 0.0
     for _ in range(20 * LOOKS):
         tick(world)
         operator.look()

@@ -153,7 +153,7 @@ def check_place_in_queue(world: World, seen: Observed, before: Status, after: St
     waits = before.holding_time is None and len(gang) == world.spec.workers and all(map(_only_waits, gang))
     placed = after.condition(ConditionType.PODS_SCHEDULED)
     for_a_node = placed is not None and placed.reason in {"NodeReadmitted", "Unschedulable"}
-    if world.spec.gang and waits and for_a_node and after.attempt > before.attempt and not world.spec.suspend:
+    if world.spec.gang and waits and for_a_node and after.released > before.released:
         broken("a gang in a queue has lost its place", placed)
 
 

@@ -270,6 +270,21 @@ def test_time_in_which_nobody_could_be_asked_is_no_lack_of_progress(running: Mak
     assert not made.plan().status.is_true(ConditionType.STALLED)
 
 
+def test_an_answer_from_before_the_deadline_in_its_second_takes_nothing_back(running: Maker) -> None:
+    """Conditions know the second of their change only: the warning came again with each look."""
+    made = running(progress_deadline_s=20, unheard_s=100)
+    made.now += 0.5
+    made.see(*made.observed.workers, progress=Progress(attempt=0, iteration=1), heard=made.now)
+    made.plan()
+    made.see(*made.observed.workers, heard=made.now + 19.9)
+    made.now += 20.1
+    assert told(made.plan()) == ["ProgressUnknown"]
+    assert told(made.plan()) == []
+    made.see(*made.observed.workers, heard=made.now + 1.0, progress=Progress(attempt=0, iteration=9))
+    made.now += 1.0
+    assert not made.plan().status.is_true(ConditionType.STALLED)
+
+
 def test_a_gang_that_is_said_to_stand_still_is_restarted(running: Maker) -> None:
     made = running(progress_deadline_s=20)
     made.see(*made.observed.workers, heard=made.now + 19)

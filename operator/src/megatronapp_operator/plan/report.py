@@ -144,7 +144,8 @@ def shared_memory(draft: Draft) -> None:
 
 
 def _heard_since(draft: Draft, since: float) -> bool:
-    return draft.observed.heard is None or draft.observed.heard > since
+    """Whether there was an answer after a condition changed, which is known to the second."""
+    return draft.observed.heard is None or draft.observed.heard >= since + 1.0
 
 
 def hub(draft: Draft) -> None:
