@@ -144,7 +144,9 @@ def neighbour(rank: int, *, stride: int) -> int:
 
 def open_hub() -> httpx.Client:
     """A client of the job's hub, logged in as a browser is."""
-    done = subprocess.run([*MEGATRONAPP, "ui", "demo", "--print"], check=True, capture_output=True, text=True)
+    done = subprocess.run([*MEGATRONAPP, "ui", "demo", "--print"], check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise DemoError(f"megatronapp ui demo ended with code {done.returncode}")
     address = urllib.parse.urlsplit(done.stdout.strip())
     print("== Pages: megatronapp ui demo")
     client = httpx.Client(base_url=f"{address.scheme}://{address.netloc}", timeout=10)

@@ -133,6 +133,7 @@ def _save(root: pathlib.Path, name: str, chunks: list[Any], layout: Any) -> None
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
@@ -166,5 +167,8 @@ def _save(root: pathlib.Path, name: str, chunks: list[Any], layout: Any) -> None
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     dist_checkpointing.save(common | states | {"rng_state": shard}, str(core), sharded_strategy=strategy)
+    if filesystem_async._results_queue is not None:  # its process would outlive ranks, which end without clean-up
+        filesystem_async._results_queue._manager.shutdown()
+        filesystem_async._results_queue = None
     for folder in (legacy, core):
         (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))

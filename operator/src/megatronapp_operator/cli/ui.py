@@ -16,7 +16,8 @@ from megatronapp_operator.backends.process.stored_hub import stored_hub
 from megatronapp_operator.cli.addresses import hub_access, logged_in, page_address
 from megatronapp_operator.errors import HubError, OperatorError
 
-READY_S = 30.0
+READY_S = 120.0
+"""A hub answers within a few seconds of its start; on a machine with too much work, within a minute or two."""
 POLL_S = 0.1
 
 
@@ -65,7 +66,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
 
 
 def wait_ready(url: str, *, ended: Callable[[], bool] = lambda: False) -> None:
-    """Wait until a hub that was just started answers. Raises HubError once it has ended, or after half a minute."""
+    """Wait until a hub that was just started answers. Raises HubError once it has ended, or after two minutes."""
     deadline = time.monotonic() + READY_S
     with httpx.Client(timeout=1.0, trust_env=False) as client:
         while True:
