@@ -26,6 +26,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = pathlib.Path(".demo")
 CORPUS = WORK / "corpus"
 MANIFEST = WORK / "demo.yaml"
+CHECKPOINTS = WORK / "demo-checkpoints"
+"""Not the example's own folder: a job of the example that is run later would find all its steps done."""
 TRACE = WORK / "trace.json"
 VOCABULARY = 4096
 POLL_S = 0.5
@@ -66,7 +68,7 @@ def main() -> int:
     truth = write_manifest(manifest, options)
     print(f"\n== Training; {truth.place} will be slow ({truth.kind}) from step {truth.first_step} to {truth.last_step}")
     call("delete", "demo", "--ignore-not-found")
-    shutil.rmtree(WORK / "checkpoints", ignore_errors=True)  # or the job would go on where the last one ended
+    shutil.rmtree(CHECKPOINTS, ignore_errors=True)  # or the job would go on where the last one ended
     call("run", str(MANIFEST), "--detach")
     try:
         hub = open_hub()
@@ -132,6 +134,8 @@ def write_manifest(manifest: dict[str, Any], options: argparse.Namespace) -> Tru
     if options.kind == "link":
         fault["peer"] = neighbour(fault["rank"], stride=world // spec["parallelism"]["pipeline"])
         ranks = fault["peer"], fault["rank"]
+    if spec.get("checkpoint", {}).get("save"):
+        spec["checkpoint"]["save"] = str(CHECKPOINTS)
     MANIFEST.write_text(yaml.safe_dump(manifest, sort_keys=False), encoding="utf-8")
     last = fault["fromStep"] + fault["steps"] - 1
     return Truth(ranks=ranks, kind=fault["kind"], first_step=fault["fromStep"], last_step=last)

@@ -162,6 +162,21 @@ def test_a_detached_job_starts_without_standard_streams(desk: Any) -> None:
     desk.until_phase("Running")
 
 
+def test_a_running_job_keeps_its_checkpoints_for_itself(desk: Any) -> None:
+    manifest = pathlib.Path(desk.manifest())
+    manifest.write_text(manifest.read_text() + "  checkpoint: {save: kept}\n")
+    backend = desk.run(str(manifest))
+    desk.until_phase("Running")
+    for words in ((), ("--detach",)):
+        refused = desk.cli("run", str(manifest), "--name", "other", *words)
+        assert refused.returncode == 1
+        assert 'spec.checkpoint.save: kept belongs to the running job "job"' in refused.stderr
+    desk.end(0)
+    assert backend.wait(60) == 0
+    later = desk.run(str(manifest), "--name", "other")
+    assert later.wait(60) == 0
+
+
 def test_a_running_job_is_not_replaced_and_a_finished_one_is(desk: Any) -> None:
     backend = desk.run(desk.manifest())
     desk.until_phase("Running")

@@ -62,6 +62,37 @@ def new_uid() -> str:
     return uuid.uuid4().hex[:12]
 
 
+def require_own_checkpoints(job: MegatronJob) -> None:
+    """Raise JobConflictError if another running job saves to this job's `checkpoint.save`.
+
+    The newer job would take the folder over, and the older one lose all that it trains from then on.
+    """
+    saves = job.to_dict()["spec"].get("checkpoint", {}).get("save")
+    if saves is None:
+        return
+    for other in views():
+        if other.name == job.metadata.name or not other.alive or other.ended:
+            continue
+        if pathlib.Path(saves).resolve() == _save_folder(other):
+            raise JobConflictError(
+                f'spec.checkpoint.save: {saves} belongs to the running job "{other.name}", which could save no more; '
+                f'give another folder, or stop that job with "megatronapp delete {other.name}"'
+            )
+
+
+def _save_folder(job: JobView) -> pathlib.Path | None:
+    """Where a running job saves; relative paths start where its backend was started."""
+    saves = job.document["spec"].get("checkpoint", {}).get("save")
+    backend = files.read_json(job.paths.backend)
+    if saves is None or backend is None:
+        return None
+    try:
+        start = pathlib.Path(f"/proc/{backend['pid']}/cwd").readlink()
+    except OSError:  # it has just ended
+        return None
+    return start.joinpath(saves).resolve()
+
+
 def accept(paths: JobPaths, job: MegatronJob, *, uid: str) -> None:
     """Store a new job in place of a finished one of the same name. The caller holds the lock."""
     clean_up(paths)

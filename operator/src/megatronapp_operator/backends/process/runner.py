@@ -24,11 +24,12 @@ ACCEPTED = b"accepted"
 
 
 def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener: Listener) -> Status:
-    """Run a job to its end. Raises JobConflictError if one of its name runs."""
+    """Run a job to its end. Raises JobConflictError if one of its name runs, or one that saves there, too."""
     paths, uid = JobPaths.of(job.metadata.name), registry.new_uid()
     retire(paths.name)
     paths.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _sole_backend(paths):
+        registry.require_own_checkpoints(job)
         registry.accept(paths, job, uid=uid)
         settings = build.build_settings(job, uid=uid, paths=paths, commands=commands)
         spec = process_spec(job, uid=uid, retain_hub=retain_hub)
@@ -69,7 +70,7 @@ def _sole_backend(paths: JobPaths) -> Iterator[None]:
             name = paths.name
             raise JobConflictError(
                 f'megatronjobs.megatronapp.io "{name}" is running; stop it with "megatronapp delete {name}", '
-                "or start this one beside it with --name"
+                "or start this one beside it with --name and a checkpoint.save of its own"
             ) from error
         yield
 
