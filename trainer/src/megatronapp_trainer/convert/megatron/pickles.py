@@ -1,5 +1,6 @@
 """Reads pickles of other programs without running their code: tensors and plain values, everything else as `Opaque`."""
 
+import enum
 import importlib
 import io
 import pathlib
@@ -66,6 +67,13 @@ class Opaque:
         """As of a list."""
 
 
+def _member(owner: object, name: str) -> object:
+    """The member of an enumeration; `getattr` for nothing else."""
+    if isinstance(owner, type) and issubclass(owner, enum.Enum):
+        return owner.__members__[name]
+    return Opaque()
+
+
 class PlainUnpickler(pickle.Unpickler):
     """Imports nothing but what is listed here, and torch's types of numbers."""
 
@@ -73,6 +81,8 @@ class PlainUnpickler(pickle.Unpickler):
         """The listed class or function of this name, else `Opaque`."""
         if (module, name) in _PLAIN:
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):  # as Python 3.11.0 to 3.11.3 pickles members of enumerations
+            return _member
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module == "torch" and name.endswith("Storage"):
