@@ -163,3 +163,31 @@ def test_a_subcommand_of_theirs_is_answered(word: str, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert f"unknown command {word!r}; write: megatronapp " in said
     assert "did you mean" not in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("trace aggregate", "megatronapp trace export JOB -o benchmark.json"),
+        ("trace aggregate --output a.json", "megatronapp trace export JOB -o a.json"),
+        ("convert --load-dir gpt2 --save-dir 'my out'", None),
+        ("preprocess_data --input a.json --output-prefix out --vocab-file v.json --merge-file m.txt", None),
+    ],
+)
+def test_an_old_subcommand_is_answered_with_its_options(
+    typed: str, expected: str | None, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split(typed)) == 2
+    (answer,) = answers(f"megatronapp {typed}")
+    (command,) = answer.here
+    assert expected in (None, command)
+    assert f"; write: {command} (" in capsys.readouterr().err
+    check(command, parser)
+
+
+@pytest.mark.parametrize("typed", ["--trace-interval 5", "--output 'a b' x"])
+def test_words_to_translate_that_begin_with_an_option_are_shown_with_dashes(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["translate", *shlex.split(typed)]) == 2
+    assert f"; write: megatronapp translate -- {typed}\n" in capsys.readouterr().err

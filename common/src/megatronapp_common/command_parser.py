@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -52,7 +53,9 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"{value!r} is not possible; {_hint(str(value), choices)}")
 
     def _unknown_command(self, word: str, known: Iterable[str]) -> NoReturn:
-        self.error(f"unknown command {word!r}; {_hint(word, known)}")
+        typed = [*self.prog.split(), *self._words[self._words.index(word) :]]
+        answer = instead(typed, name=len(self.prog.split()) + 1)
+        self.error(f"unknown command {word!r}; {_hint(word, known) if answer is None else f'write: {answer}'}")
 
     def _misspelt_option(self) -> str | None:
         """The first word that looks like an option and is none; None where a subcommand owns the words."""
@@ -66,6 +69,8 @@ class CommandParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         option = word.partition("=")[0]
+        if any(action.nargs == argparse.REMAINDER for action in self._get_positional_actions()):
+            return f"{option} is no option of {self.prog}; write: {self.prog} -- {shlex.join(self._words)}"
         return f"unknown option {option}; {_hint(option, self._option_string_actions)}"
 
 
@@ -109,8 +114,6 @@ class RootParser(CommandParser):
     def _unknown_command(self, word: str, known: Iterable[str]) -> NoReturn:
         if word in self._absent:
             self.error(f"{word!r} is not available: {self._absent[word]}")
-        if (answer := instead(word)) is not None:
-            self.error(f"unknown command {word!r}; write: {answer}")
         super()._unknown_command(word, [*known, *self._absent])
 
 

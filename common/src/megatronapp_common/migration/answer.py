@@ -63,13 +63,16 @@ def _told(answer: Answer) -> Iterator[str]:
     yield from answer.here
 
 
-def instead(word: str) -> str | None:
-    """The command of ours for a subcommand that `megatronapp` does not have, in a few words; None for another word."""
-    line = f"megatronapp {word}"
+def instead(words: Sequence[str], *, name: int) -> str | None:
+    """The command to write for one that `megatronapp` does not have, and why; None if it is not an old one.
+
+    The first `name` words are the command's name; its options follow.
+    """
+    line = " ".join(words[:name])
     old = next((one for one in COMMANDS if re.fullmatch(one.pattern, line)), None)
     if old is None:
         return None
-    return f"{_filled(old, [], [], line)[0]} ({old.why})"
+    return f"{_filled(old, words[name:], [], line)[0]} ({old.why})"
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -293,7 +293,7 @@ COMMANDS: Final = (
     Old(
         "megatronapp aggregate\nmegatronapp trace aggregate",
         r"megatronapp (trace )?aggregate\b.*",
-        ("megatronapp trace export JOB -o benchmark.json",),
+        ("megatronapp trace export JOB -o {--output=benchmark.json}",),
         "the spans of all ranks in one file; slow ranks are named while a job runs: megatronapp describe JOB",
     ),
 )
