@@ -15,6 +15,7 @@ from megatronapp_common.cli import GROUP, build_parser, main
 from megatronapp_common.job import load_job
 from megatronapp_common.migration.answer import answers
 from megatronapp_common.migration.commands import COMMANDS
+from megatronapp_common.migration.megatron_flags import unavailable
 from megatronapp_common.migration.names import NAMES
 from megatronapp_operator.cli.serve import manifest_of
 from megatronapp_trainer.config import parse
@@ -183,6 +184,23 @@ def test_an_old_subcommand_is_answered_with_its_options(
     assert expected in (None, command)
     assert f"; write: {command} (" in capsys.readouterr().err
     check(command, parser)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    ["--use-dpp", "--num-experts 4", "--num-experts=4", "--fp16", "--context-parallel-size 2", "--moe-router-topk 2"],
+)
+def test_a_flag_that_the_trainer_refuses_is_named_and_not_in_the_command(
+    refused: str, parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"torchrun --nproc_per_node 2 pretrain_gpt.py {refused} {FLAGS} --mock-data --vocab-size 60"
+    assert main(["translate", line]) == 0
+    why = unavailable(refused.replace("=", " ").split()[0])
+    *_, named, command = capsys.readouterr().out.splitlines()
+    assert named == f"# not available: {refused} ({why})"
+    check(command, parser)
+    assert main(["translate", line.replace(refused, "--bf16")]) == 0
+    assert "not available" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("typed", ["--trace-interval 5", "--output 'a b' x"])

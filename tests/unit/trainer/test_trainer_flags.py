@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatronapp_common.migration.megatron_flags import ANSWERS, megatron_flags, unavailable
+from megatronapp_common.migration.names import FLAGS
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
 from megatronapp_trainer.config.checks import check_world
 from megatronapp_trainer.config.fields import flag_of, option_of
-from megatronapp_trainer.config.megatron_flags import megatron_flags
 from megatronapp_trainer.config.parse import OTHER_SPELLINGS, _flags
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.pretrain import main
@@ -139,6 +140,17 @@ def test_no_flag_is_both_ours_and_refused() -> None:
     ours = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert not ours & megatron_flags()
     assert len(megatron_flags()) > 400
+
+
+def test_a_flag_is_called_unavailable_where_it_is_refused() -> None:
+    ours = set(_flags(build_parser()))
+    named = {*FLAGS, *ANSWERS, *megatron_flags()}
+    assert {flag for flag in named if unavailable(flag) is None} == named & ours - {
+        "--context-parallel-size",
+        "--expert-model-parallel-size",
+    }
+    assert "only 1 is" in refusal("--context-parallel-size 2")
+    assert "only 1 is" in refusal("--expert-model-parallel-size 2")
 
 
 def test_abbreviations_are_refused() -> None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from megatronapp_common.migration.commands import COMMANDS, Old
+from megatronapp_common.migration.megatron_flags import without_unavailable
 from megatronapp_common.migration.names import FLAGS, NAMES, VARIABLES
 
 _CONTINUED = re.compile(r"\\[ \t]*(?:#[^\n]*)?\n")
@@ -17,7 +18,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _LAUNCHERS = {"bash", "sh", "source", ".", "python", "python3", "nohup", "sudo", "exec", "time", "env", "export"}
 _HARMLESS = {"cd", "mkdir", "set", "ls", "rm", "echo", "cp", "mv"}
 """They work as there."""
-_PLACE = re.compile(r"\{(args|launch|same|[\w-]+=[^}]*)\}")
+_PLACE = re.compile(r"\{(args|train|launch|same|[\w-]+=[^}]*)\}")
 _PLAIN = re.compile(r"[\w@%+=:,./${}()-]+")
 
 
@@ -29,6 +30,8 @@ class Answer:
     here: tuple[str, ...]
     why: str
     later: str | None = None
+    unavailable: tuple[tuple[str, str], ...] = ()
+    """Flags of theirs, with their values, that the commands do not have, and why."""
 
 
 def answers(text: str) -> list[Answer]:
@@ -60,6 +63,8 @@ def _told(answer: Answer) -> Iterator[str]:
     yield f"# {answer.why}"
     if answer.later is not None:
         yield f"# not yet: {answer.later}"
+    for flag, reason in answer.unavailable:
+        yield f"# not available: {flag} ({reason})"
     yield from answer.here
 
 
@@ -118,7 +123,9 @@ def _of_command(line: str, words: list[str]) -> Iterator[Answer]:
     for old in COMMANDS:
         if _matches(old, plain):
             behind = words[2:] if words[0] == "megatronapp" else words[1:]
-            yield Answer(line, tuple(_filled(old, behind, launch, line)), old.why, old.later)
+            trains = any("{train}" in command for command in old.here)
+            refused = without_unavailable(behind)[1] if trains else ()
+            yield Answer(line, tuple(_filled(old, behind, launch, line)), old.why, old.later, tuple(refused))
             return
     if words[0] in _HARMLESS:
         yield Answer(line, (line,), "runs as it is")
@@ -136,6 +143,8 @@ def _filled(old: Old, behind: Sequence[str], launch: Sequence[str], line: str) -
         name, _, default = match[1].partition("=")
         if name == "same":
             return line
+        if name == "train":
+            return _join(without_unavailable(behind)[0])
         if name in ("args", "launch"):
             return _join(behind if name == "args" else launch)
         if name.isdigit():

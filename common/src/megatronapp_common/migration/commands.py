@@ -1,7 +1,8 @@
 """The commands and scripts that the pages of MegatronApp print, and the commands that do the same here.
 
-In a command of ours `{args}` stands for the words behind theirs, `{launch}` for the options of torchrun, `{1=WORD}` for
-their first word, or WORD where there is none, and `{--flag=WORD}` for the value of an option.
+In a command of ours `{args}` stands for the words behind theirs, `{train}` for those of them that the trainer takes,
+`{launch}` for the options of torchrun, `{1=WORD}` for their first word, or WORD where there is none, and
+`{--flag=WORD}` for the value of an option.
 """
 
 import dataclasses
@@ -85,7 +86,7 @@ COMMANDS: Final = (
         "--num-attention-heads 4 --seq-length 64 "
         "--micro-batch-size 1 --lr 1e-3 --train-iters 10 --mock-data --vocab-size 512",
         r"pretrain_gpt\.py",
-        ("torchrun {launch} -m megatronapp_trainer.pretrain {args}",),
+        ("torchrun {launch} -m megatronapp_trainer.pretrain {train}",),
         "the same flags; tracing, restarts and pages come with a manifest: megatronapp run FILE",
     ),
     Old(

@@ -7,15 +7,15 @@ _DPP = f"{_NOT_YET}: comes with MegaDPP"
 _FBD = f"{_NOT_YET}: comes with MegaFBD"
 _SPANS = "every step of a traced job is recorded and kept by its hub"
 _LAUNCHER = "the launcher sets it; leave it out"
-_SAME = "the same"
+SAME = "the same"
 
 FLAGS: Final[dict[str, str]] = {
-    "--trace": f"{_SAME}; in a manifest spec.trace.enabled",
+    "--trace": f"{SAME}; in a manifest spec.trace.enabled",
     "--trace-dir": f"{_SPANS}: leave it out, and write them with megatronapp trace export JOB -o FILE",
     "--trace-interval": f"{_SPANS}: leave it out; megatronapp trace export JOB -o FILE --from N --to M takes some",
     "--continuous-trace-iterations": f"{_SPANS}: leave it out; megatronapp trace export takes --from N --to M",
     "--trace-granularity": f"{_SPANS} in phases, transfers and waits: leave it out; spans of layers are {_NOT_YET}",
-    "--transformer-impl": f"{_SAME}: torch (ours), local or transformer_engine",
+    "--transformer-impl": f"{SAME}: torch (ours), local or transformer_engine",
     "--tranformer-impl": "a misprint of --transformer-impl",
     "--use-dpp": _DPP,
     "--workload": _DPP,
@@ -26,37 +26,37 @@ FLAGS: Final[dict[str, str]] = {
     "--ignore-forward-tensor-parallel": _FBD,
     "--training-ws-port": f"{_NOT_YET}: MegaScope while a model trains; the page of a job: megatronapp ui JOB",
     "--enable-ws-server": "the pages are served beside megatronapp serve anyway; taken there",
-    "--tensor-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.tensor",
-    "--sequence-parallel": f"{_SAME}; in a manifest spec.parallelism.sequenceParallel",
-    "--pipeline-model-parallel-size": f"{_SAME}; in a manifest spec.parallelism.pipeline",
-    "--num-layers-per-virtual-pipeline-stage": f"{_SAME}; in a manifest spec.parallelism.virtualPipeline (chunks)",
+    "--tensor-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.tensor",
+    "--sequence-parallel": f"{SAME}; in a manifest spec.parallelism.sequenceParallel",
+    "--pipeline-model-parallel-size": f"{SAME}; in a manifest spec.parallelism.pipeline",
+    "--num-layers-per-virtual-pipeline-stage": f"{SAME}; in a manifest spec.parallelism.virtualPipeline (chunks)",
     "--pipeline-model-parallel-layout": "is not supported; give --decoder-first-pipeline-num-layers, "
     "--decoder-last-pipeline-num-layers, or --account-for-embedding-in-pipeline-split, "
     "--account-for-loss-in-pipeline-split",
     "--data-parallel-random-init": "leave it out: all replicas begin with the same weights, as with it there; the rest "
     "of its meaning, other dropout masks on each replica, is not supported",
-    "--overlap-grad-reduce": f"{_SAME}; in a manifest spec.training.overlapGradReduce",
-    "--use-distributed-optimizer": f"{_SAME}; in a manifest spec.training.useDistributedOptimizer",
-    "--recompute-activations": _SAME,
-    "--recompute-granularity": f"{_SAME}; in a manifest spec.training.recompute",
-    "--recompute-method": _SAME,
-    "--recompute-num-layers": _SAME,
-    "--use-flash-attn": f"{_SAME}; the fastest attention that the device has is taken in any case",
+    "--overlap-grad-reduce": f"{SAME}; in a manifest spec.training.overlapGradReduce",
+    "--use-distributed-optimizer": f"{SAME}; in a manifest spec.training.useDistributedOptimizer",
+    "--recompute-activations": SAME,
+    "--recompute-granularity": f"{SAME}; in a manifest spec.training.recompute",
+    "--recompute-method": SAME,
+    "--recompute-num-layers": SAME,
+    "--use-flash-attn": f"{SAME}; the fastest attention that the device has is taken in any case",
     "--num-experts": "mixtures of experts are not trained here; leave it out",
     "--expert-model-parallel-size": "mixtures of experts are not trained here; leave it out",
     "--context-parallel-size": f"{_NOT_YET}; leave it out, or raise --tensor-model-parallel-size",
     "--fp8-format": f"{_NOT_YET}; leave it out, and write --bf16",
     "--fp16": "write --bf16, which needs no scale of the loss; megatronapp serve has --precision bf16",
     "--loss-scale": "belongs to fp16; write --bf16 without it",
-    "--tokenizer-type": f"{_SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "
+    "--tokenizer-type": f"{SAME} for GPT2BPETokenizer and HuggingFaceTokenizer, whose files say it: --vocab-file with "
     "--merge-file, or --tokenizer-file",
-    "--tokenizer-model": f"{_SAME} as --tokenizer-file: a tokenizer.json, or its folder",
-    "--vocab-file": f"{_SAME}; in a manifest spec.data.vocabFile",
-    "--merge-file": f"{_SAME}; in a manifest spec.data.mergeFile",
-    "--split": f"{_SAME}; in a manifest spec.data.split",
-    "--data-path": f"{_SAME}; in a manifest spec.data.path",
-    "--save": f"{_SAME}; in a manifest spec.checkpoint.save",
-    "--load": f"{_SAME}; in a manifest spec.checkpoint.load",
+    "--tokenizer-model": f"{SAME} as --tokenizer-file: a tokenizer.json, or its folder",
+    "--vocab-file": f"{SAME}; in a manifest spec.data.vocabFile",
+    "--merge-file": f"{SAME}; in a manifest spec.data.mergeFile",
+    "--split": f"{SAME}; in a manifest spec.data.split",
+    "--data-path": f"{SAME}; in a manifest spec.data.path",
+    "--save": f"{SAME}; in a manifest spec.checkpoint.save",
+    "--load": f"{SAME}; in a manifest spec.checkpoint.load",
     "--enable-experimental": "nothing here is switched on by it; leave it out",
 }
 
@@ -78,8 +78,8 @@ VARIABLES: Final[dict[str, str]] = {
     "model_chunks": "spec.parallelism.virtualPipeline",
     "virtual_stage_layer": "follows from spec.parallelism.virtualPipeline; or --num-layers-per-virtual-pipeline-stage",
     "TRACE_FLAGS": "spec.trace.enabled; the scripts never read it",
-    "NCCL_DEBUG": f"{_SAME}, in spec.env",
-    "CUDA_DEVICE_MAX_CONNECTIONS": f"{_SAME}, in spec.env; 1 where it is not given",
+    "NCCL_DEBUG": f"{SAME}, in spec.env",
+    "CUDA_DEVICE_MAX_CONNECTIONS": f"{SAME}, in spec.env; 1 where it is not given",
 }
 
 FILES: Final[dict[str, str]] = {
@@ -87,10 +87,10 @@ FILES: Final[dict[str, str]] = {
     "trace_output": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
     "benchmark/": "the hub's folder of the job; megatronapp trace export JOB -o FILE",
     "abnormal.txt": "megatronapp describe JOB names slow ranks, links and hosts with their cause",
-    "latest_checkpointed_iteration.txt": f"{_SAME}, in spec.checkpoint.save",
+    "latest_checkpointed_iteration.txt": f"{SAME}, in spec.checkpoint.save",
     "iter_0000020": "the same name; of Megatron-LM's own, megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
     "mp_rank_00_000/model_optim_rng.pt": "megatronapp checkpoint convert --load-dir DIR --save-dir NEW",
-    "gpt_text_document.bin": f"{_SAME}, by megatronapp data prepare",
+    "gpt_text_document.bin": f"{SAME}, by megatronapp data prepare",
     "dataset.json": "read as it is: one JSON object a line",
     "Dockerfile": "images/trainer/Dockerfile and its neighbours; make images builds them",
     "requirements.txt": "pyproject.toml and constraints.txt; make setup",

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from megatronapp_common.migration.megatron_flags import ANSWERS, megatron_flags
 from megatronapp_common.migration.names import FLAGS
 from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config.checks import find_problems
 from megatronapp_trainer.config.fields import RefusingParser, add_section, read_section
-from megatronapp_trainer.config.megatron_flags import megatron_flags
 from megatronapp_trainer.config.root import TrainerConfig
 from megatronapp_trainer.errors import UsageErrors
 
@@ -52,13 +52,6 @@ LATER_FLAGS = {
     "--ignore-forward-tensor-parallel": "MegaFBD",
 }
 """Flags of runtimes that this trainer does not have yet."""
-_FP16 = "belongs to fp16; write --bf16 without it"
-ANSWERS = {
-    **dict.fromkeys(("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis"), _FP16),
-    "--use-rotary-position-embeddings": "give --position-embedding-type rope",
-    "--no-position-embedding": "give --position-embedding-type rope or none",
-}
-"""Flags of Megatron-LM and of old scripts that something here takes the place of."""
 _NEAR = 0.75
 ALL_FLAGS = "python -m megatronapp_trainer.pretrain --help lists all"
 """Share of letters in common from which on a name is taken for a typing error."""
@@ -152,7 +145,7 @@ def _refusal(argument: str, known: list[str]) -> str:
         return f"{flag} comes with a later release: this trainer has no {LATER_FLAGS[flag]} yet; leave it out"
     if flag in FLAGS and flag not in known:
         return f"{flag}: {FLAGS[flag]}"
-    if flag in megatron_flags() and flag not in OTHER_SPELLINGS:
+    if flag in megatron_flags():
         return f"{flag} is a flag of Megatron-LM that this trainer does not support yet; leave it out"
     meant = _meant(flag.replace("_", "-"), known)
     hint = f"did you mean {meant}?" if meant is not None else ALL_FLAGS
