@@ -30,7 +30,7 @@ MAX_ASKED = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """Of all tokens of a prompt but the first."""
+    """Surprise and entropy at all tokens of a prompt but the first; copies, no views on the frame that brought them."""
 
     surprise: NDArray[np.float32]
     entropy: NDArray[np.float32]
@@ -56,7 +56,8 @@ class ScoreDesk:
         done, _ = await asyncio.wait({task}, timeout=wait_s)
         if not done:
             return None
-        self._asking.pop(key, None)
+        if self._asking.get(key) is task:  # another waiter may have forgotten it, and asked again
+            del self._asking[key]
         return task.result()
 
     def _request(self, run: Run, sample: int) -> ScoreRequest:
@@ -78,11 +79,12 @@ class ScoreDesk:
             said, tensors = read(StepHeader, "TOKENS", frame.header), checked(frame, len(asked.ids) - 1)
         except (ProtocolError, FrameError) as error:
             raise ApiError(503, "model-failed", f"the model sent no scores: {error}", "See rank 0's log.") from error
+        found = scores_of(tensors)
         if self._asker.desk.runs.get(run.id) is run:
             for part in overviews(run.id, sample, tensors, said.top_texts):
                 self._asker.desk.publish_frame(run, part)
-            run.scores[sample] = _scores(tensors)
-        return _scores(tensors)
+            run.scores[sample] = found
+        return found
 
     async def close(self) -> None:
         """Nothing is asked any more."""
@@ -112,6 +114,7 @@ def overviews(
         yield frame_of(FrameType.SCOPE_OVERVIEW, header, part)
 
 
-def _scores(tensors: Sequence[Tensor]) -> Scores:
+def scores_of(tensors: Sequence[Tensor]) -> Scores:
+    """The columns that are kept as long as the run; the candidates, many times as large, are held by the ring."""
     found = {tensor.name: tensor.data for tensor in tensors}
-    return Scores(surprise=found["surprise"], entropy=found["entropy"])
+    return Scores(surprise=found["surprise"].copy(), entropy=found["entropy"].copy())
