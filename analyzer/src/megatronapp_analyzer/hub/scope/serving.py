@@ -1,6 +1,6 @@
 """The way from the hub to rank 0, which generates: runs and probes are sent on to it (docs/scope-protocol.md, 6)."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
@@ -40,13 +40,7 @@ class ServeClient:
 
     async def metrics(self) -> str:
         """The counts of rank 0 in the text format of Prometheus."""
-        try:
-            answer = await self._client.get("/metrics")
-        except httpx.HTTPError as error:
-            raise _silent(error) from error
-        if not answer.is_success:
-            _read(answer)
-        return answer.text
+        return (await self._send("GET", "/metrics")).text
 
     async def start(self, request: RunRequest) -> dict[str, Any]:
         """Queue a run: `{"run", "position"}`."""
@@ -70,18 +64,13 @@ class ServeClient:
         return str(answer.get("probe"))
 
     async def scores(self, asked: ScoreRequest) -> Frame:
-        """What the model expected at each token of a text, as a frame SCOPE_TOKENS."""
-        body, kind = asked.model_dump_json(by_alias=True).encode(), {"Content-Type": "application/json"}
+        """A frame SCOPE_TOKENS with the surprise, entropy and candidates at each token of a text."""
+        body = asked.model_dump_json(by_alias=True).encode()
+        answer = await self._send("POST", "/scope/v1/scores", body, timeout_s=SCORES_TIMEOUT_S)
         try:
-            answer = await self._client.post("/scope/v1/scores", content=body, headers=kind, timeout=SCORES_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise _silent(error) from error
-        try:
-            return frames.decode(answer.content) if answer.is_success else _refused(answer)
+            return frames.decode(answer.content)
         except FrameError as error:
-            raise ApiError(
-                503, "model-failed", f"the model sent no scores: {error}", "See the log of rank 0."
-            ) from error
+            raise _failed(f"the model sent no scores: {error}") from error
 
     async def basis(self, frame: Frame) -> None:
         """Give the ranks a basis to project on."""
@@ -90,35 +79,50 @@ class ServeClient:
     async def _ask(
         self, method: str, path: str, body: bytes | None = None, *, kind: str = "application/json"
     ) -> dict[str, Any]:
+        answer = await self._send(method, path, body, kind=kind)
+        found = _json(answer) if answer.content else {}
+        if not isinstance(found, dict):
+            raise _failed(f"the model answered with {answer.status_code} and no JSON object")
+        return found
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float = TIMEOUT_S,
+    ) -> httpx.Response:
+        """An answer that is a success."""
         headers = {"Content-Type": kind} if body is not None else {}
         try:
-            answer = await self._client.request(method, path, content=body, headers=headers)
+            answer = await self._client.request(method, path, content=body, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
-            raise _silent(error) from error
-        return _read(answer)
+            what = f"the model does not answer: {type(error).__name__}"
+            raise ApiError(503, "restarting", what, "Try again in a moment.") from error
+        if not answer.is_success:
+            raise _refusal(answer)
+        return answer
 
 
-def _silent(error: httpx.HTTPError) -> ApiError:
-    what = f"the model does not answer: {type(error).__name__}"
-    return ApiError(503, "restarting", what, "Try again in a moment.")
-
-
-def _read(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        said = answer.json() if answer.content else {}
-    except ValueError:
-        said = None
-    if answer.is_success and isinstance(said, dict):
-        return said
+def _refusal(answer: httpx.Response) -> ApiError:
+    said = _json(answer)
     if answer.status_code in PASSED_ON and isinstance(said, dict) and isinstance(said.get("code"), str):
         words = str(said.get("message")), str(said.get("hint"))
-        raise ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
-    raise ApiError(503, "model-failed", f"the model answered with {answer.status_code}", "See the log of rank 0.")
+        return ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
+    return _failed(f"the model answered with {answer.status_code}")
 
 
-def _refused(answer: httpx.Response) -> NoReturn:
-    _read(answer)
-    raise AssertionError("an answer that is no success was read as one")
+def _failed(what: str) -> ApiError:
+    return ApiError(503, "model-failed", what, "See the log of rank 0.")
+
+
+def _json(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON holds
+    try:
+        return answer.json()
+    except ValueError:
+        return None
 
 
 def _retry_s(answer: httpx.Response) -> int | None:
