@@ -15,7 +15,7 @@ from megatronapp_trainer.generate.errors import GenerationError, QueueFullError
 from megatronapp_trainer.generate.events import Event, FinishedEvent, PromptEvent, TokenEvent
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
-from megatronapp_trainer.serve.scores import MOST_OPEN_SCORES
+from megatronapp_trainer.serve.logprobs import MOST_OPEN_LOGPROBS
 from megatronapp_trainer.serve.tally import Tally
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class Ticket:
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None], scores: int = 0
+        self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None], logprobs: int = 0
     ) -> None:
-        self.scores = scores
+        self.logprobs = logprobs
         """Log-probabilities that its answer holds."""
         self.ids = tuple(request.id for request in requests)
         self.is_background = any(request.is_background for request in requests)
@@ -127,7 +127,7 @@ class Desk:
         self._closed: GenerationError | None = None
         self._lock = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
-        self._scores = 0
+        self._logprobs = 0
         """Log-probabilities of all answers that are being made."""
 
     @property
@@ -139,15 +139,15 @@ class Desk:
             return StoppingError("the server was asked to stop")
         return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
 
-    def submit(self, requests: Sequence[GenerationRequest], *, scores: int = 0) -> Ticket:
-        """Take all of these prompts or none. `scores`: log-probabilities of the answer, until it is released.
+    def submit(self, requests: Sequence[GenerationRequest], *, logprobs: int = 0) -> Ticket:
+        """Take all of these prompts or none. `logprobs`: log-probabilities of the answer, until it is released.
 
         Raises:
             RequestError: one cannot be served.
             QueueFullError: too many are open.
             GenerationError: nothing is taken now (`problem`).
         """
-        ticket = Ticket(requests, self.cancel, scores)
+        ticket = Ticket(requests, self.cancel, logprobs)
         with self._lock:
             if (problem := self.problem) is not None:
                 raise problem
@@ -158,14 +158,14 @@ class Desk:
                 self.tally.submitted(ticket.ids)
             self._submit_all(self._engine, requests)
             ticket.position = self._position(self._engine, ticket)
-            self._scores += scores
+            self._logprobs += logprobs
         return ticket
 
     def release(self, ticket: Ticket) -> None:
         """End what is still open of a ticket, whose answer is sent or given up; once for each ticket."""
         self.cancel(ticket)
         with self._lock:
-            self._scores -= ticket.scores
+            self._logprobs -= ticket.logprobs
 
     def cancel(self, ticket: Ticket) -> None:
         """End what is still open of a ticket; its events come as ever."""
@@ -214,11 +214,11 @@ class Desk:
         if alike + len(ticket.ids) > most:
             self.tally.refused += not ticket.is_background
             raise QueueFullError(f"{alike} {what} are open, and at most {most} may be")
-        if self._scores + ticket.scores > MOST_OPEN_SCORES:
+        if self._logprobs + ticket.logprobs > MOST_OPEN_LOGPROBS:
             self.tally.refused += 1
             raise QueueFullError(
-                f"answers that are being made hold {self._scores} log-probabilities, this one would hold "
-                f"{ticket.scores}, and at most {MOST_OPEN_SCORES} may be held"
+                f"answers that are being made hold {self._logprobs} log-probabilities, this one would hold "
+                f"{ticket.logprobs}, and at most {MOST_OPEN_LOGPROBS} may be held"
             )
 
     def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:

@@ -14,10 +14,10 @@ from megatronapp_trainer.errors import DataError
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.generate.text import Decode, TextStream
 from megatronapp_trainer.serve.chat import ChatTemplate, TemplateError
+from megatronapp_trainer.serve.logprobs import check_logprobs
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import CompletionRequest, GenerationBody
 from megatronapp_trainer.serve.schemas_chat import ChatRequest, Message
-from megatronapp_trainer.serve.scores import check_scores
 
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int]
@@ -191,7 +191,7 @@ class ServedModel:
         )
         ids = [self.ids_of(one, special=body.add_special_tokens) for one in prompts]
         requests = _copies(common, ids, body.n, seed)
-        check_scores(body, requests)
+        check_logprobs(body, requests)
         return requests
 
     def chat_requests(self, body: ChatRequest, name: str, seed: int) -> list[GenerationRequest]:
@@ -206,7 +206,7 @@ class ServedModel:
             id=name, prompt=ids, max_new_tokens=most, candidates=body.top_logprobs, **_choosing(body)
         )
         requests = _copies(common, [ids], body.n, seed)
-        check_scores(body, requests)
+        check_logprobs(body, requests)
         return requests
 
     def chat_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from megatronapp_trainer.serve.chat_answer import ChatAnswer
 from megatronapp_trainer.serve.completion import Answer, GoneError, stream, whole
 from megatronapp_trainer.serve.described import streamed
 from megatronapp_trainer.serve.desk import Desk, Gone, Ticket
+from megatronapp_trainer.serve.logprobs import logprobs_held
 from megatronapp_trainer.serve.model import ServedModel, new_seed, prompts_of
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import (
@@ -27,7 +28,6 @@ from megatronapp_trainer.serve.schemas import (
     StreamOptions,
 )
 from megatronapp_trainer.serve.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
-from megatronapp_trainer.serve.scores import scores_of
 from megatronapp_trainer.serve.state import DeskOf, ModelOf
 
 router = APIRouter()
@@ -90,7 +90,7 @@ async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: DeskOf
 
 async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk) -> Response:
     """Generate, and give the answer whole or as a stream. Raises as `Desk.submit` does."""
-    ticket = desk.submit(answer.requests, scores=scores_of(body, answer.requests))
+    ticket = desk.submit(answer.requests, logprobs=logprobs_held(body, answer.requests))
     headers = {POSITION: str(ticket.position or 0)}
     if body.stream:
         return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)

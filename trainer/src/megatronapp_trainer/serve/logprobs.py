@@ -1,4 +1,4 @@
-"""How many log-probabilities answers may hold in memory.
+"""Bounds on the log-probabilities that answers hold in memory.
 
 Each costs some hundred bytes until its answer is sent: as an event, as a part of the answer, and as JSON.
 """
@@ -9,14 +9,14 @@ from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import GenerationBody
 
-MOST_SCORES = 1 << 19
+MOST_ANSWER_LOGPROBS = 1 << 19
 """Of one answer: about 300 MB with one candidate for each token."""
-MOST_OPEN_SCORES = 2 * MOST_SCORES
+MOST_OPEN_LOGPROBS = 2 * MOST_ANSWER_LOGPROBS
 """Of all answers that are being made."""
 
 
-def scores_of(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
-    """Log-probabilities that the answer holds at once: texts x tokens x (1 + logprobs).
+def logprobs_held(body: GenerationBody, requests: Sequence[GenerationRequest]) -> int:
+    """Number of log-probabilities that the answer holds at once: texts x tokens x (1 + logprobs).
 
     A stream sends those of generated tokens as they come.
     """
@@ -25,19 +25,19 @@ def scores_of(body: GenerationBody, requests: Sequence[GenerationRequest]) -> in
     return sum(_tokens_of(body, one) * (1 + one.candidates) for one in requests)
 
 
-def check_scores(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
+def check_logprobs(body: GenerationBody, requests: Sequence[GenerationRequest]) -> None:
     """Raise ApiError for more log-probabilities than one answer may hold."""
-    if (found := scores_of(body, requests)) <= MOST_SCORES:
+    if (found := logprobs_held(body, requests)) <= MOST_ANSWER_LOGPROBS:
         return
     first = requests[0]
     longest = max(_tokens_of(body, one) for one in requests)
     words = (
         f"logprobs: {len(requests)} texts of up to {longest} tokens, each with its own log-probability and "
-        f"{first.candidates} of candidates, are {found}; an answer may hold {MOST_SCORES} log-probabilities"
+        f"{first.candidates} of candidates, are {found}; an answer may hold {MOST_ANSWER_LOGPROBS} log-probabilities"
     )
     shorter = "a shorter prompt" if first.prompt_logprobs else "fewer max_tokens, or stream: true"
     hint = f"Send fewer texts in one request, fewer candidates, or {shorter}."
-    raise ApiError(413, "too-many-scores", words, hint=hint, param="logprobs")
+    raise ApiError(413, "too-many-logprobs", words, hint=hint, param="logprobs")
 
 
 def _tokens_of(body: GenerationBody, request: GenerationRequest) -> int:

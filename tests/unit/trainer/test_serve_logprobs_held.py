@@ -9,15 +9,15 @@ import pytest
 from megatronapp_trainer.generate.errors import QueueFullError
 from megatronapp_trainer.generate.request import GenerationRequest
 from megatronapp_trainer.serve.desk import Desk
+from megatronapp_trainer.serve.logprobs import MOST_ANSWER_LOGPROBS, MOST_OPEN_LOGPROBS, logprobs_held
 from megatronapp_trainer.serve.model import ServedModel
 from megatronapp_trainer.serve.problems import ApiError
 from megatronapp_trainer.serve.schemas import CompletionRequest
 from megatronapp_trainer.serve.schemas_chat import ChatRequest
-from megatronapp_trainer.serve.scores import MOST_OPEN_SCORES, MOST_SCORES, scores_of
 from megatronapp_trainer.serve.tally import Tally
 
 TOKENS = 1 << 12
-FITTING = MOST_SCORES // (TOKENS * 2)
+FITTING = MOST_ANSWER_LOGPROBS // (TOKENS * 2)
 MODEL = ServedModel(
     name="m", created=0, capacity=2 * TOKENS, vocab_size=9, most_prompts=2, most_open=128, most_tokens=2 * TOKENS
 )
@@ -39,7 +39,7 @@ def asked(**fields: Any) -> tuple[CompletionRequest, list[GenerationRequest]]:
     ],
 )
 def test_an_answer_holds_texts_by_tokens_by_candidates(fields: dict[str, Any], wanted: int) -> None:
-    assert scores_of(*asked(prompt=[[1] * 5] * 2, **fields)) == wanted
+    assert logprobs_held(*asked(prompt=[[1] * 5] * 2, **fields)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_a_request_for_more_is_refused_with_what_to_send(
     fits: dict[str, Any], over: dict[str, Any], words: str
 ) -> None:
     common = {"echo": True, "logprobs": 1, "max_tokens": 0}
-    assert scores_of(*asked(**common, **fits)) == MOST_SCORES
+    assert logprobs_held(*asked(**common, **fits)) == MOST_ANSWER_LOGPROBS
     with pytest.raises(ApiError) as caught:
         asked(**(common | over))
     assert (caught.value.status, caught.value.param) == (413, "logprobs")
     assert words in f"{caught.value} {caught.value.hint}"
-    assert f"an answer may hold {MOST_SCORES} log-probabilities" in str(caught.value)
+    assert f"an answer may hold {MOST_ANSWER_LOGPROBS} log-probabilities" in str(caught.value)
 
 
 def test_generated_tokens_count_unless_they_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +102,17 @@ def test_all_answers_together_are_bounded_until_they_are_sent() -> None:
     def check(desk: Desk) -> None:
         names = iter(range(99))
 
-        def submit(scores: int) -> Any:
-            return desk.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], scores=scores)
+        def submit(logprobs: int) -> Any:
+            return desk.submit([GenerationRequest(id=f"r{next(names)}", prompt=(1,))], logprobs=logprobs)
 
-        first, _ = submit(MOST_SCORES), submit(MOST_OPEN_SCORES - MOST_SCORES)
-        with pytest.raises(QueueFullError, match=f"this one would hold 1, and at most {MOST_OPEN_SCORES} may be held"):
+        first, _ = submit(MOST_ANSWER_LOGPROBS), submit(MOST_OPEN_LOGPROBS - MOST_ANSWER_LOGPROBS)
+        with pytest.raises(
+            QueueFullError, match=f"this one would hold 1, and at most {MOST_OPEN_LOGPROBS} may be held"
+        ):
             submit(1)
         assert desk.tally.refused == 1
         submit(0)
         desk.release(first)
-        submit(MOST_SCORES)
+        submit(MOST_ANSWER_LOGPROBS)
 
     with_desk(check)
