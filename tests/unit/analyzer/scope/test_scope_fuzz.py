@@ -15,6 +15,7 @@ from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
 from megatronapp_analyzer.hub.scope.encode import tables_of
 from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of
 from megatronapp_analyzer.hub.scope.player import Player, settings_of
+from megatronapp_analyzer.hub.scope.session_file import Session
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType
@@ -113,6 +114,17 @@ def test_a_session_plays_or_says_what_is_wrong(changes: list[tuple[float, int]],
         assert "SCOPE_HELLO" in str(error)
     else:
         assert len(list(player.steps())) <= len(session.frames)
+
+
+def test_a_run_that_was_going_when_it_was_saved_ends_with_its_last_frame() -> None:
+    whole = session_file.parse(recorded())
+    saved = [frame for frame in whole.frames if frame.header.get("state") != "done"]
+    assert len(saved) == len(whole.frames) - 1
+    desk = ScopeDesk(settings_of(whole))
+    states = [next(iter(desk.runs.values())).header["state"] for _ in Player(Session(saved, None), desk).steps()]
+    assert not {"done", "cancelled"} & {*states}
+    (run,) = desk.runs.values()
+    assert (run.header["state"], run.ended, run.grows()) == ("cancelled", True, False)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:

@@ -67,12 +67,15 @@ class Player:
         desk.present(hello.get("model"), dict(hello["layout"]))
 
     def steps(self) -> Iterator[int]:
-        """Play up to the next step with every turn; gives its number."""
+        """Play up to the next step with every turn; gives its number. Runs that were saved unfinished end stopped."""
         for place, frame in enumerate(self._frames):
             self._play(frame)
             follows = self._frames[place + 1].type if place + 1 < len(self._frames) else None
             if frame.type in {FrameType.SCOPE_STEP, FrameType.SCOPE_ROWS} and follows != FrameType.SCOPE_ROWS:
                 yield int(frame.header.get("step", 0))
+        for run in self._desk.runs.values():
+            if not run.ended:
+                self._desk.publish(run.set_state({**run.header, "state": "cancelled"}))
 
     def _play(self, frame: Frame) -> None:
         try:
