@@ -29,9 +29,28 @@ class WatchCutter:
     expired: int = 0
     asked: dict[str, str] = dataclasses.field(default_factory=dict)
     """The version from which each path was last watched."""
+    _connections: set["asyncio.Task[None]"] = dataclasses.field(default_factory=set)
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one request."""
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the request of a new connection in a task of its own."""
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def close(self) -> None:
+        """End all connections, and wait for that."""
+        connections = list(self._connections)
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._answer(reader, writer)
+        finally:
+            await _abort(writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             length = re.search(r"(?mi)^content-length: (\d+)", head)
@@ -39,7 +58,6 @@ class WatchCutter:
             watches = "watch=true" in head.split("\r\n", 1)[0]
             head = self._turned_back(head) if watches else head
             await self._forward(_closing(head).encode("latin-1") + body, writer, cut=watches)
-        writer.transport.abort()
 
     async def _forward(self, request: bytes, writer: asyncio.StreamWriter, *, cut: bool) -> None:
         address = urlsplit(self.plane.url)
@@ -59,7 +77,7 @@ class WatchCutter:
             writer.close()
             await writer.wait_closed()
         finally:
-            server.transport.abort()
+            await _abort(server)
 
     def _turned_back(self, head: str) -> str:
         """The request for a watch; often from an older version than it asks for."""
@@ -89,9 +107,20 @@ async def cutting(
     """The control plane as it is seen through such a proxy, and the proxy."""
     cutter = WatchCutter(plane, random.Random(seed))
     (folder / "certificates").symlink_to(plane.folder / "certificates")
-    async with await asyncio.start_server(cutter.serve, "127.0.0.1", 0, limit=READ) as server:
+    async with await asyncio.start_server(cutter.accept, "127.0.0.1", 0, limit=READ) as server:
         port = server.sockets[0].getsockname()[1]
-        yield dataclasses.replace(plane, folder=folder, url=f"http://127.0.0.1:{port}"), cutter
+        try:
+            yield dataclasses.replace(plane, folder=folder, url=f"http://127.0.0.1:{port}"), cutter
+        finally:
+            server.close()
+            await cutter.close()
+
+
+async def _abort(writer: asyncio.StreamWriter) -> None:
+    """Close a connection at once and wait for it: a writer that outlives its loop warns."""
+    writer.transport.abort()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 def _closing(head: str) -> str:
