@@ -212,6 +212,10 @@ def test_what_cannot_work_is_refused(more: str, words: str) -> None:
     assert words in refusal(more)
 
 
+def test_a_negative_rate_is_named_once() -> None:
+    assert refusal("--lr -1") == "--lr is missing or not positive; give it a value above 0"
+
+
 def test_a_last_phase_in_samples_fits_the_decay() -> None:
     flags = "--train-samples 100 --global-batch-size 4 --lr-decay-style WSD --lr-decay-samples 80"
     assert "--lr-wsd-decay-samples 81 is longer than the decay of 80 (--lr-decay-samples" in refusal(

@@ -40,7 +40,7 @@ class OptimizerConfig:
     """Optimizer and its schedules."""
 
     optimizer: str = option("adam", "kind", choices=("adam",))
-    lr: float = option(0.0, "largest learning rate (required)", bounds="[0, inf)")
+    lr: float = option(0.0, "largest learning rate (required)")
     min_lr: float = option(0.0, "where the decay ends", bounds="[0, inf)")
     lr_decay_style: str = option(
         "linear",
