@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, of another model, or cannot be written; and what is left behind."""
 
 import contextlib
+import json
 import pathlib
 import resource
 import shutil
@@ -155,6 +156,19 @@ def test_damaged_checkpoints_are_left_out(save: pathlib.Path, call: RunRanks) ->
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
     for found, iteration, said in call(2, resume_beside_a_deletion, f"--save {save}"):
+        assert (found, iteration) == (True, 4)
+        assert not said or "iter_0000006 is left out: its common.pt cannot be read" in said[0]
+
+
+def test_a_damaged_common_part_of_the_first_release_is_left_out(save: pathlib.Path, call: RunRanks) -> None:
+    """Its manifest has no checksums, and does not say whether --decoupled-lr was given."""
+    newest = save / "iter_0000006"
+    manifest = json.loads((newest / "megatronapp.json").read_text())
+    del manifest["arguments"]["--decoupled-lr"]
+    (newest / "megatronapp.json").write_text(json.dumps(manifest | {"format": 1, "checksums": {}}))
+    common = newest / "common.pt"
+    common.write_bytes(bytes(common.stat().st_size))
+    for found, iteration, said in call(2, resume, f"--save {save}"):
         assert (found, iteration) == (True, 4)
         assert not said or "iter_0000006 is left out: its common.pt cannot be read" in said[0]
 

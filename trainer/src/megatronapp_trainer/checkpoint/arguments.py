@@ -177,8 +177,7 @@ def _plain(number: float) -> float:
 def _differences(stored: dict[str, Any], config: TrainerConfig, flags: dict[str, Getter]) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     for flag, get in flags.items():
-        here = get(config)
-        if flag in stored and stored[flag] != here:
+        if flag in stored and stored[flag] != (here := get(config)):
             found[flag] = (stored[flag], here)
     return found
 

@@ -19,7 +19,7 @@ from megatronapp_trainer.checkpoint.directory import (
     Manifest,
     read_manifest,
 )
-from megatronapp_trainer.checkpoint.storage import WriteFailedError, common_state, read, verify, write
+from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, read_common, verify, write
 from megatronapp_trainer.collective import (
     Agreement,
     broadcast_from_zero,
@@ -233,7 +233,7 @@ class CheckpointManager:
 
     def _check_decoupled(self, path: pathlib.Path) -> None:
         """Compare what manifests of earlier releases do not contain. Collective."""
-        there = broadcast_from_zero(lambda: any(schedules.decoupled_groups(common_state(path)["optimizer"])))
+        there = any(schedules.decoupled_groups(read_common(path)["optimizer"]))
         reason = arguments.conflict({arguments.DECOUPLED: there}, self._config, optimizer=True)
         if reason is not None:
             raise CheckpointError(f"{path}: {reason}")

@@ -7,7 +7,7 @@ that a failure reaches all ranks instead of leaving them in a collective.
 
 import pathlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -115,9 +115,14 @@ def _places_of_weights(directory: pathlib.Path) -> Ranges | str:
 
 
 def _verify(directory: pathlib.Path, checksums: Mapping[str, str], within: Ranges | None = None) -> None:
-    flaws = gather_from_all(
-        on_all_ranks(lambda: first_damage(directory, checksums, within=within, part=rank(), parts=world_size()))
+    _refuse_first(
+        gather_from_all(
+            on_all_ranks(lambda: first_damage(directory, checksums, within=within, part=rank(), parts=world_size()))
+        )
     )
+
+
+def _refuse_first(flaws: Iterable[str | None]) -> None:
     for flaw in flaws:
         if flaw is not None:
             raise BrokenCheckpointError(flaw)
@@ -133,9 +138,7 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    for flaw in gather_from_all(_flaw_of_common(directory)):  # one rank that failed in the load would stop all others
-        if flaw is not None:
-            raise BrokenCheckpointError(flaw)
+    read_common(directory)  # one rank that failed in the load would stop all others
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*load_state_dict.*deprecated", category=FutureWarning)
         try:
@@ -148,20 +151,21 @@ def read(template: dict[str, Any], directory: pathlib.Path) -> dict[str, Any]:
     return loaded
 
 
-def _flaw_of_common(directory: pathlib.Path) -> str | None:
-    """Why the common part cannot be read, as where the checkpoint was deleted since it was verified; or None."""
-    try:
-        common_state(directory)
-    except Exception as error:  # a damaged pickle raises anything
-        return f"its common.pt cannot be read ({error})"
-    return None
+def read_common(directory: pathlib.Path) -> dict[str, Any]:
+    """Read the part of a checkpoint that all ranks share; collective. `verify` comes first.
 
-
-def common_state(directory: pathlib.Path) -> dict[str, Any]:
-    """The part of a checkpoint that all ranks share. `verify` comes first."""
+    Raises:
+        BrokenCheckpointError: on every rank, where one cannot read it, as after a deletion or without checksums.
+    """
     from megatron.core import dist_checkpointing
 
-    common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(directory))
+    common: dict[str, Any] = {}
+    flaw = None
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(directory))
+    except Exception as error:  # a damaged pickle raises anything
+        flaw = f"its common.pt cannot be read ({error})"
+    _refuse_first(gather_from_all(flaw))
     return common
 
 
