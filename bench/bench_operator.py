@@ -7,7 +7,7 @@
 Phases: gangs (one job of 1,000 pods from apply to all running, and its restart after one pod failed; with and without
 hub and agents), scheduled (the same with the real scheduler), small (1,000 jobs of one pod), large (5 gangs, and the
 operator killed; 10 gangs, and its memory), idle (a tenth of the jobs, with a hub each: requests
-in ten minutes without news). The other side is an Indexed Job with the same pods, by
+in ten minutes without any change). The other side is an Indexed Job with the same pods, by
 kube-controller-manager with a client of 20 and of 200 requests a second; it has no restart of the gang to compare with.
 Every phase and side has a fresh API server with the same nodes, and has run one small job before. Pods are given to
 nodes by a binder of the bench, except in "scheduled"; kwok says that their containers run, and never that they end.

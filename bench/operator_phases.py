@@ -27,7 +27,7 @@ APPLIERS = 16
 SETTLE_S = 3.0
 """After the last pod runs; what a process does then belongs to its CPU time."""
 IDLE_S = 600.0
-"""Two of the intervals at which the operator lists everything anew."""
+"""Two of the intervals at which the operator lists all objects again."""
 CALM_S = 15.0
 """Before memory is read."""
 LOOK_S = 0.05
@@ -170,7 +170,7 @@ async def many_jobs(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Meas
 
 
 async def idle(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Measured]:
-    """What our operator asks the API server for while jobs run of which there is no news."""
+    """Count the operator's API requests while its jobs run without any change."""
     async with staged(side, limit_s) as stage:
         yield await _start(stage, "jobs of one pod", [f"idle-{number}" for number in range(jobs)], 1)
         await asyncio.sleep(CALM_S)
@@ -180,7 +180,7 @@ async def idle(side: Side, jobs: int, limit_s: float) -> AsyncIterator[Measured]
         rate = found.total() / (jobs + 1) * 300 / (ended - clock.began)
         most = ", ".join(f"{count} {what}" for what, count in found.most_common(6))
         note = f"{found.total()} requests, {rate:.2f} a job in 5 min ({most})"
-        yield await clock.measured("jobs without news", jobs + 1, ended, note)
+        yield await clock.measured("unchanged jobs", jobs + 1, ended, note)
 
 
 def requests(stage: Stage) -> Counter[str]:

@@ -81,7 +81,7 @@ def find_problems(arguments: Sequence[str], world_size: int) -> list[Problem]:
 
 
 def _foreign_load(config: TrainerConfig) -> Problem | None:
-    """What another program has written where a rank would look for a checkpoint: first in --save, then in --load."""
+    """Refuse another program's checkpoint where a rank looks for one: first in --save, then in --load."""
     folders = {"--save": config.checkpoint.save, "--load": config.checkpoint.load}
     for flag, folder in folders.items():
         if folder is None:

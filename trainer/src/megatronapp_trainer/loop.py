@@ -194,7 +194,7 @@ class Trainer:
         return self._config.logging.eval_iters > 0 and self._iterators.valid is not None
 
     def _validate_what_a_stop_left(self) -> bool:
-        """The evaluation that was due when the run before was stopped; whether there is none or it ran to its end.
+        """Run the evaluation that was due when the previous run was stopped; True unless a stop ends it early.
 
         Megatron-LM evaluates before it stops. Here a stop does not wait, and the restart evaluates: no point is lost.
         """

@@ -59,7 +59,7 @@ PEAKS = (
 
 
 _MIG = "MIG"
-"""In the name of a slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
+"""Word in the name of a slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
 
 
 def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
@@ -75,7 +75,7 @@ def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
 
 
 def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
-    """Why a GPU that trains in bf16 has no MFU; None where it has one, or none is expected."""
+    """Explain why a GPU that trains in bf16 has no MFU; None where it has one, or none is expected."""
     if not bf16 or device_name == "cpu" or peak_tflops(device_name, bf16=True) is not None:
         return None
     if _MIG in device_name.split():

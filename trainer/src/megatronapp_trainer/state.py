@@ -13,7 +13,7 @@ class TrainState:
     consumed_samples: int = 0
     """Training samples used so far, over all replicas; where the next step begins to read."""
     order_samples: int | None = None
-    """For how many samples the order of the training data is drawn, where the flags give another number."""
+    """Number of samples for which the training data is shuffled, if not the one that the flags give."""
     skipped_iterations: int = 0
     """Steps whose update the optimizer refused."""
     validation_due: bool = False

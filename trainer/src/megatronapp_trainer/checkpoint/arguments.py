@@ -20,7 +20,7 @@ def _vocab_size(data: DataConfig) -> int:
 
 
 DECOUPLED = "--decoupled-lr"
-"""In a manifest: whether it was given. Those of the first releases do not have it."""
+"""Recorded in a manifest as a boolean; manifests of the first releases lack it."""
 
 _MODEL: dict[str, Getter] = {
     "--num-layers": lambda c: c.model.num_layers,
@@ -146,7 +146,7 @@ def notes(stored: dict[str, Any], config: TrainerConfig) -> str | None:
 
 
 def order_samples(stored: Manifest, config: TrainerConfig, data_size: int) -> int | None:
-    """For how many samples the order of a run that is resumed is drawn, where its flags give another number.
+    """Number of samples for which a resumed run shuffles its data, if not the one that its flags give.
 
     Releases before --train-samples took the steps of a ramp-up for full ones when they counted.
     """

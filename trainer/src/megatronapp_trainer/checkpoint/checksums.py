@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 64 << 20
 THREADS = 4
-"""Of one rank. zlib and the system calls run without Python's lock."""
+"""Reading threads of one rank. zlib and the system calls run without Python's lock."""
 _READ_BYTES = 8 << 20
 _CHECKSUM = re.compile(r"crc32(?:/([1-9]\d*))?:([0-9a-f]{8}(?: [0-9a-f]{8})*)")
 
@@ -37,7 +37,7 @@ class WrittenFile:
 
 
 class BlockSums:
-    """The checksum of bytes that are given in turn."""
+    """The checksum of a stream of bytes."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -46,7 +46,7 @@ class BlockSums:
         self._room = block_bytes
 
     def update(self, data: "ReadableBuffer") -> None:
-        """Add bytes."""
+        """Continue the checksum with these bytes."""
         rest = memoryview(data).cast("B")
         while len(rest) > 0:
             if self._room == 0:
@@ -62,7 +62,7 @@ class BlockSums:
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that takes bytes from front to back, and is on the disk when it is closed."""
+    """A new file that is written sequentially, and synced to disk when it is closed."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -81,7 +81,7 @@ class SummedFile(io.BufferedWriter):
         raise io.UnsupportedOperation("seek")
 
     def close(self) -> None:
-        """Bring the content to the disk, with what is still in the buffer, and close."""
+        """Flush the buffer, sync the content to disk, and close."""
         try:
             if not self.closed:
                 self.flush()
@@ -95,7 +95,7 @@ class SummedFile(io.BufferedWriter):
 
 
 def checksum_of(path: pathlib.Path) -> str:
-    """The checksum of a file that lies there."""
+    """The checksum of an existing file."""
     sums = BlockSums(BLOCK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while chunk := stream.read(_READ_BYTES):
@@ -115,7 +115,7 @@ class _Block:
 
 
 Ranges = Mapping[str, Sequence[tuple[int, int]]]
-"""Of each file some pieces, from one byte up to another."""
+"""Byte ranges by file name, each from its first byte to the one after its last."""
 
 
 def first_damage(
@@ -147,7 +147,7 @@ def first_damage(
 
 
 def has_blocks(checksum: str) -> bool:
-    """Whether a file with this checksum can be verified in part."""
+    """True if a file with this checksum can be verified in part."""
     return checksum.startswith("crc32/")
 
 

@@ -34,7 +34,7 @@ OWNER = "owner.json"
 MANIFEST = "megatronapp.json"
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
-"""That can be read; the first has no checksums, the second has one of each whole file."""
+"""Formats that can be read; the first has no checksums, the second has one of each whole file."""
 KEPT_AT_LEAST = 2
 """Whole checkpoints that pruning leaves: after a power cut the newest may be unreadable."""
 DATA_SUFFIX = ".distcp"
@@ -69,7 +69,7 @@ class Manifest:
     checksums: dict[str, str] = field(default_factory=dict)
     """Of every file; empty in checkpoints of format 1."""
     order_samples: int | None = None
-    """As in `TrainState`."""
+    """Same as `TrainState.order_samples`."""
     format: int = FORMAT
 
 
@@ -91,7 +91,7 @@ class CheckpointDirectory:
         return [entry for _, entry in sorted(found, reverse=True)]
 
     def has_whole(self) -> bool:
-        """Whether any of them has its manifest, and every file at its size."""
+        """True if any of them has its manifest, and every file at its size."""
         return any(_is_whole(path) for path in self.checkpoints())
 
     def claim(self, claim: Claim) -> None:
@@ -212,8 +212,8 @@ def checkpoint_name(iteration: int) -> str:
 def seal(folder: pathlib.Path, manifest: Manifest, written: Mapping[str, WrittenFile] | None = None) -> None:
     """Write the manifest of a folder in which everything else lies already: from now on it is whole.
 
-    `written`: files that their writers have brought to the disk. They are believed: a network file system may not show
-    what another node has just written. All other files are brought there now.
+    `written`: files that their writers have synced. They are not looked up here: a network file system may not yet show
+    what another node has written. All other files are synced now.
     """
     files = dict(written or {})
     for entry in folder.iterdir():

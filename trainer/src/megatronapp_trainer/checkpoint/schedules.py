@@ -155,7 +155,7 @@ def conflict(
 
 
 def counted_in_full(arguments_there: Mapping[str, Any], config: TrainerConfig) -> bool:
-    """Whether the checkpoint is of a release that counted the samples of a ramp-up's steps with the final batch size.
+    """True if the checkpoint is of a release that counted the samples of a ramp-up's steps with the final batch size.
 
     It did not keep --rampup-batch-size, which must be given again.
     """

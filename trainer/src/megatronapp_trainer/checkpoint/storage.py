@@ -87,7 +87,7 @@ def verify(directory: pathlib.Path, manifest: Manifest, *, weights_alone: bool) 
 
 
 def damaged_weights(directory: pathlib.Path, manifest: Manifest) -> str | None:
-    """As `verify` for the weights alone, by this process alone: a description of the first damaged block, or None."""
+    """Verify the weights in this process alone; return a description of the first damaged block, or None."""
     complete, in_part = _to_verify(manifest, weights_alone=True)
     flaw = first_damage(directory, complete)
     if flaw is not None or not in_part:
@@ -107,7 +107,7 @@ def _to_verify(manifest: Manifest, *, weights_alone: bool) -> tuple[dict[str, st
 
 
 def _places_of_weights(directory: pathlib.Path) -> Ranges | str:
-    """Where the weights are in the data files; a text where .metadata does not say it."""
+    """Return the byte ranges of the weights in the data files, or why .metadata cannot be read."""
     try:
         return StoredTensors(directory).places_of_weights()
     except BrokenCheckpointError as error:

@@ -16,7 +16,7 @@ class SummedWriter(FileSystemWriter):
     """Writes one data file in the calling thread, and brings it to the disk."""
 
     def __init__(self, folder: pathlib.Path, *, per_thread_copy_ahead: int = 10_000_000) -> None:
-        # The files see to their own way to the disk, so that what they still buffer goes along.
+        # SummedFile syncs on close, after it has flushed its own buffer; torch would sync before that.
         super().__init__(folder, thread_count=1, sync_files=False, per_thread_copy_ahead=per_thread_copy_ahead)
         self._files = _SummedFiles()
         self.fs = self._files

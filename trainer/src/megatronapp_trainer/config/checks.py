@@ -310,7 +310,7 @@ def _stages(config: TrainerConfig) -> Iterator[str]:
 
 
 def _of_stage_flags(config: TrainerConfig, given: dict[str, int]) -> Iterator[str]:
-    """What is wrong with each flag of uneven stages; `given`: those of the first and the last stage."""
+    """Yield what is wrong with each flag of uneven stages; `given`: those of the first and the last stage."""
     parallel, pipeline, virtual = config.parallel, config.parallel.pipeline_model_parallel_size, config.virtual_size
     for flag, value in given.items():
         yield from require(pipeline > 1, f"{flag} needs --pipeline-model-parallel-size above 1")

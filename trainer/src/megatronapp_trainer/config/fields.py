@@ -75,7 +75,7 @@ def out_of_bounds(section: Any) -> Iterator[str]:  # noqa: ANN401 - a dataclass 
 
 
 def _within(bounds: str, value: float, flag: str) -> tuple[bool, str]:
-    """Whether a value lies within the bounds, and what to say if not."""
+    """Compare a value with its bounds; return the result and the sentence for a failure."""
     least, most = (float(word) for word in bounds[1:-1].split(","))
     words = [f"{least:g} or more" if bounds[0] == "[" else f"above {least:g}"]
     if not math.isinf(most):

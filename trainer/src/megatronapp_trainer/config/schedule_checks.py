@@ -1,4 +1,4 @@
-"""What the schedules of learning rate and weight decay must hold."""
+"""Rules for the schedules of learning rate and weight decay."""
 
 from collections.abc import Iterator
 

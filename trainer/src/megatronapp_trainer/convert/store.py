@@ -50,7 +50,7 @@ _FORMAT = {
 }
 """megatron-core's metadata.json."""
 _OPTIMIZER = "optimizer."
-"""With this the names of an optimizer's tensors begin."""
+"""Prefix of the names of an optimizer's tensors."""
 _STATEFUL = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
@@ -179,7 +179,7 @@ class StoredTensors:
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def places_of_weights(self) -> dict[str, list[tuple[int, int]]]:
-        """Where in the data files there is something else than an optimizer's state, in order and in few pieces."""
+        """Return the byte ranges of each data file that hold no optimizer state, sorted and merged."""
         found: dict[str, list[tuple[int, int]]] = {}
         stored = [(place, index.fqn) for index, place in self._metadata.storage_data.items()]
         for place, name in sorted(stored, key=lambda one: (one[0].relative_path, one[0].offset)):
