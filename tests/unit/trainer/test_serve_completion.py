@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -91,3 +92,35 @@ def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts:
     name, data = pieces[-1].splitlines()[:2]
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: "))["error"]["code"] == "slow-reader"
+
+
+def test_a_prompt_with_its_candidates_is_written_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatronapp_trainer.generate.events import FinishedEvent
+    from megatronapp_trainer.serve.completion import Answer, stream, whole
+    from megatronapp_trainer.serve.model import Echo
+    from megatronapp_trainer.serve.schemas import Completion, StreamOptions
+
+    written: list[int] = []
+    dump = Completion.model_dump_json
+
+    def noted(self: Completion) -> str:
+        written.append(threading.get_ident())
+        return dump(self)
+
+    monkeypatch.setattr(Completion, "model_dump_json", noted)
+
+    async def answered(streamed: bool) -> None:
+        plain, ticket, _ = answer_of(1)
+        echo = Echo(ids=(1,), text="b", offsets=(0,))
+        answer = Answer(model=MODEL, name="n", seed=1, requests=plain.requests, with_logprobs=True, echoes=[echo])
+        ended = FinishedEvent(request_id="r0", reason="length", prompt_tokens=1, generated_tokens=1)
+        ticket.put([token("r0", 0), ended])
+        if streamed:
+            assert "".join([piece async for piece in stream(answer, ticket, StreamOptions())]).count("data: ") == 4
+        else:
+            assert json.loads(await whole(answer, ticket))["choices"][0]["text"] == "ba"
+
+    asyncio.run(answered(streamed=True))
+    asyncio.run(answered(streamed=False))
+    assert len(written) == 4
+    assert threading.get_ident() not in written

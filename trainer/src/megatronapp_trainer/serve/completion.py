@@ -1,11 +1,12 @@
 """From the engine's events to the answers of /v1/completions and /v1/chat/completions, whole or in pieces."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
 from pydantic import BaseModel
@@ -19,6 +20,7 @@ from megatronapp_trainer.serve.schemas import Choice, Completion, Logprobs, Queu
 
 KEEP_ALIVE_S = 10.0
 DONE = "data: [DONE]\n\n"
+Made = TypeVar("Made")
 
 
 class GoneError(Exception):
@@ -144,17 +146,17 @@ def _transposed(scored: Sequence[_Scored]) -> Logprobs:
     return Logprobs(**dict(zip(_Scored._fields, map(list, columns), strict=True)))
 
 
-async def whole(answer: Answer, ticket: Ticket) -> BaseModel:
-    """The answer once all texts have ended. Raises GenerationError, GoneError."""
+async def whole(answer: Answer, ticket: Ticket) -> str:
+    """The answer as JSON once all texts have ended. Raises GenerationError, GoneError."""
     pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
     while not answer.is_complete:
         item = await ticket.get()
         if isinstance(item, Gone):
             raise GoneError
         if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
-            for piece in await _made(answer, item):
+            for piece in await _computed(answer, functools.partial(answer.pieces, item)):
                 pieces[piece.index].append(piece)
-    return await anyio.to_thread.run_sync(lambda: answer.whole([_joined(parts) for parts in pieces.values()]))
+    return await anyio.to_thread.run_sync(_whole_json, answer, pieces.values())
 
 
 async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> AsyncIterator[str]:
@@ -172,8 +174,8 @@ async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> Asyn
                 yield _queue_event(answer, item, options)
             case _:
                 try:
-                    for piece in await _made(answer, item):
-                        yield _event(answer.chunk([piece]).model_dump_json())
+                    for event in await _computed(answer, functools.partial(_piece_events, answer, item)):
+                        yield event
                 except Exception as error:
                     yield _failure(error)
                     return
@@ -182,9 +184,17 @@ async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> Asyn
     yield DONE
 
 
-async def _made(answer: Answer, item: PromptPart | TokenEvent | FinishedEvent) -> list[Choice]:
-    """The pieces; where a whole prompt with its candidates may be among them, not in the event loop's thread."""
-    return await anyio.to_thread.run_sync(answer.pieces, item) if answer.echoes else answer.pieces(item)
+async def _computed(answer: Answer, work: Callable[[], Made]) -> Made:
+    """Do work on an item; where it may be a whole prompt with its candidates, not in the event loop's thread."""
+    return await anyio.to_thread.run_sync(work) if answer.echoes else work()
+
+
+def _whole_json(answer: Answer, pieces: Iterable[list[Choice]]) -> str:
+    return answer.whole([_joined(parts) for parts in pieces]).model_dump_json()
+
+
+def _piece_events(answer: Answer, item: PromptPart | TokenEvent | FinishedEvent) -> list[str]:
+    return [_event(answer.chunk([piece]).model_dump_json()) for piece in answer.pieces(item)]
 
 
 def _failure(error: Exception) -> str:

@@ -162,7 +162,7 @@ class Desk:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """End what is still open of a ticket, whose answer is sent or given up; once for each ticket."""
+        """End what is still open of a ticket, whose answer is written or given up; once for each ticket."""
         self.cancel(ticket)
         with self._lock:
             self._logprobs -= ticket.logprobs

@@ -1,6 +1,6 @@
 """Bounds on the log-probabilities that answers hold in memory.
 
-Each costs some hundred bytes until its answer is sent: as an event, as a part of the answer, and as JSON.
+Each costs some hundred bytes until its answer is written: as an event, as a part of the answer, and as JSON.
 """
 
 from collections.abc import Sequence

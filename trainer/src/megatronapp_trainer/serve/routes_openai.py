@@ -96,10 +96,9 @@ async def respond(request: Request, body: GenerationBody, answer: Answer, desk: 
         return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
     with cancelled_when_gone(request.receive, desk, ticket):
         try:
-            found = await whole(answer, ticket)
+            content = await whole(answer, ticket)
         except GoneError:
             return Response(status_code=GONE_STATUS)
-        content = await anyio.to_thread.run_sync(found.model_dump_json)
     return Response(content, headers=headers, media_type="application/json")
 
 
