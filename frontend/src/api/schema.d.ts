@@ -1388,7 +1388,7 @@ export interface components {
         };
         /**
          * Scores
-         * @description Of a prompt's tokens but the first, in nats: how surprising each was, and the entropy of what could have come.
+         * @description Surprise of each token of a prompt but the first, and entropy of its distribution, in nats.
          */
         Scores: {
             /** Entropy */

@@ -84,7 +84,7 @@ class Measurer:
         ]
 
     def _table(self, logits_RV: torch.Tensor, most: int) -> "_Table":
-        """Of at most as many rows as there is memory for: a prompt that is scored has more."""
+        """Launch the measures of at most `rows` rows, which there is memory for; a prompt that is scored has more."""
         if logits_RV.is_cuda:
             return self._beside(logits_RV, most)
         return _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)

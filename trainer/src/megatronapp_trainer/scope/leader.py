@@ -298,7 +298,7 @@ def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
 
 
 def distributions(measures: Sequence[Measures], logprobs: Sequence[float]) -> list[Tensor]:
-    """The same of rows whose tokens had these log-probabilities."""
+    """Tensors of rows with these measures, whose tokens had these log-probabilities."""
     partition, logs, ids = (
         np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")
     )

@@ -34,7 +34,7 @@ FRAME_COST = 1 << 10
 MOST_COMING = 256
 """Whose memory on the device is let go as soon as their copies have come; that of others when their turn is."""
 _NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
-"""The agent is not there yet, or not any more; or it is busy."""
+"""Errors of a connection while the agent does not listen yet, has ended, or is busy."""
 _POLL_S = 0.001
 _IDLE_S = 0.05
 _RETRY_S = 0.5

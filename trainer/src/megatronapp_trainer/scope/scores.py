@@ -1,4 +1,4 @@
-"""What the model expected of a text that it is given: rows of its tokens but the first, as those of generated ones."""
+"""Scores of a given text: rows of its tokens but the first, with the tensors that generated tokens have."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What all bodies of requests have in common."""
+"""Base class of all request bodies."""
 
 from typing import Any
 

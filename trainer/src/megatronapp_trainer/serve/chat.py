@@ -129,7 +129,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - as Jinja's base class has it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The statements within, in a scope of their own."""
+        """Parse the statements within, in a scope of their own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)

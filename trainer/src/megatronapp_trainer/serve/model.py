@@ -91,9 +91,8 @@ class ServedModel:
     @functools.cached_property
     def text_of(self) -> Callable[[int], str]:
         """The text of one token within a text; empty without a tokenizer."""
-        if self.tokenizer is None:
+        if (decode := self.decode) is None:
             return lambda _: ""
-        decode = going_on(self.tokenizer)
         return functools.lru_cache(MOST_TEXTS)(lambda token: decode([token]))
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:

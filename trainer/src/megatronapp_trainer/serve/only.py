@@ -20,11 +20,11 @@ class Only:
     why: str
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The check."""
+        """Build the validator."""
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The same for the OpenAPI document."""
+        """Describe the values in the OpenAPI document."""
         values: JsonSchemaValue = {"enum": list(self.values)} if self.values else {"type": "null"}
         return values | {"description": f"{self.why[:1].upper()}{self.why[1:]}."}
 

@@ -59,7 +59,7 @@ async def probe(body: Probe, model: ModelOf, runs: RunsOf) -> ProbeStarted:
 
 @router.post("/scores", response_class=Response, responses={**ANSWERS, 200: SCORES})
 async def scores(body: ScoreRequest, model: ModelOf, runs: RunsOf) -> Response:
-    """How likely each token of a text was, and what else could have come: a frame SCOPE_TOKENS."""
+    """Score the tokens of a text: a frame SCOPE_TOKENS with surprise, entropy and candidates of each."""
     return Response(await runs.scores(body, model), media_type="application/octet-stream")
 
 

@@ -259,7 +259,7 @@ class Runs:
         return probe
 
     async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
-        """What the model expected at each token of a text but the first, as a frame SCOPE_TOKENS.
+        """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
 
         Prompts that wait go first. Raises ApiError, and as `Desk.submit` does.
         """
@@ -318,7 +318,7 @@ class Runs:
 
 
 async def _readings(ticket: Ticket) -> list[PromptEvent]:
-    """All that is told of the positions of one prompt. Raises ApiError where it ended early."""
+    """Collect the events of all positions of one prompt. Raises ApiError where it ended early."""
     found: list[PromptEvent] = []
     while True:
         match await ticket.get():

@@ -122,7 +122,7 @@ class GenerationBody(NeutralBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """True if log-probabilities are asked for."""
         raise NotImplementedError
 
 
@@ -143,7 +143,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for; 0 asks for those of the tokens alone."""
+        """True if log-probabilities are asked for; 0 asks for those of the tokens alone."""
         return self.logprobs is not None
 
 

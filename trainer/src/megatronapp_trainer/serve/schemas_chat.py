@@ -102,7 +102,7 @@ class ChatRequest(GenerationBody, NeutralChatBody):
 
     @property
     def with_logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """True if log-probabilities are asked for."""
         return self.logprobs
 
     @property

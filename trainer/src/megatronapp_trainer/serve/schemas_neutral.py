@@ -15,7 +15,7 @@ _GRAMMAR = "texts are not bound to a grammar"
 
 
 class NeutralBody(Body):
-    """Of requests for texts and for answers to messages."""
+    """Neutral fields of requests for texts and for answers to messages."""
 
     user: Name | None = None
     """Has no effect."""
@@ -57,7 +57,7 @@ class NeutralBody(Body):
 
 
 class NeutralChatBody(NeutralBody):
-    """Of requests for answers to messages."""
+    """Neutral fields of requests for answers to messages."""
 
     tools: Annotated[list[Any] | None, Only(([],), _TOOLS)] = None
     tool_choice: Annotated[str, Only(("none", "auto"), _TOOLS)] = "none"

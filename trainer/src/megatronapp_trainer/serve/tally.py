@@ -66,7 +66,7 @@ class Tally:
         """When the newest token of open prompts came."""
 
     def submitted(self, request_ids: Iterable[str]) -> None:
-        """These prompts have come: their waiting is measured. Probes are not told of here, and not counted."""
+        """These prompts have come: their waiting is measured. Probes are not submitted here, and not counted."""
         now = self._now()
         self._submitted_at.update(dict.fromkeys(request_ids, now))
 

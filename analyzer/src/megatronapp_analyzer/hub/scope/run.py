@@ -40,7 +40,7 @@ class Run:
         self.tokens: list[dict[int, dict[str, Any]]] = []
         """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
         self.scores: dict[int, Scores] = {}
-        """Of prompts, by sample, once they were asked for."""
+        """Scores of prompts by sample, once they were asked for."""
         self.late = False
         """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
         self.pca_version = 0

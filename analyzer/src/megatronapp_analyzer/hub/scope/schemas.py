@@ -168,7 +168,7 @@ class Fitted(ApiModel):
 
 
 class Scores(ApiModel):
-    """Of a prompt's tokens but the first, in nats: how surprising each was, and the entropy of what could have come."""
+    """Surprise of each token of a prompt but the first, and entropy of its distribution, in nats."""
 
     sample: int
     positions: list[int]

@@ -63,7 +63,8 @@ class ScoreDesk:
     def _request(self, run: Run, sample: int) -> ScoreRequest:
         ids, capture = run.prompt_ids(sample), run.header.get("capture") or {}
         if self._asker.client is None:
-            raise ApiError(404, "not-recorded", "scores of this prompt were not recorded", "Only a model can tell.")
+            words = "scores are asked of a model, and a replay has none"
+            raise ApiError(404, "not-recorded", words, "OVERVIEW frames of the session hold those that were asked for.")
         if not 2 <= len(ids) <= MAX_SCORED:
             words = f"a prompt of {len(ids)} tokens has no scores"
             raise ApiError(404, "outside", words, f"One of 2 to {MAX_SCORED} tokens has.")
@@ -87,7 +88,7 @@ class ScoreDesk:
         return found
 
     async def close(self) -> None:
-        """Nothing is asked any more."""
+        """Cancel all requests that are under way."""
         tasks, self._asking = list(self._asking.values()), {}
         for task in tasks:
             task.cancel()
@@ -95,7 +96,7 @@ class ScoreDesk:
 
 
 def checked(frame: Frame, rows: int) -> list[Tensor]:
-    """The tensors that pages know, one row for each token but the first. Raises FrameError."""
+    """Return the tensors that pages know, with one row for each token but the first. Raises FrameError."""
     found = {tensor.name: tensor for tensor in unpack(frame)}
     if not set(NAMES) <= set(found) or any(len(found[name].data) != rows for name in NAMES):
         raise FrameError(f"{len(frame.header.get('rows', []))} rows of {', '.join(found)}, not {rows} of all scores")

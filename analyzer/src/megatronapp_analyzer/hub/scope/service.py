@@ -70,7 +70,7 @@ class ScopeService:
         return "after" if model is not None and model["positions"] != "rotary" else rotary
 
     def check_sample(self, run: Run, sample: int) -> None:
-        """Raises ApiError 404 for a prompt that there is not."""
+        """Raise ApiError 404 for a prompt that the run does not have."""
         self._check(run, sample, None, None)
 
     def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
