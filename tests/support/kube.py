@@ -6,6 +6,7 @@ itself does (schemas, CEL, admission policies, server-side apply, watches, lease
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 import secrets
@@ -26,6 +27,7 @@ START_S = 120
 STOP_S = 20
 POLL_S = 0.05
 ADMIN = "admin"
+_NUMBERS = itertools.count()
 _DIE_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 
 
@@ -80,6 +82,13 @@ class ControlPlane:
         }
         path.write_text(yaml.safe_dump(document), encoding="utf-8")
         return path
+
+    def new_namespace(self, prefix: str) -> str:
+        """The name of a namespace made for a test."""
+        name = f"{prefix}-{next(_NUMBERS)}"
+        done = self.kubectl("create", "namespace", name)
+        assert done.returncode == 0, done.stderr
+        return name
 
     def kubectl(self, *words: str, stdin: Any = None, user: str = ADMIN) -> "subprocess.CompletedProcess[str]":
         """Run kubectl; `stdin` is an object that it reads as JSON from `-f -`."""

@@ -11,7 +11,13 @@ import kube
 from machines import Machines
 
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object, connect
-from megatronapp_operator.backends.kubernetes.errors import AgainError, ApiError, UnavailableError
+from megatronapp_operator.backends.kubernetes.errors import (
+    AgainError,
+    ApiError,
+    ConflictError,
+    ThrottledError,
+    UnavailableError,
+)
 from megatronapp_operator.backends.kubernetes.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import Told
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
@@ -34,6 +40,17 @@ MAX_ROUNDS = 200
 
 class Cut(BaseException):
     """The operator ends here, like a process that is killed."""
+
+
+def refuse(kind: str) -> None:
+    """Raise what the API client raises for an answer of this kind; other kinds are no refusals."""
+    match kind:
+        case "conflict":
+            raise ConflictError("the object has been modified", status=409)
+        case "throttled":
+            raise ThrottledError("too many requests", status=429, details={"retryAfterSeconds": 1})
+        case "unavailable":
+            raise UnavailableError("the server fails", status=500)
 
 
 class CutApi(Api):

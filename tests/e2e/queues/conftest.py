@@ -1,6 +1,5 @@
 """A real Kueue on a real API server; tests run where MEGATRONAPP_FULL is set, as `make test-full` does."""
 
-import itertools
 import os
 import pathlib
 import shutil
@@ -11,7 +10,6 @@ import kueue
 import pytest
 
 collect_ignore_glob = [] if os.environ.get("MEGATRONAPP_FULL") else ["test_*.py"]
-_NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +33,4 @@ def collectors(queued_plane: kube.ControlPlane, tmp_path: pathlib.Path) -> Itera
 
 @pytest.fixture
 def namespace(queued_plane: kube.ControlPlane) -> str:
-    name = f"queued-{next(_NUMBERS)}"
-    done = queued_plane.kubectl("create", "namespace", name)
-    assert done.returncode == 0, done.stderr
-    return name
+    return queued_plane.new_namespace("queued")

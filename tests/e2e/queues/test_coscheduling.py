@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,7 +19,6 @@ from megatronapp_operator.backends.kubernetes.api import COSCHEDULING_POD_GROUPS
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
 DEADLINE_S = 120.0
-_NUMBERS = itertools.count()
 BROKEN = 42
 """The exit code of a worker whose node is to be avoided."""
 
@@ -38,10 +36,7 @@ def placing_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube.Con
 
 @pytest.fixture
 def namespace(placing_plane: kube.ControlPlane) -> str:
-    name = f"placed-{next(_NUMBERS)}"
-    done = placing_plane.kubectl("create", "namespace", name)
-    assert done.returncode == 0, done.stderr
-    return name
+    return placing_plane.new_namespace("placed")
 
 
 def gang(namespace: str, name: str = "job", **spec: Any) -> Object:

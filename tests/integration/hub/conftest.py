@@ -14,11 +14,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import scope_rank_zero
 import uvicorn
 import websockets.asyncio.client
 from numpy.typing import NDArray
+from scope_pages import recording
 
 from megatronapp_analyzer.hub.app import create_app
+from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_analyzer.hub.store import StoreLimits
@@ -299,6 +302,15 @@ def serve(secret: str) -> Callable[..., contextlib.AbstractContextManager[Runnin
 def hub(tmp_path: Path, secret: str) -> Iterator[RunningHub]:
     with serve_hub(tmp_path / "state", secret) as running:
         yield running
+
+
+@pytest.fixture
+def rank_zero(hub: RunningHub) -> Iterator[scope_rank_zero.RankZero]:
+    """A hub whose model answers."""
+    token = derive(hub.secret, Role.SERVE)
+    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
+        hub.hub.scope.asker.client = ServeClient(rank.url, token)
+        yield rank
 
 
 @pytest.fixture

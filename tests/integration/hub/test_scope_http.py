@@ -6,7 +6,6 @@ import io
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,19 +22,10 @@ from megatronapp_common.buckets import Size
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.tokens import Role
 
 pytestmark = pytest.mark.asyncio
 CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")
-
-
-@pytest.fixture
-def rank_zero(hub: Any) -> Iterator[scope_rank_zero.RankZero]:
-    """A hub whose model answers."""
-    token = derive(hub.secret, Role.SERVE)
-    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = ServeClient(rank.url, token)
-        yield rank
 
 
 async def test_runs_are_told(hub: Any, fake_job: Any, until: Any) -> None:

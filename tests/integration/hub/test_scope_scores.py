@@ -1,6 +1,5 @@
 """Scores of a prompt's tokens: rank 0 is asked once, and all pages and session files get them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,22 +8,11 @@ import scope_rank_zero
 from scope_pages import RUN, RUNS, brought, receive, recording, shown, viewer
 
 from megatronapp_analyzer.hub.scope import scores
-from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import unpack
-from megatronapp_common.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture
-def rank_zero(hub: Any) -> Iterator[scope_rank_zero.RankZero]:
-    """A hub whose model answers."""
-    token = derive(hub.secret, Role.SERVE)
-    with scope_rank_zero.serve(scope_rank_zero.RankZero(recording(), token)) as rank:
-        hub.hub.scope.asker.client = ServeClient(rank.url, token)
-        yield rank
 
 
 async def test_tokens_of_a_prompt_are_scored_once_and_shown_to_all_pages(

@@ -1,6 +1,5 @@
 """One control plane for all tests of this folder, with our CRD in it; each test has its own namespace."""
 
-import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -10,7 +9,6 @@ import pytest
 
 from megatronapp_common import cli
 
-_NUMBERS = itertools.count()
 CRD = kube.ROOT / "crds" / "megatronjob.yaml"
 
 
@@ -42,10 +40,7 @@ def by_tokens(plane: kube.ControlPlane, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def namespace(plane: kube.ControlPlane) -> str:
-    name = f"test-{next(_NUMBERS)}"
-    done = plane.kubectl("create", "namespace", name)
-    assert done.returncode == 0, done.stderr
-    return name
+    return plane.new_namespace("test")
 
 
 RIGHTS = (

@@ -14,10 +14,9 @@ from typing import Any
 
 import kube
 import pytest
-from operator_play import CutApi, Play, manifest, play
+from operator_play import CutApi, Play, manifest, play, refuse
 
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Object
-from megatronapp_operator.backends.kubernetes.errors import ConflictError, ThrottledError, UnavailableError
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]
 STRIDE = int(os.environ.get("MEGATRONAPP_CUT_STRIDE", "23"))
@@ -132,13 +131,7 @@ class Faulty:
     def __call__(self, _number: int) -> str | None:
         if self._random.random() > 0.2:
             return None
-        match self._kind:
-            case "conflict":
-                raise ConflictError("the object has been modified", status=409)
-            case "throttled":
-                raise ThrottledError("too many requests", status=429, details={"retryAfterSeconds": 1})
-            case "unavailable":
-                raise UnavailableError("the server fails", status=500)
+        refuse(self._kind)
         return "lost"
 
 

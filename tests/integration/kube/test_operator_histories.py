@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import kube
 import pytest
 from hypothesis import Phase, given, note, settings
 from machines import Machines
-from operator_play import CutApi, Play, manifest, play
+from operator_play import CutApi, Play, manifest, play, refuse
 
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.api import (
@@ -31,7 +30,7 @@ from megatronapp_operator.backends.kubernetes.api import (
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.errors import ConflictError, ThrottledError, UnavailableError
+from megatronapp_operator.backends.kubernetes.errors import ConflictError, UnavailableError
 
 pytestmark = pytest.mark.timeout(3600)
 EXAMPLES = int(os.environ.get("MEGATRONAPP_HISTORIES", "2"))
@@ -74,15 +73,9 @@ class Trouble:
         if self._random.random() >= self._rate:
             return None
         kind = self._random.choice(("conflict", "throttled", "unavailable", "dropped", "lost", "before", "after"))
-        match kind:
-            case "conflict":
-                raise ConflictError("the object has been modified", status=409)
-            case "throttled":
-                raise ThrottledError("too many requests", status=429, details={"retryAfterSeconds": 1})
-            case "unavailable":
-                raise UnavailableError("the server fails", status=500)
-            case "dropped":
-                raise UnavailableError("the connection was reset")
+        refuse(kind)
+        if kind == "dropped":
+            raise UnavailableError("the connection was reset")
         return kind
 
 
@@ -152,9 +145,8 @@ STORIES = st.builds(
 @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
 @given(story=STORIES)
 def test_every_history_ends_and_leaves_nothing(groups_known: kube.ControlPlane, story: Story) -> None:
-    namespace = f"history-{uuid.uuid4().hex[:12]}"
+    namespace = groups_known.new_namespace("history")
     note(str(story))
-    assert groups_known.kubectl("create", "namespace", namespace).returncode == 0
     asyncio.run(played(groups_known, namespace, story))
 
 
