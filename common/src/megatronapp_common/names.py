@@ -27,6 +27,9 @@ HUB_PORT = 8080
 OPERATOR_PORT = 8081
 DOOR_PORT = 8080
 
+UNSAVED_STOP = "as asked, without a checkpoint (no --save)"
+"""Part of the last words of a rank that was asked to stop and has nowhere to save."""
+
 
 class ReplicaType(enum.StrEnum):
     """What a pod of a job is for (LABEL_REPLICA_TYPE)."""

@@ -6,8 +6,9 @@ import pathlib
 import pytest
 
 from megatronapp_common.job import MegatronJob, load_job
+from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.cli.follower import Follower
+from megatronapp_operator.cli.follower import Follower, reporting_log
 from megatronapp_operator.cli.run import exit_code, read_job
 from megatronapp_operator.cli.stop_words import stopped_line, stopping_line
 from megatronapp_operator.errors import ManifestError
@@ -106,6 +107,35 @@ def test_a_stop_is_said_once(
     assert "SIGINT" not in said
     assert f"{job.metadata.name}: {end} (Interrupted)\nstopped" in said
     assert exit_code(status) == 130
+
+
+def test_a_stop_of_a_job_that_saves_nothing_is_no_error(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, paths = make_job(None), JobPaths(tmp_path / "job")
+    log = reporting_log(job, paths, 0)
+    log.parent.mkdir(parents=True)
+    words = f"error (rank 0): stopped after 11 steps, {UNSAVED_STOP}; a restart begins from the start"
+    log.write_text(f"step 11\n{words}\n")
+    asked = RecordEvent(type=EventType.NORMAL, reason="Interrupted", message="stopped by SIGINT")
+    failures = [
+        RecordEvent(type=EventType.WARNING, reason="RankFailed", message=f"rank {rank} failed: {why}")
+        for rank, why in enumerate((words, "the disk is full"))
+    ]
+    follower = Follower(job, paths, verbose=True, retain_hub=False)
+    follower(dataclasses.replace(STOPPED, phase=Phase.RUNNING, conditions=()), (asked,))
+    follower(STOPPED, tuple(failures))
+    follower.finish(STOPPED)
+    assert capsys.readouterr().out.splitlines() == [
+        stopping_line(job),
+        "step 11",
+        f"{job.metadata.name}: Running",
+        "warning: rank 1 failed: the disk is full",
+        f"{job.metadata.name}: Failed (Interrupted)",
+        "stopped; nothing was saved, as spec.checkpoint.save is not set",
+    ]
+    Follower(job, paths, verbose=False, retain_hub=False)(STOPPED, tuple(failures))
+    assert f"warning: rank 0 failed: {words}\n" in capsys.readouterr().out, "not asked from here"
 
 
 def test_problems_of_the_text_name_the_file(tmp_path: pathlib.Path) -> None:

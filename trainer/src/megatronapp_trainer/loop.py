@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from megatronapp_common.names import ExitCode
+from megatronapp_common.names import UNSAVED_STOP, ExitCode
 from megatronapp_common.trace import NO_MICROBATCH, Kind
 from megatronapp_trainer.batch import BatchSource, DataIterators, StepFeed, chunks_that_need_data
 from megatronapp_trainer.errors import UnsavedStopError
@@ -204,7 +204,7 @@ class Trainer:
     def _stop(self) -> ExitCode:
         if self._checkpoints is None:
             raise UnsavedStopError(
-                f"stopped after {self._state.iteration} steps, as asked, without a checkpoint (no --save); "
+                f"stopped after {self._state.iteration} steps, {UNSAVED_STOP}; "
                 "a restart begins from the start, so give --save to go on from where it stopped"
             )
         self._save()

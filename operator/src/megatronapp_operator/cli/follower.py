@@ -4,6 +4,7 @@ import contextlib
 import pathlib
 
 from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_common.topology import Placement, Topology
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.cli.addresses import api_access, page_address
@@ -30,6 +31,7 @@ class Follower:
         self._progress: Progress | None = None
         self._log: LogTail | None = None
         self._attempt = -1
+        self._stopping = False
         self._silent = False
         self._pages_told = False
 
@@ -62,10 +64,17 @@ class Follower:
 
     def _say_event(self, event: RecordEvent, status: Status) -> None:
         if event.reason == INTERRUPTED:
+            self._stopping = True
             self._print(stopping_line(self._job))
-        elif not (event.reason in {"Failed", "Suspended"} and interrupted(status)):  # said by `finish`
+        elif event.reason in {"Failed", "Suspended"} and interrupted(status):
+            pass  # said by `finish`
+        elif not self._is_expected(event.message):
             mark = "" if event.type is EventType.NORMAL else "warning: "
             self._print(f"{mark}{event.message}")
+
+    def _is_expected(self, words: str) -> bool:
+        """True if a rank says only that it stopped, as the user asked, and did not save; `finish` says so once."""
+        return self._stopping and UNSAVED_STOP in words
 
     def _print(self, line: str) -> None:
         if self._silent:
@@ -109,13 +118,16 @@ class Follower:
             self._attempt = status.attempt
             self._log = LogTail(reporting_log(self._job, self._paths, status.attempt))
         assert self._log is not None
-        for line in self._log.lines():
-            self._print(line)
+        self._say_lines(self._log.lines())
 
     def _say_rest(self) -> None:
         """A rank that was killed may have left half a line."""
         if self._log is not None:
-            for line in self._log.lines(final=True):
+            self._say_lines(self._log.lines(final=True))
+
+    def _say_lines(self, lines: list[str]) -> None:
+        for line in lines:
+            if not self._is_expected(line):
                 self._print(line)
 
     def _say_verdicts(self, status: Status) -> None:
