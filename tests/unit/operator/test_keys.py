@@ -88,6 +88,17 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
 
 
+def test_a_token_is_accepted_only_after_an_answer_later_than_the_refusal(running: Callable[..., Any]) -> None:
+    made = running()
+    made.now = int(made.now) + 10.9
+    made.see(*made.observed.workers, heard=made.now - 0.7, token_refused=("hub",))
+    assert told(made.plan()) == ["TokenRefused"]
+    made.see(*made.observed.workers, token_refused=())  # the hub is away; the last answer is older than its refusal
+    assert not made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
+    made.see(*made.observed.workers, heard=made.now + 0.1)
+    assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)
+
+
 @pytest.mark.parametrize("policy", [{"progress_deadline_s": 1800}, {"start_deadline_s": 900}])
 def test_a_gang_whose_key_is_lost_trains_on_and_its_condition_says_what_to_do(
     running: Callable[..., Any], policy: dict[str, float]

@@ -144,7 +144,7 @@ def shared_memory(draft: Draft) -> None:
 
 
 def _heard_since(draft: Draft, since: float) -> bool:
-    """Whether there was an answer after a condition changed, which is known to the second."""
+    """True if there was an answer after a condition changed, whose time is kept in whole seconds."""
     return draft.observed.heard is None or draft.observed.heard >= since + 1.0
 
 
@@ -174,8 +174,7 @@ def tokens(draft: Draft) -> None:
     if draft.status.phase in TERMINAL_PHASES:
         return
     if not draft.observed.locked:
-        heard = draft.observed.heard
-        if known is not None and not known.status and (heard is None or heard > known.since):
+        if known is not None and not known.status and _heard_since(draft, known.since):
             message = "hub and launcher accept the operator's token"
             draft.set_condition(ConditionType.TOKEN_ACCEPTED, True, reasons.TOKEN_ACCEPTED, message)
         return
