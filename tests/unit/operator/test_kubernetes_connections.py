@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from megatronapp_operator.backends.kubernetes import connections
 from megatronapp_operator.backends.kubernetes.api import PODS, connect
 
 pytestmark = pytest.mark.asyncio
@@ -65,3 +66,18 @@ async def test_a_session_leaves_no_socket_of_a_cancelled_request(tmp_path: pathl
             await asyncio.gather(*requests, return_exceptions=True)
         found = [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
         assert found == []
+
+
+async def test_a_connection_that_stays_open_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "CLOSE_S", 0.0)
+    made = connections.Connections()
+    address = socket.AF_INET, socket.SOCK_STREAM, 0, "", ("192.0.2.1", 6443)
+    with made.make(address), made.make(address) as closed:
+        closed.close()
+        await made.close()
+        assert [one.getMessage().partition(": ")[2] for one in caplog.records] == ["('192.0.2.1', 6443)"]
+    caplog.clear()
+    await made.close()
+    assert not caplog.records

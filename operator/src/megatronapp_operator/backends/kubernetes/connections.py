@@ -7,9 +7,12 @@ leaves the socket open.
 
 import asyncio
 import contextlib
+import logging
 import socket
 import weakref
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """A socket that is shut down closes within a few turns of the event loop."""
@@ -19,11 +22,11 @@ class Connections:
     """Makes the sockets of a connector (its `socket_factory`) and closes those that it has left open."""
 
     def __init__(self) -> None:
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()
 
     def make(self, address: tuple[Any, ...]) -> socket.socket:
         """Create a socket for an address as `getaddrinfo` describes it."""
-        made = socket.socket(*address[:3])
+        made = _Socket(address)
         self._sockets.add(made)
         return made
 
@@ -32,10 +35,25 @@ class Connections:
         for one in self._open():
             with contextlib.suppress(OSError):  # not connected any more
                 one.shutdown(socket.SHUT_RDWR)  # its transport reads the end, and closes it
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_S):
-                while self._open():
-                    await asyncio.sleep(0.001)
+                for one in self._open():
+                    await one.closed.wait()
+        except TimeoutError:
+            left = ", ".join(str(one.remote) for one in self._open())
+            log.warning("connections still open %g s after the end of their session: %s", CLOSE_S, left)
 
-    def _open(self) -> list[socket.socket]:
+    def _open(self) -> "list[_Socket]":
         return [one for one in self._sockets if one.fileno() >= 0]
+
+
+class _Socket(socket.socket):
+    """A socket that reports its close. Its transport calls `close`."""
+
+    def __init__(self, address: tuple[Any, ...]) -> None:
+        super().__init__(*address[:3])
+        self.remote, self.closed = address[4], asyncio.Event()
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
