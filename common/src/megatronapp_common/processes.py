@@ -1,4 +1,4 @@
-"""Locks and ends of processes, as several parts need them."""
+"""File locks and the termination of child processes."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ import subprocess
 
 
 def is_held(path: pathlib.Path) -> bool:
-    """Whether a process holds an exclusive lock (flock) on the file; False if there is no such file.
+    """True if a process holds an exclusive lock (flock) on the file, False if there is no such file.
 
     A shared lock is taken for a moment. The file is opened for reading only, so that nothing has to be writable.
     """

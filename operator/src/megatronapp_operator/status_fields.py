@@ -81,7 +81,7 @@ class Fields:
         return self.optional_numbers(name) or ()
 
     def optional_numbers(self, name: str) -> tuple[int, ...] | None:
-        """The same, where an absent list and an empty one differ."""
+        """A list of whole numbers, or None if it is absent."""
         return self.read(name, lambda given: tuple(int(one) for one in given))
 
 

@@ -142,7 +142,7 @@ REPLACED = {"training.train_iters": "--train-samples"}
 
 
 def gives(job: MegatronJob, flag: str) -> bool:
-    """Whether `spec.args` hold this flag."""
+    """True if `spec.args` hold this flag."""
     return any(word.partition("=")[0] == flag for word in job.spec.args)
 
 

@@ -34,7 +34,7 @@ def find_problems(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> li
 
 
 def broken_rules(spec: Mapping[str, Any], unknown: Collection[Path] = ()) -> list[tuple[Rule, str]]:
-    """The same, each with the rule that it breaks."""
+    """Return the problems as `find_problems` does, each with the rule that the spec breaks."""
     known = [rule for rule in SPEC_RULES if not _looks_at(rule, unknown)]
     admitted = [rule for rule in ADMISSION_RULES if not _looks_at(rule, unknown)]
     return _broken(known, {"self": spec}) + _broken(admitted, {"object": {"spec": spec}}, refuse_errors=True)
@@ -46,12 +46,12 @@ def check_update(old: Spec, new: Spec) -> list[str]:
 
 
 def judge(rules: Sequence[Rule], data: Mapping[str, Any]) -> list[str]:
-    """What these rules say against data, which holds `self` and, for rules about changes, `oldSelf`."""
+    """Problems that these rules find in data, which holds `self` and, for rules about changes, `oldSelf`."""
     return [text for _, text in _broken(rules, data)]
 
 
 def _broken(rules: Sequence[Rule], data: Mapping[str, Any], *, refuse_errors: bool = False) -> list[tuple[Rule, str]]:
-    """The rules that data breaks, with what they say.
+    """Return the rules that data breaks, each with its message.
 
     `refuse_errors`: the data has no types (`object`); a rule that cannot be evaluated on it is broken.
     """

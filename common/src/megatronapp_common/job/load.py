@@ -51,7 +51,7 @@ def load_stored_job(document: Mapping[str, Any], *, accepted: bool = True) -> tu
 
 
 def skipped_rules(job: MegatronJob) -> tuple[str, ...]:
-    """What the rules of this release say against a job that was loaded without them, each with the rule's name."""
+    """Problems by the rules of this release of a job that was loaded without them, each with the name of its rule."""
     return tuple(f"{text} (rule {rule.id})" for rule, text in broken_rules(job.spec.to_dict()))
 
 

@@ -29,7 +29,7 @@ def is_slow(one: ExcludedNode) -> bool:
 
 
 def readmit(draft: Draft, *, only_slow: bool) -> str | None:
-    """Take back one exclusion of a job that finds no room without that machine: a bad one is better than none.
+    """Take back one exclusion of a job that has no room without that machine: a bad machine is better than none.
 
     Returns its name; None: there is none to take back. A slow machine comes first, and is tolerated from then on: the
     gang would be restarted for it again and again.

@@ -256,5 +256,5 @@ class Observed:
 
     @property
     def locked(self) -> bool:
-        """Whether hub or launcher cannot be read for want of the job's key, which says nothing about the gang."""
+        """True if hub or launcher cannot be read without the job's key, which says nothing about the gang."""
         return bool(self.token_refused) or self.unknown_key is not None

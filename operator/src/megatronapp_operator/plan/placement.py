@@ -134,7 +134,7 @@ def _judge_outdated(draft: Draft) -> bool:
 
 
 def _judge_queue(draft: Draft, limit: float) -> bool:
-    """Judge a gang that holds nothing. It may wait in a queue for ever, but not for a machine that it need not avoid.
+    """Judge a gang without machines. It may wait in a queue for ever, but not because it avoids a machine needlessly.
 
     Its workers must be made anew to get one back, which costs the place in the queue. So that is done only after a
     scheduler has found no room for the start deadline. As for a gang that holds machines, a machine that has failed is

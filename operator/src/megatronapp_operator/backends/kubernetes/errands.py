@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 TEND_S = 3600.0
 """How often those objects of a running attempt are applied again that the operator may not list."""
 RULES_NAMED = 3
-"""So many broken rules are named in one event."""
+"""Maximum number of broken rules that one event names."""
 RETRY_S = 30.0
 """After an error."""
 LASTING = (ForbiddenError, InvalidError, NameTakenError)
@@ -43,10 +43,10 @@ class Errands:
         self._executor = executor
         self._clock = clock
         self.lists: bool | None = None
-        """Whether what stands around the gangs can be listed, so that `compare` is called; None: not tried yet."""
+        """True if Services and policies can be listed, so that `compare` is called; None: not tried yet."""
 
     def compare(self, memory: Memory, work: Work, found: Surroundings) -> bool:
-        """Note which objects of a running attempt were deleted or changed; whether any was."""
+        """Note which objects of a running attempt were deleted or changed; returns True if any was."""
         memory.differing = ()
         if _is_current(memory, work):
             memory.differing = tuple(found.differing(surroundings_of(work)))
@@ -148,7 +148,7 @@ class Errands:
 
 
 def _is_current(memory: Memory, work: Work) -> bool:
-    """Whether the objects around a running attempt are to be as they are rendered now."""
+    """True if the objects of a running attempt have to be as they are rendered now."""
     pinned = memory.pinned
     if not _lives(memory, work) or pinned is None or pinned.attempt != memory.status.attempt:
         return False

@@ -44,7 +44,7 @@ class Memory:
     differing: tuple[str, ...] = ()
     """Objects that the last list did not have, or not as they were applied."""
     inherited: bool = True
-    """Whether the objects may still be as another process, maybe of another release, has applied them."""
+    """True while the objects may be as another process, maybe of another release, has applied them."""
     errands: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     """Errands that failed: when each is tried again, and what went wrong."""
     unknown_fields: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Memory:
     ignored: tuple[str, ...] = ()
     """Those of them that were reported."""
     skipped_rules: tuple[str, ...] = ()
-    """What rules of this release say against a spec that was accepted by those of an earlier one."""
+    """Problems by the rules of this release of a spec that an earlier release accepted."""
     skipped_reported: tuple[str, ...] = ()
     """Those of them that were reported."""
     told: Told = dataclasses.field(default_factory=Told)

@@ -104,7 +104,7 @@ class Reconciler:
         return self._memories.get(key)
 
     async def see_surroundings(self, namespaces: Sequence[str]) -> list[Key]:
-        """List what stands around all gangs; the jobs of which something is missing or changed. Raises ApiError."""
+        """List Services and policies of all jobs; returns jobs that miss one or have a changed one. Raises ApiError."""
         began = self._clock()
         try:
             found = await Surroundings.listed(self._api, namespaces)
@@ -403,7 +403,7 @@ class Reconciler:
 
 
 def is_accepted(document: Object) -> bool:
-    """Whether a spec of the job was accepted before, maybe by the rules of an earlier release, or the job only ends.
+    """True if a spec of the job was accepted before, maybe by the rules of an earlier release, or the job only ends.
 
     The pods of such a job exist: refusing to manage it would leave them without restart, deadline and removal. An edit
     of it was judged by the API server, which refuses only the rules that the edit breaks.

@@ -7,13 +7,13 @@ from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, SERVICES, Api, Object, Resource
 
 LISTED = frozenset({SERVICES, NETWORK_POLICIES})
-"""What holds nothing that the operator should not read. ConfigMaps and Secrets it may only write."""
+"""Kinds without content that the operator should not read. It may only write ConfigMaps and Secrets."""
 Place = tuple[Resource, str, str]
 """Kind, namespace and name of an object."""
 
 
 class Surroundings:
-    """What the cluster has of these objects, for the time in which it is compared."""
+    """Listed objects, by kind, namespace and name."""
 
     def __init__(self, found: Mapping[Place, Object]) -> None:
         self._found = found
@@ -29,7 +29,7 @@ class Surroundings:
         return Surroundings(found)
 
     def differing(self, rendered: Iterable[tuple[Resource, Object]]) -> list[str]:
-        """Which of the rendered objects are not there, or not so. What others have added to them is theirs."""
+        """Names of the rendered objects that are missing or changed. Additions by other clients do not count."""
         return [
             f"{resource.plural} {obj['metadata']['name']}"
             for resource, obj in rendered
@@ -46,7 +46,7 @@ IMPLIED = frozenset({"apiVersion", "kind"})
 
 
 def _holds(wanted: Any, found: Any) -> bool:  # noqa: ANN401 - parts of objects
-    """Whether `found` has all of `wanted`. The server leaves out what is empty and adds defaults."""
+    """True if `found` has all of `wanted`. The server omits empty values and adds defaults."""
     if isinstance(wanted, dict):
         fields = found if isinstance(found, dict) else dict[str, Any]()
         return all(_holds(value, fields.get(key)) for key, value in wanted.items() if key not in IMPLIED)

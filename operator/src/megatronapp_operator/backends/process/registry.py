@@ -81,7 +81,7 @@ def require_own_checkpoints(job: MegatronJob) -> None:
 
 
 def _save_folder(job: JobView) -> pathlib.Path | None:
-    """Where a running job saves; relative paths start where its backend was started."""
+    """Return the folder that a running job saves to; relative paths start where its backend was started."""
     saves = job.document["spec"].get("checkpoint", {}).get("save")
     backend = files.read_json(job.paths.backend)
     if saves is None or backend is None:
