@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from megatronapp_common.job import TERMINAL_PHASES, MegatronJob
+from megatronapp_common.job import TERMINAL_PHASES, MegatronJob, place_of
 from megatronapp_common.processes import is_held
 from megatronapp_common.state import jobs_dir
 from megatronapp_operator.backends.process import files, kin, lock
@@ -63,11 +65,11 @@ def new_uid() -> str:
 
 
 def require_own_checkpoints(job: MegatronJob) -> None:
-    """Raise JobConflictError if another running job saves to this job's `checkpoint.save`.
+    """Raise JobConflictError if another running job saves to the folder that this job saves to.
 
     The newer job would take the folder over, and the older one lose all that it trains from then on.
     """
-    saves = job.to_dict()["spec"].get("checkpoint", {}).get("save")
+    saves = _saves(job.to_dict()["spec"])
     if saves is None:
         return
     for other in views():
@@ -75,14 +77,25 @@ def require_own_checkpoints(job: MegatronJob) -> None:
             continue
         if pathlib.Path(saves).resolve() == _save_folder(other):
             raise JobConflictError(
-                f'spec.checkpoint.save: {saves} belongs to the running job "{other.name}", which could save no more; '
-                f'give another folder, or stop that job with "megatronapp delete {other.name}"'
+                f'{place_of(job, "--save")}: {saves} belongs to the running job "{other.name}", which could save no '
+                f'more; give another folder, or stop that job with "megatronapp delete {other.name}"'
             )
+
+
+def _saves(spec: Mapping[str, Any]) -> str | None:
+    """Return where a job saves: the last `--save` of its args, which win, else `checkpoint.save`."""
+    found: str | None = spec.get("checkpoint", {}).get("save")
+    words = spec.get("args", [])
+    for word, following in itertools.zip_longest(words, words[1:]):
+        flag, equals, value = word.partition("=")
+        if flag == "--save":
+            found = value if equals else following
+    return found
 
 
 def _save_folder(job: JobView) -> pathlib.Path | None:
     """Return the folder that a running job saves to; relative paths start where its backend was started."""
-    saves = job.document["spec"].get("checkpoint", {}).get("save")
+    saves = _saves(job.document["spec"])
     backend = files.read_json(job.paths.backend)
     if saves is None or backend is None:
         return None
