@@ -16,6 +16,9 @@ from megatronapp_common.job.crd import custom_resource_definition
 GROUP = "later.example.com"
 JOBS = f"/apis/{GROUP}/v1alpha1/namespaces/default/megatronjobs"
 RESERVED = {"spec.env": [{"name": "NNODES", "value": "2"}]}
+BOTH_CODES = [{"match": {"exitCodes": {"in": [1], "notIn": [2]}}, "action": "Ignore"}]
+IN_CODES = [{"match": {"exitCodes": {"in": [1]}}, "action": "Ignore"}]
+BLEND = ["0.3", "a", "0.7"]
 PATCH = {"Content-Type": "application/merge-patch+json"}
 
 
@@ -38,10 +41,12 @@ def job(changes: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def client(plane: kube.ControlPlane, tmp_path: Any) -> Iterator[httpx.Client]:
-    """A client of a server that has stored a job which breaks a rule that came into force afterwards."""
+    """A client of a server that has stored jobs which break rules that came into force afterwards."""
     with plane.client() as client:
         apply(plane, tmp_path, definition(rules=False))
         door.wait_for(lambda: client.post(JOBS, json=job(RESERVED)).status_code in {201, 409})
+        blocks = job({"spec.runPolicy": {"rules": BOTH_CODES}, "spec.data": {"path": BLEND}})
+        assert client.post(JOBS, json=blocks | {"metadata": {"name": "blocks"}}).is_success
         apply(plane, tmp_path, definition(rules=True))
         new = job(RESERVED) | {"metadata": {"name": "new"}}
         door.wait_for(lambda: client.post(JOBS, params={"dryRun": "All"}, json=new).status_code == 422)
@@ -70,3 +75,19 @@ def test_an_update_is_refused_only_for_what_it_breaks(client: httpx.Client) -> N
     assert patch(env=[]).is_success
     again = patch(env=[{"name": "NNODES", "value": "2"}])
     assert again.status_code == 422 and "NNODES" in again.text
+
+
+def test_an_update_is_judged_by_a_rule_that_compares_its_block(client: httpx.Client) -> None:
+    def patch(**spec: Any) -> httpx.Response:
+        return client.patch(f"{JOBS}/blocks", json={"spec": spec}, headers=PATCH)
+
+    suspended = patch(suspend=True)
+    assert suspended.is_success, suspended.text
+    for broken, kept, says in (
+        ({"runPolicy": {"rules": BOTH_CODES}}, {"runPolicy": {"rules": IN_CODES}}, "either in or notIn"),
+        ({"data": {"path": BLEND}}, {"data": {"path": ["0.3", "a", "0.7", "b"]}}, "a weight before every prefix"),
+    ):
+        mended = patch(**kept)
+        assert mended.is_success, mended.text
+        again = patch(**broken)
+        assert again.status_code == 422 and says in again.text, again.text

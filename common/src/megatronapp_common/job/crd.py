@@ -30,7 +30,7 @@ _COLUMNS = (
 )
 _NAME = Metadata.model_fields["name"].description
 COSTLY = frozenset({"blend-alternates"})
-"""Rules that the API server would find too expensive to evaluate on the old spec, too: they are about one block."""
+"""Rules too expensive for the API server to evaluate on the old spec as well; each is about one block."""
 _DROPPED = frozenset({"title", "additionalProperties", "prefixItems"})
 
 
@@ -106,12 +106,12 @@ def _lenient(rule: Rule) -> Schema:
 
     A rule may be newer than the job. Refusing every edit would leave such a job without suspend and resize.
     """
-    if rule.id in COSTLY:
+    if rule.id in COSTLY or "__" in rule.rule:  # an optional has no fields whose names CEL reserves, such as `__in__`
         block = rule.field.split(".")[1]
-        excuse = f"oldSelf.value().{block} == self.{block}"
+        lenient = f"({rule.rule}) || (oldSelf.hasValue() && oldSelf.value().{block} == self.{block})"
     else:
-        excuse = f"[oldSelf.value()].exists(self, !({rule.rule}))"
-    return _validation(rule) | {"rule": f"({rule.rule}) || (oldSelf.hasValue() && {excuse})", "optionalOldSelf": True}
+        lenient = f"({rule.rule}) || (oldSelf.hasValue() && [oldSelf.value()].exists(self, !({rule.rule})))"
+    return _validation(rule) | {"rule": lenient, "optionalOldSelf": True}
 
 
 def _of_server(rules: Iterable[Rule]) -> list[Rule]:
