@@ -49,7 +49,7 @@ test-py: setup
 
 OLDEST_KUBERNETES := $(patsubst %,tests/integration/kube/test_%.py,admission api authors crd lease operator_edits operator_hub \
   operator_life operator_lost operator_objects operator_serve operator_service operator_versions operator_writes pod_groups \
-  render_objects rules status)
+  render_objects rules rules_later status)
 
 test-full: test ## Those of test, all demos, and what needs Kueue, schedulers, kwok and Kubernetes 1.30 (25 minutes more the first time)
 	scripts/kube_tools.sh cluster

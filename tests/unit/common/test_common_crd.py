@@ -1,5 +1,6 @@
 """The generated CRD is structural, says what the types say, and is not older than they are."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -64,6 +65,13 @@ def nodes(schema: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
         yield from nodes(schema["items"], f"{path}[]")
     if "additionalProperties" in schema:
         yield from nodes(schema["additionalProperties"], f"{path}[]")
+
+
+def test_a_client_side_apply_has_room_for_the_whole_definition(crd: Schema) -> None:
+    """`kubectl apply` stores the object as JSON in an annotation; the API server takes 262,144 bytes of annotations."""
+    text, reserve = json.dumps(crd, separators=(",", ":")), 32 << 10
+    escapes = sum(map(text.count, "<>&"))  # which Go writes as six characters, such as \u003c
+    assert len(text.encode()) + 5 * escapes < (256 << 10) - reserve
 
 
 def test_nothing_but_structural_keywords(schema: Schema) -> None:

@@ -109,8 +109,9 @@ def _lenient(rule: Rule) -> Schema:
     if rule.id in COSTLY or "__" in rule.rule:  # an optional has no fields whose names CEL reserves, such as `__in__`
         block = rule.field.split(".")[1]
         lenient = f"({rule.rule}) || (oldSelf.hasValue() && oldSelf.value().{block} == self.{block})"
-    else:
-        lenient = f"({rule.rule}) || (oldSelf.hasValue() && [oldSelf.value()].exists(self, !({rule.rule})))"
+    else:  # the new spec keeps the rule, or the old one breaks it; the text of the rule is written once
+        spec = "[?(keeps ? optional.of(self) : oldSelf)]"
+        lenient = f"[true, false].exists(keeps, {spec}.exists(self, ({rule.rule}) == keeps))"
     return _validation(rule) | {"rule": lenient, "optionalOldSelf": True}
 
 
