@@ -17,7 +17,7 @@ VIEWS = {"layers": "1", "attention": "2", "probabilities": "3", "pca": "4"}
 PROMPTS = ("def __init__(self, name): self.name", "class Reader: def read(self, path)")
 TOKENS = 40
 TOKEN = 12
-"""That is selected: one in the middle of the first prompt's text."""
+"""The selected token: one in the middle of the first prompt's text."""
 MOST_BYTES = 200_000
 SIZE: pw.ViewportSize = {"width": 1240, "height": 860}
 

@@ -27,7 +27,7 @@ LAYER, HEAD = 1, 2
 ROOT = pathlib.Path(__file__).parents[2]
 MANIFEST = yaml.safe_load((ROOT / "examples" / "scope-plugin-serve.yaml").read_text())
 WIDTH, PIXELS = 4 * 32, 8
-"""Of the MLP, and of the site of the example."""
+"""Sizes of the MLP and of the example's site."""
 LONG = 512
 PATIENCE_MS = 60_000
 POST = """async (asked) => {

@@ -152,13 +152,13 @@ def scrape_config(name: str, endpoint: Mapping[str, Any], target: str, labels: M
 
 
 def scrape_hub(target: str) -> Object:
-    """Of the hub of the job."""
+    """Scrape configuration of the job's hub."""
     labels = {"namespace": TEAM, "pod": f"{JOB}-hub", **discovered_hub(JOB, target)}
     return scrape_config("hubs", monitors()["megatronapp-hubs"], target, labels)
 
 
 def scrape_operator(target: str, pod: str = "operator-0") -> Object:
-    """Of an operator in the namespace of the release."""
+    """Scrape configuration of an operator in the release's namespace."""
     labels = {"namespace": HOME, "pod": pod}
     return scrape_config(pod, monitors()["megatronapp-operator"], target, labels)
 

@@ -23,7 +23,7 @@ ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for l
 
 @dataclasses.dataclass(slots=True)
 class Launcher:
-    """What worker 0 of a job says: a board for who has the viewer's token, 401 for others."""
+    """Answer of worker 0 of a job: its board to the viewer's token, 401 to others."""
 
     uid: str
     address: str

@@ -23,7 +23,7 @@ class WatchCutter:
     plane: kube.ControlPlane
     chance: random.Random
     most_events: int = 4
-    """A watch is cut off after at most so many pieces of its answer."""
+    """The most pieces of its answer after which a watch is cut off."""
     cuts: int = 0
     replays: int = 0
     expired: int = 0

@@ -1,4 +1,4 @@
-"""What a distribution imports it requires itself, with a lowest and a highest version."""
+"""Each distribution requires what it imports, with a lowest and a highest version."""
 
 import importlib.metadata
 import pathlib
@@ -20,7 +20,7 @@ DISTRIBUTIONS = importlib.metadata.packages_distributions()
 
 
 def required(part: str | None) -> list[Requirement]:
-    """What a part, or the development of all, requires; parts of ours, which have one version, are not listed."""
+    """Requirements of a part, or of the development of all; without our own parts, which have one version."""
     path = ROOT / (part or "") / "pyproject.toml"
     read = tomllib.loads(path.read_text(encoding="utf-8"))
     if part is None:

@@ -85,7 +85,7 @@ async def groups(stage: Play) -> set[str]:
 
 
 def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Awaitable[bool]]:
-    """Whether both workers of this attempt run."""
+    """A condition: both workers of this attempt run."""
 
     async def asked() -> bool:
         found = await workers(stage, name)
@@ -97,7 +97,7 @@ def runs(stage: Play, name: str = "job", attempt: int = 0) -> Callable[[], Await
 
 
 def refused(stage: Play, name: str = "job", *, nodes: int) -> Callable[[], Awaitable[bool]]:
-    """Whether the scheduler has looked at so many nodes for each worker, and found no room."""
+    """A condition: the scheduler has tried this many nodes for each worker and found no room."""
 
     async def asked() -> bool:
         reasons = [

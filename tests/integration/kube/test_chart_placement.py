@@ -1,4 +1,4 @@
-"""Where the chart's own pods run, as helm renders it."""
+"""Placement of the chart's own pods, as helm renders it."""
 
 import subprocess
 from typing import Any

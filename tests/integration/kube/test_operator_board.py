@@ -168,7 +168,7 @@ async def test_alerts_read_series_that_are_there_and_notice_leaders(
         lambda: all(states()[name] == ("ok", "inactive") for name in alerts()), "no alert of an operator that is well"
     )
     operator.kill()
-    await made.until(lambda: states()["MegatronOperatorNoLeader"][1] == "pending", "that nobody leads is noticed")
+    await made.until(lambda: states()["MegatronOperatorNoLeader"][1] == "pending", "the missing leader is noticed")
     folder = tmp_path / "two"
     folder.mkdir()
     with started(plane, tmp_path, made.machines.namespace, "two", "first") as first:

@@ -149,7 +149,7 @@ async def test_without_the_right_to_list_all_is_applied_every_hour(
 
 
 async def see(stage: Play) -> list[Key]:
-    """What the operator does every few minutes, and what comes of it."""
+    """Do what the operator does every few minutes, and return the result."""
     differing = await stage.reconciler.see_surroundings([stage.namespace])
     await stage.rest()
     return differing

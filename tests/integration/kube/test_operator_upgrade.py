@@ -118,7 +118,7 @@ class Cluster:
         await self.until(reached, f"{wanted}")
 
     async def picture(self) -> Object:
-        """What an upgrade must not change: pods and what stands around them by uid, and how the jobs are."""
+        """State that an upgrade must not change: uids of pods and of the objects around them, and states of jobs."""
         pods = await self.machines.pods()
         around = {
             f"{resource.plural} {one['metadata']['name']}": one["metadata"]["uid"]

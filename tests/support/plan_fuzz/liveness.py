@@ -147,7 +147,7 @@ def keep_failed_node(world: World, operator: Operator) -> bool:
 
 
 def _trains_within(world: World, operator: Operator, seconds: float) -> bool:
-    """Whether the gang trains before that time is over."""
+    """True if the gang trains before that time is over."""
     until = world.now + seconds
     while world.now < until and _may_train(world) and not _some_succeeded(world):
         tick(world)

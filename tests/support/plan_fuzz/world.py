@@ -52,7 +52,7 @@ class World:
     refuses: str = ""
     """What the API server does to new pods: nothing, "quota", "denied" or "final"."""
     removes_groups: bool = True
-    """Whether the operator may remove workloads."""
+    """True if the operator may remove workloads."""
     refused_groups: dict[int, float] = dataclasses.field(default_factory=dict)
     """Attempts whose workloads it was not allowed to remove, with the time."""
     image_fails: bool = False

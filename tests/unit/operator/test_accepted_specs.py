@@ -75,7 +75,7 @@ def test_an_edit_of_a_job_that_an_earlier_release_accepted_is_managed(restarted:
 
 
 class Listener(Executor):
-    """An executor that only keeps what people are told."""
+    """An executor that only keeps the events it is given."""
 
     def __init__(self) -> None:
         self.told: list[RecordEvent] = []

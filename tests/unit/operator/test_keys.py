@@ -82,7 +82,7 @@ def test_a_gang_that_refuses_our_token_is_never_restarted_for_it(
         assert told(made.plan()) == []
     status = made.job.status
     assert (status.attempt, status.failures, status.is_true(ConditionType.STALLED)) == (0, (), False)
-    made.see(*made.observed.workers, token_refused=(), since=made.now)  # a new process, which has asked nobody yet
+    made.see(*made.observed.workers, token_refused=(), since=made.now)  # a new process, which has sent no request yet
     assert told(made.plan()) == [] and not made.job.status.is_true(ConditionType.TOKEN_ACCEPTED)
     made.see(*made.observed.workers, heard=made.now)
     assert made.plan().status.is_true(ConditionType.TOKEN_ACCEPTED)

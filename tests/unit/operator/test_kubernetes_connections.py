@@ -1,4 +1,4 @@
-"""What a session to an API server leaves behind."""
+"""Sockets that a session to an API server leaves open."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Checksums are those of the bytes however they are written, and name the damaged block whoever reads it."""
+"""Checksums are those of the bytes however they are written, and name the damaged block to every reader."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What clients of OpenAI and vLLM send by default is taken; what would change the answer is refused by name."""
+"""Defaults of OpenAI's and vLLM's clients are taken; values that would change the answer are refused by name."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ PHASES = {
     "test": ("loop:evaluate", 3, (STOPPED, [2, 4])),
     "end": ("groups:destroy_groups", 1, (DONE, [2, 4])),
 }
-"""Where the signal comes: at which call of which function; then the exit code, and the checkpoints that there are."""
+"""Places of the signal: which call of which function; then the exit code, and the checkpoints that there are."""
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def signal_at(place: str, call: int) -> Iterator[None]:
 
 
 def lives(folder: str) -> dict[str, tuple[Any, ...]]:
-    """Of each phase: exit code and checkpoints of the run that is stopped there, code and last page of its restart."""
+    """For each phase: exit code and checkpoints of the run that is stopped there, code and last page of its restart."""
     import warnings
 
     from megatronapp_trainer.pretrain import main
