@@ -6,12 +6,14 @@ import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
-from megatronapp_operator.backends.kubernetes.api import Api, Object
+from megatronapp_operator.backends.kubernetes.api import Api, Listing, Object
 from megatronapp_operator.backends.kubernetes.errands import Errands
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
+from megatronapp_operator.backends.kubernetes.facts import Pinned
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
+from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner
-from megatronapp_operator.backends.kubernetes.store import Store
+from megatronapp_operator.backends.kubernetes.store import Store, key_of
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import EventType, RecordEvent
 
@@ -107,3 +109,45 @@ class Empty:
 
     def pods(self, namespace: str, uid: str) -> list[object]:
         return []
+
+
+class NoObjects(Api):
+    """An API server that has no Services and no policies."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def list_objects(self, *given: Any, **options: Any) -> Listing:
+        return Listing(items=[], resource_version="1")
+
+
+class Comparing(Reconciler):
+    """A reconciler that knows jobs of which it has begun an attempt."""
+
+    def __init__(self, store: Store) -> None:
+        keys = KeyRing(["0" * 64])
+        super().__init__(NoObjects(), store, Listener(), rendered.SETTINGS, keys=keys, installation="ns/lease")
+
+    def know(self, document: Object, *, template: str | None = None) -> None:
+        memory = self._remember(key_of(document), document)
+        settings = rendered.SETTINGS
+        memory.pinned = Pinned(
+            attempt=0,
+            trainer_image=settings.trainer_image,
+            analyzer_image=settings.analyzer_image,
+            template_hash=template or template_hash(memory.job, settings),
+        )
+
+
+@pytest.mark.asyncio
+async def test_a_job_that_cannot_be_rendered_leaves_the_objects_of_others_compared() -> None:
+    store = Store()
+    reconciler = Comparing(store)
+    wrong, right = stored(name="first", uid="1"), stored(name="second", uid="2")
+    wrong["spec"]["parallelism"] = {"tensor": 7}
+    for document in (wrong, right):
+        document["status"] |= {"attempt": 0, "attemptTime": "2026-01-02T03:04:05Z"}
+        store.put_job(document)
+    reconciler.know(wrong, template="none")
+    reconciler.know(right)
+    assert await reconciler.see_surroundings([]) == [("default", "second")]

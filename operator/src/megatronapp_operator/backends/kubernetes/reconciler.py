@@ -6,12 +6,14 @@ every `PROGRESS_S` seconds at most. One about which nothing is to be done, and t
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
+from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
@@ -118,8 +120,9 @@ class Reconciler:
             document, memory = self._store.job(key), self._memories.get(key)
             if document is None or memory is None or (memory.status.attempt_time or 0.0) > began:
                 continue
-            if self._errands.compare(memory, self._work(memory, document), found):
-                differing.append(key)
+            with contextlib.suppress(JobError):  # of a spec that cannot be rendered; `reconcile` reports it
+                if self._errands.compare(memory, self._work(memory, document), found):
+                    differing.append(key)
             await asyncio.sleep(0)  # others have their turn between two jobs
         return differing
 
