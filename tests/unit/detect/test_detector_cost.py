@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.model import JobLayout
+from megatronapp_analyzer.detect import engine
+from megatronapp_analyzer.errors import GraphError
+from megatronapp_analyzer.graph.build import StepGraph, build
+from megatronapp_analyzer.model import JobLayout, StepView
 
 DP2_PP2 = JobLayout.grid(dp=2, pp=2, ranks_per_worker=2)
 
@@ -47,3 +50,20 @@ def test_two_equally_slow_ranks_share_what_both_cost(sim: ModuleType, judge: Cal
     assert set(latest) == {(0,), (3,)}
     assert sum(latest.values()) == pytest.approx(lengths[1] - lengths[0], rel=0.05)
     assert latest[(0,)] == pytest.approx(latest[(3,)], rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["compute", "host", "link"])
+def test_a_suspect_is_named_only_once_steps_can_be_replayed(
+    watch: Callable[..., Any], sim: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def refused_before_step_40(view: StepView, **options: Any) -> StepGraph:
+        if view.step < 40:
+            raise GraphError("operations depend on each other in a circle")
+        return build(view, **options)
+
+    monkeypatch.setattr(engine, "build", refused_before_step_40)
+    fault = sim.Fault(rank=1, kind=kind, factor=3.0, from_step=20)
+    told = watch(DP2_PP2, microbatches=8, faults=(fault,))
+    assert told.first_step() > 40
+    assert {str(verdict.cause) for _, verdict in told.said} == {kind}
+    assert all(verdict.seconds_per_step > 0 for _, verdict in told.said)

@@ -103,8 +103,8 @@ class Detector:
         )
         told = self._tracks.advance(_when(view), lambda track: self._over(track, evidence))
         doubt_s = clocks.worst_ns() * 1e-9
-        replayed = self._cost(view, evidence, doubt_s)
-        told += self._tracks.confirm(lambda track: not replayed or self._costly(track, budget, doubt_s))
+        self._cost(view, evidence, doubt_s)
+        told += self._tracks.confirm(lambda track: self._costly(track, budget, doubt_s))
         return [self._verdict(track) for track in told]
 
     def _costly(self, track: Track, step_s: float, doubt_s: float) -> bool:
@@ -174,16 +174,16 @@ class Detector:
                 track.late.append(float(evidence.launches.late.ratio[where].max()))
         return hit, int(part.votes[where].min())
 
-    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> bool:
-        """Replay the step without each finding; returns whether the step could be replayed."""
+    def _cost(self, view: StepView, evidence: StepEvidence, doubt_s: float) -> None:
+        """Replay the step without each finding and add its cost; a step that cannot be replayed adds none."""
         hit = [one for one in self._tracks.live.values() if one.evidence and one.evidence[-1] == view.step]
         if not hit:
-            return True
+            return
         try:
             graph = build(view, tolerance_s=CLOCK_TOLERANCE_S + doubt_s, unit_of_rank=self._units.of_rank)
-        except GraphError:  # the finding stands; only its cost in this step stays unknown
+        except GraphError:  # a suspect stays one until later steps show its cost
             self.steps_without_cost += 1
-            return False
+            return
         remedies = [
             Remedy(
                 subject=one.candidate.subject,
@@ -198,7 +198,6 @@ class Detector:
         for track, lost in zip(hit, seconds_lost(graph, remedies), strict=True):
             track.lost_s.append(float(lost))
             track.text = evidence_text(track, waits)
-        return True
 
     def _since(self, view: StepView, votes: int) -> When:
         first = list(self._recent)[-min(votes, len(self._recent))]
