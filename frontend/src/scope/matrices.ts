@@ -30,7 +30,8 @@ export const heldDomain = ({ low, high }: Domain, values: readonly number[]): Do
 export function domainOf(values: readonly number[], signed: boolean): Domain {
   const finite = values.filter(Number.isFinite);
   const sizes = (signed ? finite.map(Math.abs) : finite).toSorted((a, b) => a - b);
-  const high = sizes[Math.floor((sizes.length - 1) * QUANTILE)] ?? 1;
+  const largest = sizes[Math.floor((sizes.length - 1) * QUANTILE)] ?? 1;
+  const high = signed && largest === 0 ? 1 : largest;
   const low = signed ? -high : Math.min(sizes[0] ?? 0, high);
   return {
     low,

@@ -1,6 +1,7 @@
 import fc from "fast-check";
 import { describe, expect, it } from "vitest";
 import { placeAt as pixelPlace, frameOf, scalesOf, type HeatPicture } from "../features/scope/heatPicture";
+import { QUANTITIES, quantityMap } from "../features/scope/quantities";
 import { Cells, Mask } from "../render/cells";
 import { colourAt } from "../render/colour";
 import { probabilityMap, signedMap } from "../render/maps";
@@ -144,6 +145,7 @@ describe("matrices", () => {
     const many = Array.from({ length: 101 }, (_, index) => index);
     expect(domainOf([...many, Number.NaN], false)).toEqual({ low: 0, high: 95, clipped: 5, nans: 1 });
     expect(domainOf([-3, 1, 2], true)).toMatchObject({ low: -2, high: 2 });
+    expect(domainOf([0, 0], true)).toMatchObject({ low: -1, high: 1, clipped: 0 });
     fc.assert(
       fc.property(fc.array(fc.float()), (values) => {
         const { low, high } = domainOf(values, false);
@@ -236,5 +238,13 @@ describe("colour maps of MegaScope", () => {
     const [red, green, blue] = colourAt(map, 0);
     expect(Math.max(red, green, blue) - Math.min(red, green, blue)).toBeLessThan(12);
     expect(colourAt(map, -3)).not.toEqual(colourAt(map, 3));
+  });
+
+  it.each(QUANTITIES)("paint $value: only a cosine of 0 is neutral", ({ value, signed }) => {
+    const domain = domainOf([-0.36, 0.2, 0.9, 1], signed);
+    const map = quantityMap("light", signed, domain);
+    const [red, green, blue] = colourAt(map, 0);
+    const isNeutral = Math.max(red, green, blue) - Math.min(red, green, blue) < 12;
+    expect([map.position(0) === 0.5, isNeutral]).toEqual(Array(2).fill(value === "residual.cosine"));
   });
 });
