@@ -12,13 +12,14 @@ from megatronapp_operator.backends.kubernetes.api import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
+    PERSISTENT_VOLUME_CLAIMS,
     PODS,
     SECRETS,
     SERVICES,
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.errors import NameTakenError
+from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, NameTakenError
 from megatronapp_operator.backends.kubernetes.observe import Told
 
 pytestmark = pytest.mark.asyncio
@@ -217,6 +218,35 @@ async def test_volume_claims_that_not_all_workers_can_mount_are_named_before_the
     shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
     assert shared["status"] == "False" and told.count("VolumesUnfit") == 1
     assert "absent does not exist" in shared["message"] and "once is ReadWriteOnce" in shared["message"]
+
+
+async def test_a_job_is_suspended_while_its_volume_claims_cannot_be_read(
+    plane: kube.ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"mock": True, "volume": {"claim": "corpus", "mountPath": "/data"}}
+    async with play(plane, namespace) as stage:
+        get = stage.api.get
+
+        async def refusing(resource: Resource, *words: Any, **options: Any) -> Object | None:
+            if resource is PERSISTENT_VOLUME_CLAIMS:
+                raise ForbiddenError("persistentvolumeclaims is forbidden", status=403)
+            return await get(resource, *words, **options)
+
+        await begun(stage, data=data)
+        monkeypatch.setattr(stage.api, "get", refusing)
+        plane.kubectl("patch", "mgj", "job", "-n", namespace, "--type=merge", "-p", '{"spec": {"suspend": true}}')
+        await stage.rest()
+        job = await stage.job()
+        assert job["status"]["phase"] == "Suspended" and await names(stage, PODS) == set()
+        shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
+        assert "cannot be read: persistentvolumeclaims is forbidden" in shared["message"]
+        assert (await reasons(stage)).count("VolumesUnfit") == 2, "absent, then unknown: each is reported once"
+        monkeypatch.undo()
+        stage.skipped_s += 61
+        await stage.rest()
+        job = await stage.job()
+        shared = next(one for one in job["status"]["conditions"] if one["type"] == "VolumesShared")
+        assert "corpus does not exist" in shared["message"]
 
 
 async def test_a_stranger_in_the_way_is_named_and_left_alone(plane: kube.ControlPlane, namespace: str) -> None:

@@ -40,11 +40,17 @@ def test_rdma_asks_for_its_devices_and_tells_the_libraries() -> None:
     }
 
 
-def test_nccl_chooses_the_network_where_a_plugin_reaches_the_adapters() -> None:
-    """aws-ofi-nccl names its network AWS Libfabric: NCCL would find none that is called IB."""
+def test_nccl_must_use_the_plugin_that_reaches_elastic_fabric_adapters() -> None:
+    """NCCL fails without aws-ofi-nccl, whose network is AWS Libfabric, and does not fall back to TCP."""
     pod = network({"mode": "SharedDevice", "rdma": {"enabled": True, "resourceName": "vpc.amazonaws.com/efa"}})
     assert rendered.container(pod)["resources"]["limits"]["vpc.amazonaws.com/efa"] == "1"
-    assert "NCCL_NET" not in rendered.environment(pod)
+    assert rendered.environment(pod)["NCCL_NET"] == "AWS Libfabric"
+
+
+def test_a_job_may_leave_the_network_of_nccl_to_another_plugin() -> None:
+    rdma = {"enabled": True, "resourceName": "vpc.amazonaws.com/efa"}
+    pod = network({"mode": "SharedDevice", "rdma": rdma, "nccl": {"NCCL_NET": "OFI"}})
+    assert rendered.environment(pod)["NCCL_NET"] == "OFI"
 
 
 def test_nccl_is_not_held_to_adapters_that_a_job_of_an_earlier_release_does_not_get() -> None:
@@ -193,6 +199,19 @@ def test_the_network_of_the_node() -> None:
     assert term["namespaceSelector"] == {}
     labels = network({"mode": "HostNetwork", "policy": "None"})["metadata"]["labels"]
     assert term["labelSelector"] == {"matchLabels": {LABEL_HOST_NETWORK: labels[LABEL_HOST_NETWORK]}}
+
+
+def test_two_workers_in_the_network_of_the_node_are_kept_on_two_nodes() -> None:
+    """Both take the same ports of their node, so each refuses a node with the other one, whose labels it matches."""
+    job = rendered.make_job({**rendered.GPUS, "nodes": 2, "network": {"mode": "HostNetwork", "policy": "None"}})
+    pods = [rendered.make_worker(job, index) for index in (0, 1)]
+    taken = [{one["hostPort"] for one in pod["spec"]["containers"][0]["ports"]} for pod in pods]
+    assert taken[0] & taken[1], "the reason to keep them apart"
+    for one, other in (pods, pods[::-1]):
+        (term,) = one["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert (term["topologyKey"], term["namespaceSelector"]) == ("kubernetes.io/hostname", {})
+        assert set(term["labelSelector"]) == {"matchLabels"}
+        assert term["labelSelector"]["matchLabels"].items() <= other["metadata"]["labels"].items()
 
 
 def test_ports_of_a_pods_own_network_are_not_the_nodes() -> None:

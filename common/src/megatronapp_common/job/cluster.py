@@ -76,7 +76,9 @@ class PodTemplate(ManifestModel):
     """Changes to the worker pods that no field of this spec makes. They come last."""
 
     metadata: PodMetadata = PodMetadata()
-    """Labels and annotations."""
+    """Labels and annotations. Workers have no PodDisruptionBudget: where nodes are removed to save money, annotate them
+    with cluster-autoscaler.kubernetes.io/safe-to-evict: "false" (Cluster Autoscaler) or karpenter.sh/do-not-disrupt:
+    "true" (Karpenter)."""
     spec: dict[str, Any] = Field(default={})
     """A part of a pod's spec, merged as `kubectl patch` would: containers and volumes by name (the trainer's container
     is `trainer`, the analyzer's `agent`). It may not set restartPolicy, hostname, subdomain, host namespaces, or the

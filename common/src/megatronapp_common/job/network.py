@@ -18,8 +18,8 @@ class Rdma(ManifestModel):
 
     enabled: bool = False
     """Ask for devices and set NCCL and UCX up for them. NCCL_NET is IB then, so that NCCL fails where it would fall
-    back to TCP; it is not set for vpc.amazonaws.com/efa, which NCCL reaches by a plugin. Another value under nccl or
-    env wins."""
+    back to TCP. For vpc.amazonaws.com/efa it is AWS Libfabric, the network of the plugin aws-ofi-nccl, which the image
+    of the trainer does not have: build an image with it and with libfabric. Another value under nccl or env wins."""
     resource_name: QualifiedName | None = None
     """Resource that the device plugin offers, such as rdma/hca_shared_devices_a; needed unless devices is HostPath."""
     devices: Literal["Resource", "HostPath"] = "Resource"

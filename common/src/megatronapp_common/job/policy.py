@@ -90,8 +90,9 @@ class RunPolicy(ManifestModel):
     """A run that stayed healthy for so long gives the whole budget of restarts back."""
     active_deadline_seconds: Seconds | None = None
     """Longest life of the job over all attempts; left out: no limit. Of a gang that a queue or gang scheduler places,
-    only time in which it held a machine counts. At its end workers have their time to write a checkpoint, then the job
-    fails."""
+    only time in which it held a machine counts. Of other jobs all time counts from the first pods on, also that in
+    which they wait for nodes and the pauses after a release. At its end workers have their time to write a checkpoint,
+    then the job fails."""
     start_deadline_seconds: Seconds = 900
     """Longest time until all workers of an attempt have nodes; then all of them are given back and tried again later.
     The same again until all run; then the job fails, because an image or a volume is wrong, or, if it has run before,

@@ -30,7 +30,10 @@ _APPLY = (f"kubectl apply -f {_MANIFEST}",)
 _ONE_JOB = (
     "one manifest describes model, layout and nodes; copy the example and change its fields, or add flags to spec.args"
 )
-_ALL_NODES = "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed"
+_ALL_NODES = (
+    "one manifest starts every node; addresses, ranks and their order are found, nothing is edited with sed; "
+    "examples/train-cluster.yaml asks for GPUs, shared memory and RDMA"
+)
 _DPP, _FBD, _BERT = "MegaDPP (--use-dpp)", "MegaFBD", "BERT and T5"
 _NO_BUILD = "nothing is built for it: the transfer libraries of MegaDPP are not there yet"
 _IMAGES = "images of trainer, analyzer and operator, with all that they need; no shell and no SSH in a pod"

@@ -31,6 +31,8 @@ class Memory:
     """What is wrong with the volume claims, once somebody has looked."""
     volumes_seen: tuple[int, int] | None = None
     """Generation and attempt that they were looked at for."""
+    volumes_again_at: float | None = None
+    """When they are read again after an error."""
     pods_listed_at: float = float("-inf")
     """When the pods were last listed because some are being deleted."""
     agents_told: frozenset[str] = frozenset()

@@ -22,6 +22,7 @@ from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME
 from megatronapp_operator.backends.kubernetes.errands import Errands
 from megatronapp_operator.backends.kubernetes.errors import (
     AgainError,
+    ApiError,
     ConflictError,
     ForbiddenError,
     NotFoundError,
@@ -66,6 +67,8 @@ REFUSED_S = 10.0
 """After the same refusal again."""
 LOOK_AGAIN_S = 2.0
 """So long after a deed, somebody looks whether it was seen to be done."""
+CLAIMS_S = 60.0
+"""After an error the volume claims are read again."""
 DELETIONS_S = 30.0
 """How often the pods of a job are listed while some of them are being deleted."""
 MANAGER = "megatronapp.io/operator"
@@ -139,8 +142,7 @@ class Reconciler:
                 await self._report_manager(key, document)
             return None
         memory = self._remember(key, document)
-        await self._see_volumes(key, memory)
-        look_at = await self._see_lost_deletions(key, memory)
+        look_at = _earliest(await self._see_volumes(key, memory), await self._see_lost_deletions(key, memory))
         made = self._plan(key, memory, document)
         if _ends_attempt(memory.status, made.status):
             await self._see_pods_afresh(key, memory)
@@ -235,15 +237,28 @@ class Reconciler:
         self._spent[key] = spent_after(self._spent.get(key, 0.0), made.actions, now)
         self._spent = {one: until for one, until in self._spent.items() if until > now}
 
-    async def _see_volumes(self, key: Key, memory: Memory) -> None:
-        """Look at the volume claims once before each gang is created."""
-        mark, names = (memory.generation, memory.status.attempt), claim_names(memory.job)
-        if not names or memory.status.attempt_time is not None or memory.volumes_seen == mark:
-            return
-        memory.volumes = trouble(
-            memory.job, {name: await self._api.get(PERSISTENT_VOLUME_CLAIMS, key[0], name) for name in names}
-        )
-        memory.volumes_seen = mark
+    async def _see_volumes(self, key: Key, memory: Memory) -> float | None:
+        """Read the volume claims once before each gang is created; returns when to try again after an error.
+
+        An error is reported as the state of the claims and holds nothing back: suspension, deadlines and deletion of
+        the job do not depend on them.
+        """
+        names, status = claim_names(memory.job), memory.status
+        if not names or status.phase in TERMINAL_PHASES:
+            return None
+        mark, again_at = (memory.generation, status.attempt), memory.volumes_again_at
+        due = status.attempt_time is None and memory.volumes_seen != mark
+        if not due and (again_at is None or self._clock() < again_at):
+            return again_at
+        memory.volumes_seen, memory.volumes_again_at = mark, None
+        try:
+            claims = {name: await self._api.get(PERSISTENT_VOLUME_CLAIMS, key[0], name) for name in names}
+        except ApiError as error:
+            memory.volumes = f"the volume claims cannot be read: {error}"
+            memory.volumes_again_at = self._clock() + CLAIMS_S
+            return memory.volumes_again_at
+        memory.volumes = trouble(memory.job, claims)
+        return None
 
     async def _see_pods_afresh(self, key: Key, memory: Memory) -> None:
         """Nothing is ended for what a watch has lost or has not brought yet."""

@@ -7,8 +7,9 @@ from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 ANNOTATION_NETWORKS = "k8s.v1.cni.cncf.io/networks"
 ANNOTATION_NETWORK_STATUS = "k8s.v1.cni.cncf.io/network-status"
 INFINIBAND, INFINIBAND_PATH = "infiniband", "/dev/infiniband"
-PLUGIN_RESOURCES = ("vpc.amazonaws.com/",)
-"""Resources that NCCL reaches by a plugin: the Elastic Fabric Adapter by aws-ofi-nccl."""
+PLUGIN_NETWORKS = {"vpc.amazonaws.com/": "AWS Libfabric"}
+"""NCCL's name of the network of a plugin, by the prefix of the resource's name: aws-ofi-nccl for the Elastic Fabric
+Adapter. Its releases up to 1.11 have this name only; later ones take it where NCCL_NET says so."""
 SERVE = "serve"
 """Name of the port of a served model's API."""
 LABEL_HOST_NETWORK = "megatronapp.io/host-network"
@@ -20,7 +21,8 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     rdma = draft.spec.network.rdma
     if not rdma.enabled:
         return {}
-    made = {"NCCL_NET": "IB"} if _has_verbs(draft) else {}  # NCCL would fall back to TCP where adapters cannot be used
+    net = _nccl_net(draft)
+    made = {} if net is None else {"NCCL_NET": net}  # without it NCCL falls back to TCP where adapters cannot be used
     if rdma.hca is not None:
         made["NCCL_IB_HCA"] = rdma.hca
     if (devices := ucx_devices(rdma.hca or "")) is not None:
@@ -30,10 +32,14 @@ def rdma_environment(draft: Draft) -> dict[str, str]:
     return made
 
 
-def _has_verbs(draft: Draft) -> bool:
-    """Whether the trainer gets adapters that NCCL opens itself. Those of a plugin have a network of another name."""
+def _nccl_net(draft: Draft) -> str | None:
+    """NCCL's name of the network of the adapters; None if the trainer gets no adapters."""
+    if draft.privileged:
+        return "IB"
     name = draft.spec.network.rdma.resource_name
-    return draft.privileged or (name is not None and not name.startswith(PLUGIN_RESOURCES))
+    if name is None:
+        return None
+    return next((net for start, net in PLUGIN_NETWORKS.items() if name.startswith(start)), "IB")
 
 
 def ucx_devices(hca: str) -> str | None:
