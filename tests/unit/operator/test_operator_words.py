@@ -8,6 +8,7 @@ import pytest
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.cli.delete import _stopping
+from megatronapp_operator.plan import Phase
 from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase
 from megatronapp_operator.plan.outcome import describe
 from megatronapp_operator.plan.spec import JobSpec
@@ -57,6 +58,13 @@ def test_one_worker_is_not_many(count: int, said: str, all_said: str) -> None:
 def test_a_deletion_says_what_it_waits_for(
     tmp_path: pathlib.Path, spec: dict[str, Any], force: bool, said: str
 ) -> None:
-    document = {"spec": spec | {"runPolicy": {"terminationGracePeriodSeconds": 30}}, "status": {}}
+    document = {"spec": spec | {"runPolicy": {"terminationGracePeriodSeconds": 30}}, "status": {"phase": "Running"}}
     view = JobView(paths=JobPaths(tmp_path), document=document, alive=True)
     assert _stopping(view, force=force) == said
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.RUNNING])
+def test_deletion_names_no_requests_of_a_server_that_takes_none(tmp_path: pathlib.Path, phase: Phase) -> None:
+    spec = {"mode": "serve", "runPolicy": {"terminationGracePeriodSeconds": 30}}
+    view = JobView(paths=JobPaths(tmp_path), document={"spec": spec, "status": {"phase": phase}}, alive=True)
+    assert _stopping(view, force=False) == "stopping; at most 30 s"

@@ -6,6 +6,7 @@ from megatronapp_operator.backends.process import lock, registry
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.backends.process.stopping import grace_s, stop_backend
 from megatronapp_operator.errors import JobNotFoundError
+from megatronapp_operator.plan import Phase
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -32,6 +33,8 @@ def _stopping(job: JobView, *, force: bool) -> str:
     serves = job.document["spec"].get("mode") == "serve"
     if force:
         return "stopping at once" if serves else "stopping at once; no checkpoint is written"
+    if serves and job.phase != Phase.RUNNING:  # it takes no requests
+        return f"stopping; at most {grace_s(job):g} s"
     if serves:
         return f"stopping; requests that are still open end with an error, at most {grace_s(job):g} s"
     if not job.document["spec"].get("checkpoint", {}).get("save"):
