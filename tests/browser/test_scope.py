@@ -217,11 +217,15 @@ def test_row_of_attention_is_sorted_by_probability(scope: pw.Page, replay: Repla
     pw.expect(rows.first).to_have_class("selected")
 
 
-def test_heads_are_as_high_as_the_map_beside_them(scope: pw.Page, replay: Replay) -> None:
+def test_heads_are_as_high_as_the_map_beside_them_or_fill_the_window(scope: pw.Page, replay: Replay) -> None:
     scope.goto(replay.view("attention", layer=PINNED[0], head=PINNED[1]))
     heads, shown = (scope.get_by_test_id(name).bounding_box() for name in ("head-atlas", "attention-map"))
     assert heads is not None and shown is not None
     assert 0.8 * shown["height"] < heads["height"] <= shown["height"] + 20
+    scope.get_by_role("region", name="Heads", exact=True).get_by_role("button", name="Fill the window").click()
+    pw.expect(scope.get_by_role("button", name="Back to its place")).to_be_visible()
+    heads = scope.get_by_test_id("head-atlas").bounding_box()
+    assert heads is not None and 0.75 * 900 < heads["height"] < 900
 
 
 def test_paths_of_principal_components_can_be_hidden(scope: pw.Page, replay: Replay) -> None:

@@ -193,6 +193,35 @@ def test_tokens_of_a_prompt_have_surprise_and_candidates(page: pw.Page, job: Ser
     check_candidates(screen, 0, token=1)
 
 
+def test_heads_pinned_before_a_run_have_rows_from_its_first_token(page: pw.Page, job: Served) -> None:
+    screen = Screen(page, job)
+    screen.fill("hello", 2)
+    assert screen.generate("Done: 2 new tokens")["capture"]["pinned"] == []
+    page.locator("body").press("2")
+    page.get_by_role("button", name="Pin", exact=True).click()
+    pw.expect(page.get_by_role("button", name="Pinned", exact=True)).to_be_visible()
+    with screen.sees(lambda frame: frame.type == FrameType.SCOPE_ROWS) as rows:
+        found = screen.generate("Done: 2 new tokens")
+    places = frames.decode(rows.value).header["rows"]
+    assert {(layer, head) for _, layer, head, _ in places} == {(0, 0)}
+    assert found["capture"]["pinned"] == [{"layer": 0, "head": 0}]
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.locator("body").press("1")
+    check_strips_are_level(page)
+
+
+def check_strips_are_level(page: pw.Page) -> None:
+    """Query, key and value begin at the same height, also where their titles have little room."""
+    tops = set()
+    for name in "qkv":
+        strip = page.get_by_test_id(f"strip-{name}")
+        pw.expect(strip).to_be_visible()
+        box = strip.bounding_box()
+        assert box is not None
+        tops.add(box["y"])
+    assert len(tops) == 1
+
+
 def test_what_is_looked_at_changes_while_a_run_goes_on_until_it_is_stopped(page: pw.Page, job: Served) -> None:
     screen = Screen(page, job)
     page.locator("body").press("2")
