@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive, new_secret
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind
+from megatronapp_common.web.tokens import Role, derive, new_secret
 
 PIPELINE = 8
 MICROBATCHES = 8

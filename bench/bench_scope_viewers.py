@@ -30,7 +30,7 @@ from scope_job import Page, Size, machine, prompt_of, serving
 from served_job import Served
 from websockets.exceptions import ConnectionClosed
 
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]

@@ -26,8 +26,8 @@ import megatronapp_native
 from megatronapp_analyzer.model import JobLayout
 from megatronapp_common.names import Env
 from megatronapp_common.pages import PageWriter
-from megatronapp_common.tokens import Role, derive, new_secret
 from megatronapp_common.trace import DURATION_UNIT_NS, NO_MICROBATCH, Kind, Metric
+from megatronapp_common.web.tokens import Role, derive, new_secret
 
 ROOT = pathlib.Path(__file__).parents[2]
 DIST = ROOT / "frontend" / "dist"

@@ -20,7 +20,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.job import load_job
 from megatronapp_common.job.arguments import megatron_arguments
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 
 pytestmark = [pytest.mark.browser, pytest.mark.process]
 LAYER, HEAD = 1, 2

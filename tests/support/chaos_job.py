@@ -17,7 +17,7 @@ import httpx
 import yaml
 
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 MEGATRONAPP = [sys.executable, "-m", "megatronapp_common.cli"]
 SHM = pathlib.Path("/dev/shm")

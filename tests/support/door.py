@@ -21,8 +21,8 @@ from ports import held_ports
 
 import megatronapp_native
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive, job_secret
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Kind
+from megatronapp_common.web.tokens import Role, derive, job_secret
 
 DEADLINE_S = 60.0
 POLL_S = 0.05

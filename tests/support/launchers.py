@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from megatronapp_common.tokens import new_secret
+from megatronapp_common.web.tokens import new_secret
 from megatronapp_trainer.launch import address
 
 DEADLINE_S = 90.0

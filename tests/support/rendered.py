@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.job import MegatronJob, load_job
-from megatronapp_common.job.cluster import PodMetadata
+from megatronapp_common.job.api.cluster import PodMetadata
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt, Owner, RenderSettings
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from megatronapp_common.scope.plan import compile_plan, run
-from megatronapp_common.scope.reducers import NAMED, Reducer
+from megatronapp_common.filters.reducers import NAMED, Reducer
+from megatronapp_common.filters.shard_plan import compile_plan, run
 
 CONSTANTS = ["0", "1", "-1", "2", "0.5", "3.", ".25", "1e1"]
 CUTS = ["", "[:4]", "[1:5]", "[..., ::2]", "[:, :, -3:]"]

@@ -25,7 +25,7 @@ from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_common.frames import Frame
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 
 DEADLINE_S = 30
 

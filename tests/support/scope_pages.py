@@ -13,7 +13,7 @@ import websockets.asyncio.client
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 
 RUN = scope_session.RUN
 RUNS = "/api/v1/scope/runs"

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import served_model
 
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 DEADLINE_S = 120.0
 

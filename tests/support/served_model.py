@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from megatronapp_common.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import Role, derive, new_secret
 
 DEADLINE_S = 90.0
 VOCABULARY = 300

@@ -14,7 +14,7 @@ from machines import Machines
 from operator_play import KEY
 
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import Object, connect
 from megatronapp_trainer.launch.board import Board, Phase
 

@@ -9,7 +9,7 @@ import dataclasses
 
 from machines import Machines
 
-from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.api import PODS, VOLCANO_POD_GROUPS, Object
 
 ANNOTATION = "scheduling.k8s.io/group-name"

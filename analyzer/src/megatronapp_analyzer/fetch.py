@@ -13,7 +13,7 @@ from megatronapp_analyzer.hub.restore import restore
 from megatronapp_analyzer.hub.spool import SpoolReader
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_common.state import jobs_dir
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 NEWEST_STEPS = 50
 STORED_BYTES = 2 << 30

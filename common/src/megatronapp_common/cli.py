@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 import shtab
 
 from megatronapp_common.command_parser import JOB_NAMES, CommandParser, RootParser
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 
 GROUP = "megatronapp.commands"
 PROG = "megatronapp"

@@ -13,7 +13,7 @@ from typing import Any
 from megatronapp_common.errors import PageError
 from megatronapp_common.pages import PageReader
 from megatronapp_common.room import Room
-from megatronapp_common.texts import one_line
+from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.document import seconds_of
 from megatronapp_operator.plan import Progress
 from megatronapp_operator.plan.controls import KEPT

@@ -29,8 +29,8 @@ from megatronapp_analyzer.model import JobLayout, RankLiveness, StepView, Verdic
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive, new_secret
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Flag, Kind, Metric
+from megatronapp_common.web.tokens import Role, derive, new_secret
 from megatronapp_native import RingWriter
 
 DEADLINE_S = 60.0

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
 from megatronapp_analyzer.hub.logins import cookie_name
-from megatronapp_common.browsers import ELSEWHERE_MARK
 from megatronapp_common.frames import FrameType
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.origin import ELSEWHERE_MARK
+from megatronapp_common.web.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
 PROTECTED = [

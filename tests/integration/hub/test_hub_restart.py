@@ -16,7 +16,7 @@ import pytest
 from ports import held_ports
 
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
 DEADLINE_S = 90.0

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi import checks
 
 from megatronapp_analyzer.hub.app import build_api
 from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 
 DOCUMENT = build_api().openapi()
 OPERATIONS = [(method.upper(), path) for path, item in sorted(DOCUMENT["paths"].items()) for method in item]

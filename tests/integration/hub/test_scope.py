@@ -15,7 +15,7 @@ from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 
 pytestmark = pytest.mark.asyncio
 

@@ -31,7 +31,7 @@ from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.scope.codes import Code, decode
 from megatronapp_common.scope.protocol import SUBPROTOCOL, Tensor, unpack
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
 RunRanks = Callable[..., list[Any]]

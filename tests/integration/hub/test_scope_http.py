@@ -18,11 +18,11 @@ from megatronapp_analyzer.hub.scope import asking, downloads, session_file, vari
 from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
 from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
-from megatronapp_common.buckets import Size
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.token_bucket import Size
+from megatronapp_common.web.tokens import Role
 
 pytestmark = pytest.mark.asyncio
 CONTROL = ("POST", RUNS), ("PATCH", f"{RUNS}/{RUN}"), ("DELETE", f"{RUNS}/{RUN}"), ("POST", f"{RUNS}/{RUN}/pca")

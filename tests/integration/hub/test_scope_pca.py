@@ -18,7 +18,7 @@ from megatronapp_analyzer.hub.scope.serving import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 
 pytestmark = pytest.mark.asyncio
 RUN, LATER = scope_session.RUN, "ba9876543210"

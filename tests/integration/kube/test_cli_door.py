@@ -20,7 +20,7 @@ import yaml
 from operator_play import SETTINGS
 
 from megatronapp_common import cli
-from megatronapp_common.tokens import Role, job_secret
+from megatronapp_common.web.tokens import Role, job_secret
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
 from megatronapp_operator.cli.cluster import doors, tokens, trace

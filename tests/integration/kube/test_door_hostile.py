@@ -19,7 +19,7 @@ from websockets.typing import Subprotocol
 from megatronapp_common import frames
 from megatronapp_common.frames import FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 from megatronapp_operator.door.routes import CALLERS_LONG_BODIES
 from megatronapp_operator.door.visits import CALLERS_SOCKETS
 

@@ -10,7 +10,7 @@ import playwright.sync_api as pw
 import pytest
 import spy
 
-from megatronapp_common.browsers import own_host
+from megatronapp_common.web.origin import own_host
 
 DIST = pathlib.Path(__file__).parents[3] / "frontend" / "dist"
 CHROMIUM = "/usr/bin/chromium"

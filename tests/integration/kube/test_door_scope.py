@@ -20,7 +20,7 @@ from websockets.typing import Subprotocol
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 
 VIEWER, CONTROLLER = door.on_jobs("get", "list"), door.on_jobs("get", "list", "update")
 RUN = scope_session.RUN

@@ -8,7 +8,7 @@ import kube
 import pytest
 from operator_play import KEY, SETTINGS, Play, manifest, play
 
-from megatronapp_common.tokens import job_secret
+from megatronapp_common.web.tokens import job_secret
 from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, SECRETS, Object
 from megatronapp_operator.keys import KeyRing
 

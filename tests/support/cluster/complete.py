@@ -4,7 +4,7 @@ import pathlib
 import sys
 import urllib.request
 
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 SECRET = pathlib.Path("/run/megatronapp/secret/secret")
 

@@ -12,8 +12,8 @@ from megatronapp_analyzer.hub.spool import SpoolLimits, SpoolWriter
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_common.tokens import new_secret
 from megatronapp_common.trace import Counter, Flag, Kind
+from megatronapp_common.web.tokens import new_secret
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import yaml
 from pydantic import BaseModel
 
 from megatronapp_common.job import Serve, Spec, load_job, megatron_arguments, place_of
+from megatronapp_common.job.api.scope import Scope
 from megatronapp_common.job.arguments import FLAGS, SERVE_FLAGS
 from megatronapp_common.job.fields import model_of
-from megatronapp_common.job.scope import Scope
 from megatronapp_trainer.config import build_parser, parse
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.serve.settings import build_serve_parser, read_command

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.browsers import (
+from megatronapp_common.web.origin import (
     asked_here,
     bearer,
     is_route,

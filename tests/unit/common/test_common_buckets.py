@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.buckets import Buckets, Short, Size
+from megatronapp_common.web.token_bucket import Buckets, Short, Size
 
 
 @given(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.counts import read_counts, write_counts
+from megatronapp_common.text.run_length import read_counts, write_counts
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=50))

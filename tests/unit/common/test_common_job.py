@@ -29,7 +29,7 @@ from megatronapp_common.job import (
     load_stored_job,
     parse_manifest,
 )
-from megatronapp_common.job.model import MAX_PROC_PER_NODE
+from megatronapp_common.job.api.model import MAX_PROC_PER_NODE
 from megatronapp_common.topology import fbd_world, fbd_world_of
 
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from megatronapp_common import loopback
+from megatronapp_common.web import loopback
 
 
 def test_all_addresses_of_a_name_below_localhost_are_told() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatronapp_common.patterns import matches
+from megatronapp_common.text.re2 import matches
 
 
 @pytest.mark.parametrize(

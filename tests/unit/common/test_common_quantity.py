@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import load_job, quantity_value
-from megatronapp_common.job.quantity import QUANTITY_PATTERN
+from megatronapp_common.job.api.quantity import QUANTITY_PATTERN
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import MutableMapping
 from typing import Any
 
-from megatronapp_common.safe_headers import SAFE_HEADERS, Message, Receive, SafeHeaders, Send
+from megatronapp_common.web.security_headers import SAFE_HEADERS, Message, Receive, SafeHeaders, Send
 
 Pairs = list[tuple[bytes, bytes]]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.tokens import SECRET_BYTES, Role, derive, matches, new_secret, read_secret
+from megatronapp_common.web.tokens import SECRET_BYTES, Role, derive, matches, new_secret, read_secret
 
 secrets = st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES).map(bytes.hex)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common import cli
-from megatronapp_common.texts import one_line, plain
+from megatronapp_common.text.terminal import one_line, plain
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
 from megatronapp_operator.cli.tables import format_table

@@ -7,7 +7,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import Api, Listing
 from megatronapp_operator.backends.kubernetes.errors import ApiError
 from megatronapp_operator.door.access import Credentials

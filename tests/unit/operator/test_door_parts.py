@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 from megatronapp_operator.backends.kubernetes.api import Api, Listing
 from megatronapp_operator.backends.kubernetes.errors import UnavailableError
 from megatronapp_operator.door.access import cookie_name

@@ -10,7 +10,7 @@ import pytest
 import rendered
 from prometheus_client import CollectorRegistry
 
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import Api, Listing, Object
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.render.objects import Names

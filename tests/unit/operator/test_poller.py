@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
 from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, RECENT_S, Poller
 from megatronapp_operator.backends.kubernetes.records import Container, PodRecord

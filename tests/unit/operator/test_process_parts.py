@@ -21,12 +21,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_common import tokens
 from megatronapp_common.job import load_job
 from megatronapp_common.names import Env
 from megatronapp_common.processes import is_held
 from megatronapp_common.room import LEAST_BYTES, Room
 from megatronapp_common.state import jobs_dir
+from megatronapp_common.web import tokens
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process import build, files, kin, lock, settings, spawn
 from megatronapp_operator.backends.process.backend import Backend

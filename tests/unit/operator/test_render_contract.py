@@ -10,7 +10,7 @@ from megatronapp_analyzer.agent.settings import load_settings
 from megatronapp_analyzer.hub.__main__ import build_parser as hub_parser
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
 from megatronapp_common.names import Env, RankOrder
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
 from megatronapp_trainer.launch.interface import attachment

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, parse_manifest
-from megatronapp_common.job.metadata import MAX_NAME_LENGTH
+from megatronapp_common.job.api.metadata import MAX_NAME_LENGTH
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
 from megatronapp_operator.backends.kubernetes.render.initializers import container_name

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
 from megatronapp_operator.backends.kubernetes.render.quantities import pod_requests, text_of

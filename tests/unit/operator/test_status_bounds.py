@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
-from megatronapp_common.texts import one_line
+from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.backends.kubernetes.executor import MAX_NOTE, _event
 from megatronapp_operator.backends.kubernetes.records import _number
 from megatronapp_operator.backends.kubernetes.render.settings import Owner

@@ -17,7 +17,7 @@ from launchers import Gang, wait_until
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.pages import PageWriter
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 from megatronapp_trainer.launch import address
 
 pytestmark = pytest.mark.process

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from megatronapp_common.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import Role, derive, new_secret
 
 SECRET = new_secret()
 KEY = derive(SECRET, Role.SERVE)

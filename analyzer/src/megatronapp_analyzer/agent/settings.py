@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from megatronapp_analyzer.errors import SettingsError
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 DEFAULT_SHM_DIR = "/dev/shm"
 

@@ -19,7 +19,7 @@ from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ende
 from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_analyzer.process import die_with_parent
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 
 LOG = logging.getLogger("megatronapp_analyzer.hub")
 

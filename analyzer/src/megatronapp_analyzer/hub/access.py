@@ -2,7 +2,7 @@
 
 Agents prove the `agent` token; programs the `viewer` or `controller` token, as a Bearer header; browsers show the
 cookie that `POST /login` sets. Routes find the role by `role_of`. What a cookie opens must come from the hub's own
-page, because browsers send cookies with whatever any page asks (see `megatronapp_common.browsers`). The page itself
+page, because browsers send cookies with whatever any page asks (see `megatronapp_common.web.origin`). The page itself
 holds nothing of the job and is open.
 """
 
@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatronapp_analyzer.hub.logins import Logins
 from megatronapp_analyzer.hub.problems import problem_response
-from megatronapp_common.browsers import READING, asked_here, bearer, same_origin
-from megatronapp_common.tokens import Role, matches
+from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
+from megatronapp_common.web.tokens import Role, matches
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub

@@ -20,7 +20,7 @@ from megatronapp_analyzer.hub import (
 from megatronapp_analyzer.hub.bodies import BodyLimit
 from megatronapp_analyzer.hub.logins import Logins
 from megatronapp_analyzer.hub.scope import routes as routes_scope
-from megatronapp_common.safe_headers import SafeHeaders
+from megatronapp_common.web.security_headers import SafeHeaders
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.service import Hub

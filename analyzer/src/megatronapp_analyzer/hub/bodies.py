@@ -6,8 +6,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatronapp_analyzer.hub.access import API, ROLE
 from megatronapp_analyzer.hub.problems import problem_response
-from megatronapp_common.browsers import READING
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.origin import READING
+from megatronapp_common.web.tokens import Role
 
 MAX_BODY_BYTES = 64 << 10
 """Of what people and programs send as JSON."""

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from megatronapp_common.tokens import Role, matches
+from megatronapp_common.web.tokens import Role, matches
 
 LIFE_S = 12 * 3600
 """Of a session."""

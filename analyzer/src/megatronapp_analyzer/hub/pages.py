@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_common.browsers import (
+from megatronapp_common.web.origin import (
     ASSET_HEADERS,
     ELSEWHERE_MARK,
     PAGE_HEADERS,

@@ -12,7 +12,7 @@ from megatronapp_analyzer.hub import schemas
 from megatronapp_analyzer.hub.access import role_of
 from megatronapp_analyzer.hub.logins import LIFE_S, Logins
 from megatronapp_analyzer.hub.problems import NO_STORE, ApiError
-from megatronapp_common.browsers import PAGE_HEADERS, bearer, login_form, same_origin
+from megatronapp_common.web.origin import PAGE_HEADERS, bearer, login_form, same_origin
 
 MAX_FORM_BYTES = 4 << 10
 BODY_S = 10.0

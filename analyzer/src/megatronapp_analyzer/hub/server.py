@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_common.loopback import V4, V6, family_of, has_ipv6, is_shared
-from megatronapp_common.promptness import send_at_once
+from megatronapp_common.web.loopback import V4, V6, family_of, has_ipv6, is_shared
+from megatronapp_common.web.tcp_nodelay import send_at_once
 
 BACKLOG = 2048
 STALL_S = 30.0

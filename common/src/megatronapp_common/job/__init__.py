@@ -1,8 +1,7 @@
 """MegatronJob: its types, its rules, and its flags."""
 
-from megatronapp_common.job.analyzer import Analyzer, AnalyzerVolume, SlowNode
-from megatronapp_common.job.arguments import megatron_arguments, place_of
-from megatronapp_common.job.cluster import (
+from megatronapp_common.job.api.analyzer import Analyzer, AnalyzerVolume, SlowNode
+from megatronapp_common.job.api.cluster import (
     Initializer,
     PodMetadata,
     PodTemplate,
@@ -12,12 +11,10 @@ from megatronapp_common.job.cluster import (
     Toleration,
     Volume,
 )
-from megatronapp_common.job.judge import check_update
-from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
-from megatronapp_common.job.metadata import Metadata
-from megatronapp_common.job.model import Model, Parallelism
-from megatronapp_common.job.network import Network, Preflight, Rdma
-from megatronapp_common.job.policy import (
+from megatronapp_common.job.api.metadata import Metadata
+from megatronapp_common.job.api.model import Model, Parallelism
+from megatronapp_common.job.api.network import Network, Preflight, Rdma
+from megatronapp_common.job.api.policy import (
     Backoff,
     ExitCodes,
     FailureMatch,
@@ -27,11 +24,11 @@ from megatronapp_common.job.policy import (
     Scheduling,
     TopologyRequest,
 )
-from megatronapp_common.job.quantity import quantity_value
-from megatronapp_common.job.runtimes import Dpp, Fbd, Forward
-from megatronapp_common.job.serve import Serve
-from megatronapp_common.job.spec import EnvVar, Fault, Spec, Trace
-from megatronapp_common.job.status import (
+from megatronapp_common.job.api.quantity import quantity_value
+from megatronapp_common.job.api.runtimes import Dpp, Fbd, Forward
+from megatronapp_common.job.api.serve import Serve
+from megatronapp_common.job.api.spec import EnvVar, Fault, Spec, Trace
+from megatronapp_common.job.api.status import (
     TERMINAL_PHASES,
     Condition,
     Failure,
@@ -42,8 +39,11 @@ from megatronapp_common.job.status import (
     ReplicaStatuses,
     Status,
 )
-from megatronapp_common.job.training import Checkpoint, Data, Recompute, Training
-from megatronapp_common.job.types import MegatronJob
+from megatronapp_common.job.api.training import Checkpoint, Data, Recompute, Training
+from megatronapp_common.job.api.types import MegatronJob
+from megatronapp_common.job.arguments import megatron_arguments, place_of
+from megatronapp_common.job.judge import check_update
+from megatronapp_common.job.load import load_job, load_stored_job, parse_manifest, skipped_rules
 from megatronapp_common.job.world import WorkerGroup, WorkerRole, World, derive_world
 
 __all__ = [

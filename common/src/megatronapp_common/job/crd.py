@@ -7,11 +7,11 @@ The API server takes structural schemas only (OpenAPI v3.0): no references, no `
 from collections.abc import Iterable
 from typing import Any
 
-from megatronapp_common.job.metadata import Metadata
+from megatronapp_common.job.api.metadata import Metadata
+from megatronapp_common.job.api.spec import Spec
+from megatronapp_common.job.api.status import Status
+from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.rules import CHANGE_RULES, NAME_RULES, SPEC_RULES, Rule
-from megatronapp_common.job.spec import Spec
-from megatronapp_common.job.status import Status
-from megatronapp_common.job.types import MegatronJob
 from megatronapp_common.names import GROUP, KIND, VERSION
 
 PLURAL = "megatronjobs"

@@ -11,10 +11,10 @@ from cel_expr_python import cel
 from cel_expr_python.ext import ext_strings
 
 from megatronapp_common.job.admission import ADMISSION_RULES
-from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.api.quantity import quantity_value
+from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
 from megatronapp_common.job.rules.rule import OPTIONAL_BLOCKS
-from megatronapp_common.job.spec import Spec
 
 Path = tuple[str, ...]
 _LARGEST_FLOAT = int(sys.float_info.max)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.job.fields import fields_by_alias, model_of, type_at, without_none
-from megatronapp_common.job.spec import Spec
 
 Path = tuple[str, ...]
 

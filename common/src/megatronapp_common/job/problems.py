@@ -8,13 +8,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megatronapp_common.job.cluster import (
+from megatronapp_common.job.api.cluster import (
     IMAGE_PATTERN,
     LABEL_KEY_PATTERN,
     OBJECT_NAME_PATTERN,
     QUALIFIED_PATTERN,
     URI_PATTERN,
 )
+from megatronapp_common.job.api.metadata import JOB_NAME_PATTERN, NAME_PATTERN
+from megatronapp_common.job.api.network import ATTACHMENT_PATTERN, INTERFACE_PATTERN
+from megatronapp_common.job.api.quantity import QUANTITY_PATTERN
+from megatronapp_common.job.api.scope import MODULE_PATTERN
+from megatronapp_common.job.api.spec import VARIABLE_PATTERN
+from megatronapp_common.job.api.training import SPLIT_PATTERN
 from megatronapp_common.job.fields import (
     Location,
     describe_type,
@@ -24,12 +30,6 @@ from megatronapp_common.job.fields import (
     walk,
     without_none,
 )
-from megatronapp_common.job.metadata import JOB_NAME_PATTERN, NAME_PATTERN
-from megatronapp_common.job.network import ATTACHMENT_PATTERN, INTERFACE_PATTERN
-from megatronapp_common.job.quantity import QUANTITY_PATTERN
-from megatronapp_common.job.scope import MODULE_PATTERN
-from megatronapp_common.job.spec import VARIABLE_PATTERN
-from megatronapp_common.job.training import SPLIT_PATTERN
 
 SHOWN_CHARACTERS = 60
 LISTED_CHOICES = 3

@@ -11,9 +11,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatronapp_common.job.admission import ADMISSION_RULES
+from megatronapp_common.job.api.types import MegatronJob
 from megatronapp_common.job.fields import describe_type, fields_by_alias, model_of, without_none
 from megatronapp_common.job.rules import CHANGE_RULES, SPEC_RULES, Rule
-from megatronapp_common.job.types import MegatronJob
 
 _HEAD = """\
 # MegatronJob

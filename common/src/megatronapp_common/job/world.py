@@ -5,10 +5,10 @@ import enum
 from collections.abc import Mapping
 
 from megatronapp_common.errors import JobError, TopologyError
-from megatronapp_common.job.cluster import Resources
-from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE
-from megatronapp_common.job.runtimes import Forward
-from megatronapp_common.job.spec import Spec
+from megatronapp_common.job.api.cluster import Resources
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
+from megatronapp_common.job.api.runtimes import Forward
+from megatronapp_common.job.api.spec import Spec
 from megatronapp_common.topology import FbdWorld, Placement, Topology
 
 

@@ -6,8 +6,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model
 from pydantic.alias_generators import to_camel
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope.expression import MAX_CHARACTERS
-from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_common.filters.expression import MAX_CHARACTERS
+from megatronapp_common.filters.reducers import parse_reducer
 
 CALLER_HEADER = "X-Megatronapp-Caller"
 """In which the door tells the hub who asks; it passes none on that a client sends."""

@@ -4,7 +4,7 @@ import urllib.parse
 
 import httpx
 
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 from megatronapp_operator.backends.process import files
 from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError

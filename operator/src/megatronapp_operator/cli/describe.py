@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatronapp_common.texts import one_line
+from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.backends.process import files, registry
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.cli.jobs import Job

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from megatronapp_common.texts import one_line
+from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.backends.process import registry
 from megatronapp_operator.cli.jobs import Job, Jobs
 from megatronapp_operator.cli.tables import COLUMNS, WIDE_COLUMNS, Table, job_row

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatronapp_common.texts import one_line
+from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.cli.durations import human_duration
 from megatronapp_operator.cli.jobs import Job
 from megatronapp_operator.document import seconds_of

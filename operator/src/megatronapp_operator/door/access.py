@@ -1,7 +1,7 @@
 """What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
 
 What a cookie opens must come from a page of the door itself, and `megatronapp ui` opens a forwarded port under a host
-name of its own (see `megatronapp_common.browsers`). The door itself leads nobody to such a name: it cannot know who
+name of its own (see `megatronapp_common.web.origin`). The door itself leads nobody to such a name: it cannot know who
 else on the machine of the browser answers to it.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from megatronapp_common.browsers import READING, asked_here, bearer, same_origin
+from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
 from megatronapp_operator.door.gate import LOG_IN, Caller, Gate
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.sessions import LIFE_S, Sessions

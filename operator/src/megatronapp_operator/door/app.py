@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from megatronapp_common.names import HUB_PORT
-from megatronapp_common.safe_headers import SafeHeaders
+from megatronapp_common.web.security_headers import SafeHeaders
 from megatronapp_operator.backends.kubernetes.api import Api
 from megatronapp_operator.door import pages, problems, routes, routes_scope
 from megatronapp_operator.door.access import Credentials, cookie_name

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.api import JOBS, Api, Object
 from megatronapp_operator.backends.kubernetes.facts import read_pinned
 from megatronapp_operator.door.cache import Cache

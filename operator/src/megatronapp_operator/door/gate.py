@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 from megatronapp_operator.door.catalog import Catalog, Job
 from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.door.reviews import Reviews, Right, User, Verb

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
-from megatronapp_common.browsers import (
+from megatronapp_common.web.origin import (
     ASSET_HEADERS,
     ELSEWHERE_MARK,
     PAGE_HEADERS,

@@ -9,7 +9,7 @@ import socket
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from megatronapp_common.promptness import send_at_once
+from megatronapp_common.web.tcp_nodelay import send_at_once
 
 HEAD_S = 10.0
 """So long may the head of a request take."""

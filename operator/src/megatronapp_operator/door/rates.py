@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 
-from megatronapp_common.buckets import Buckets, Size
+from megatronapp_common.web.token_bucket import Buckets, Size
 from megatronapp_operator.door.problems import Refusal
 
 MAX_KEYS = 10_000

@@ -9,8 +9,8 @@ from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from megatronapp_common.job.metadata import NAME_PATTERN
-from megatronapp_common.tokens import Role
+from megatronapp_common.job.api.metadata import NAME_PATTERN
+from megatronapp_common.web.tokens import Role
 from megatronapp_operator.door import live, relay, visits
 from megatronapp_operator.door.access import Credentials
 from megatronapp_operator.door.answers import kind_of

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from starlette.websockets import WebSocket
 
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 from megatronapp_operator.backends.kubernetes.errors import ApiError
 from megatronapp_operator.door import live
 from megatronapp_operator.door.catalog import Job

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megatronapp_common.names import ExitCode
-from megatronapp_common.patterns import matches
+from megatronapp_common.text.re2 import matches
 from megatronapp_operator.plan import outcome
 from megatronapp_operator.plan.draft import Draft
 from megatronapp_operator.plan.observed import Worker, WorkerPhase

@@ -18,9 +18,9 @@ from megatronapp_analyzer.hub.scope.numbering import Part
 from megatronapp_analyzer.hub.scope.run import Run
 from megatronapp_analyzer.hub.scope.steps import TOKENS_WAIT_S, WAIT_S, StepBook
 from megatronapp_common import frames
+from megatronapp_common.filters.shard_plan import Plan
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode
-from megatronapp_common.scope.plan import Plan
 from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 
 LAYOUTS = [(1, 1, False), (2, 1, False), (1, 2, False), (4, 1, True), (2, 2, True), (4, 4, False)]

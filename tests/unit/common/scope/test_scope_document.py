@@ -6,9 +6,9 @@ import re
 import pytest
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope.expression import MAX_CHARACTERS, MAX_COST, MAX_DEPTH, MAX_NODES, parse
-from megatronapp_common.scope.plan import compile_plan
-from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_common.filters.expression import MAX_CHARACTERS, MAX_COST, MAX_DEPTH, MAX_NODES, parse
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.filters.shard_plan import compile_plan
 
 TEXT = (pathlib.Path(__file__).resolve().parents[4] / "docs" / "expressions.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```filter\n(.*?)```", TEXT, re.DOTALL)[0].splitlines()

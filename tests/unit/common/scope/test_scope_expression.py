@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 from scope_filters import filters
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope.evaluate import NumpyBackend, evaluate
-from megatronapp_common.scope.expression import MAX_CHARACTERS, MAX_COST, MAX_DEPTH, MAX_NODES, Expression, cost, parse
-from megatronapp_common.scope.plan import compile_plan, run
-from megatronapp_common.scope.reducers import NAMED, Histogram, parse_reducer
-from megatronapp_common.scope.syntax import Apply, Data, Function, Reduce, Reduction, depth, walk
+from megatronapp_common.filters.evaluate import NumpyBackend, evaluate
+from megatronapp_common.filters.expression import (
+    MAX_CHARACTERS,
+    MAX_COST,
+    MAX_DEPTH,
+    MAX_NODES,
+    Expression,
+    cost,
+    parse,
+)
+from megatronapp_common.filters.reducers import NAMED, Histogram, parse_reducer
+from megatronapp_common.filters.shard_plan import compile_plan, run
+from megatronapp_common.filters.syntax import Apply, Data, Function, Reduce, Reduction, depth, walk
 
 DATA = np.array([3.0, -1.0, 0.0, 2.0], np.float32)
 READ = {

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from scope_filters import exact_data, filters, unsharded, well_conditioned
 
 from megatronapp_common.errors import ExpressionError, PlanError
-from megatronapp_common.scope.pixels import fitting_pixels, merges, pixel_edges
-from megatronapp_common.scope.plan import Plan, compile_plan, run
-from megatronapp_common.scope.reducers import NAMED, Reducer, parse_reducer
+from megatronapp_common.filters.pixels import fitting_pixels, merges, pixel_edges
+from megatronapp_common.filters.reducers import NAMED, Reducer, parse_reducer
+from megatronapp_common.filters.shard_plan import Plan, compile_plan, run
 
 SHARDS = [1, 2, 4]
 WIDTH = 24

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.errors import FrameError
-from megatronapp_common.scope.plan import run
-from megatronapp_common.scope.reducers import NAMES
-from megatronapp_common.scope.shard import MAX_SHARDS, MERGE, Shard, read
+from megatronapp_common.filters.reducers import NAMES
+from megatronapp_common.filters.shard import MAX_SHARDS, MERGE, Shard, read
+from megatronapp_common.filters.shard_plan import run
 
 GOOD: dict[str, Any] = {"reducer": "std", "width": 64, "pixels": 1, "shards": 4, "shard": 3}
 ODD = st.one_of(

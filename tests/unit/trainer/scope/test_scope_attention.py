@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_common.scope.pixels import merges
+from megatronapp_common.filters.pixels import merges
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES
 from megatronapp_common.scope.protocol_requests import Capture
 from megatronapp_trainer.generate.plan import Plan, Segment

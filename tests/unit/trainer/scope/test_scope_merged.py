@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
 from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.filters.shard_plan import compile_plan, run
 from megatronapp_common.frames import FrameType, decode, encode
-from megatronapp_common.scope.plan import compile_plan, run
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_common.scope.reducers import parse_reducer
 from megatronapp_trainer.scope.collect import Collector, Values
 from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
 from megatronapp_trainer.scope.share import Share

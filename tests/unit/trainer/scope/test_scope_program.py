@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scope_filters import exact_data, filters, unsharded, well_conditioned
 
 from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.filters.reducers import NAMES, Reducer, parse_reducer
+from megatronapp_common.filters.shard_plan import Plan, compile_plan, run
 from megatronapp_common.scope.codes import Code, decode, encode
-from megatronapp_common.scope.plan import Plan, compile_plan, run
-from megatronapp_common.scope.reducers import NAMES, Reducer, parse_reducer
 from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.scope import program as programs
 from megatronapp_trainer.scope.encode import DTYPES, encode_into

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatronapp_common.names import ExitCode
 from megatronapp_common.pid_namespace import pid_namespace
-from megatronapp_common.tokens import Role, derive, read_secret
+from megatronapp_common.web.tokens import Role, derive, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
 from megatronapp_trainer.launch import address, preflight, process, reach, shared_memory
 from megatronapp_trainer.launch.board import Board, Phase

@@ -5,8 +5,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Self
 
-from megatronapp_common.counts import read_counts
 from megatronapp_common.names import Env, RankOrder, ShmFile
+from megatronapp_common.text.run_length import read_counts
 from megatronapp_trainer.errors import UsageError
 from megatronapp_trainer.launch.wanted import Preflight
 

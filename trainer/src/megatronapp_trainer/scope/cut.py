@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatronapp_common.filters.shard import MERGE
 from megatronapp_common.scope.protocol import Tensor
-from megatronapp_common.scope.shard import MERGE
 
 MOST_ROWS = 1 << 14
 """Of a frame: a header says which they are."""

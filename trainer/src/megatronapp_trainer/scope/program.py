@@ -2,12 +2,12 @@
 
 R rows (layers, tokens, heads: whatever stands before the last axis), W numbers of the shard, P its pixels, C columns.
 Kernels are launched and nothing is waited for. Sixteen-bit numbers are computed with 32 bits. The numpy reference
-(`megatronapp_common.scope.plan.run`) gives the same within 1e-5 of the largest number that stands in the way.
+(`megatronapp_common.filters.shard_plan.run`) gives the same within 1e-5 of the largest number that stands in the way.
 """
 
 import torch
 
-from megatronapp_common.scope.plan import Group, Program, compute
+from megatronapp_common.filters.shard_plan import Group, Program, compute
 from megatronapp_trainer.errors import TrainerError
 from megatronapp_trainer.scope.reduce import TorchBackend
 

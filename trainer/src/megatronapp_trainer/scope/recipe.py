@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from megatronapp_common.errors import ExpressionError, PlanError
-from megatronapp_common.scope.plan import Plan, compile_plan
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.filters.shard import Shard
+from megatronapp_common.filters.shard_plan import Plan, compile_plan
 from megatronapp_common.scope.protocol_requests import Capture, Rotary
-from megatronapp_common.scope.reducers import parse_reducer
-from megatronapp_common.scope.shard import Shard
 from megatronapp_trainer.scope.collect import Collector
 from megatronapp_trainer.scope.parcel import Found
 from megatronapp_trainer.scope.program import DeviceProgram

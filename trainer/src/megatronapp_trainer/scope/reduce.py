@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from megatronapp_common.scope.evaluate import OPERATORS
-from megatronapp_common.scope.reducers import Histogram
-from megatronapp_common.scope.syntax import Function, Operator, Reduction
+from megatronapp_common.filters.evaluate import OPERATORS
+from megatronapp_common.filters.reducers import Histogram
+from megatronapp_common.filters.syntax import Function, Operator, Reduction
 
 _FUNCTIONS: Mapping[Function, Callable[[torch.Tensor], torch.Tensor]] = {
     Function.NEGATIVE: torch.neg,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_common.filters.reducers import parse_reducer
 from megatronapp_trainer.scope.errors import CaptureError
 
 Inputs = tuple[Any, ...]

@@ -14,9 +14,9 @@ import urllib.parse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatronapp_common.browsers import bearer, same_origin
 from megatronapp_common.names import Env
-from megatronapp_common.tokens import Role, matches
+from megatronapp_common.web.origin import bearer, same_origin
+from megatronapp_common.web.tokens import Role, matches
 from megatronapp_trainer.serve.problems import ApiError, error_response
 
 OPEN = frozenset({"/healthz", "/readyz"})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
-from megatronapp_common.tokens import read_secret
+from megatronapp_common.web.tokens import read_secret
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.text_tokens import read_text_tokens
 from megatronapp_trainer.errors import TrainerError, UsageError

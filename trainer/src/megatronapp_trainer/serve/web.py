@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from megatronapp_common.promptness import send_at_once
-from megatronapp_common.safe_headers import SafeHeaders
+from megatronapp_common.web.security_headers import SafeHeaders
+from megatronapp_common.web.tcp_nodelay import send_at_once
 from megatronapp_trainer.errors import RendezvousError, UsageError
 from megatronapp_trainer.serve import described, problems, routes_openai, routes_probe, routes_scope, routes_tokens
 from megatronapp_trainer.serve.desk import Desk

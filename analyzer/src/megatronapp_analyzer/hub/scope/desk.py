@@ -31,6 +31,7 @@ from megatronapp_analyzer.hub.scope.steps import ClosedStep, StepBook, number
 from megatronapp_analyzer.hub.scope.viewers import Viewer
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
+from megatronapp_common.filters.reducers import NAMES
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import PROTOCOL
 from megatronapp_common.scope.protocol_requests import (
@@ -39,7 +40,6 @@ from megatronapp_common.scope.protocol_requests import (
     Capture,
     States,
 )
-from megatronapp_common.scope.reducers import NAMES
 
 LOG = logging.getLogger(__name__)
 RING_BYTES = 256 << 20

@@ -9,8 +9,8 @@ from starlette.requests import HTTPConnection
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.access import role_of
 from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_common.buckets import Size
 from megatronapp_common.scope.protocol_requests import CALLER_HEADER
+from megatronapp_common.web.token_bucket import Size
 
 REQUESTS = Size(burst=400, per_s=200)
 """Of one caller: a page that opens asks for many tiles."""

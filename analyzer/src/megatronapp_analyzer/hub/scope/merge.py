@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from megatronapp_analyzer.errors import ProtocolError
 from megatronapp_analyzer.hub.scope.states import MAX_NUMBERS, Held, combined
 from megatronapp_common.errors import FrameError
+from megatronapp_common.filters.shard import MERGE, Shard
+from megatronapp_common.filters.shard import read as read_shard
+from megatronapp_common.filters.shard_plan import Plan
 from megatronapp_common.frames import Frame
 from megatronapp_common.scope.codes import Code, decode
-from megatronapp_common.scope.plan import Plan
 from megatronapp_common.scope.protocol import Tensor, unpack
-from megatronapp_common.scope.shard import MERGE, Shard
-from megatronapp_common.scope.shard import read as read_shard
 
 Row = tuple[int, int]
 """Sample and position."""

@@ -17,7 +17,7 @@ from megatronapp_analyzer.hub.scope.service import ScopeService
 from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
-from megatronapp_common.tokens import Role, derive, new_secret
+from megatronapp_common.web.tokens import Role, derive, new_secret
 
 HOST = "127.0.0.1"
 FRONTEND_ENV = "MEGATRONAPP_FRONTEND"

@@ -26,7 +26,7 @@ from megatronapp_analyzer.hub.scope.tiles import MAX_LEVEL, MAX_TILES, Place, bo
 from megatronapp_analyzer.hub.scope.variance import variance_of
 from megatronapp_common.scope.protocol import SUBPROTOCOL
 from megatronapp_common.scope.protocol_requests import CaptureChange, ProbeSite, Rotary, RunRequest
-from megatronapp_common.tokens import Role
+from megatronapp_common.web.tokens import Role
 
 if TYPE_CHECKING:
     from megatronapp_analyzer.hub.scope.service import ScopeService

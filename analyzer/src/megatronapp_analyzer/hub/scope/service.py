@@ -14,8 +14,8 @@ from megatronapp_analyzer.hub.scope.refill import Refiller
 from megatronapp_analyzer.hub.scope.run import TURNED, Run
 from megatronapp_analyzer.hub.scope.scores import ScoreDesk
 from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_common.buckets import Buckets
 from megatronapp_common.scope.protocol_requests import Rotary
+from megatronapp_common.web.token_bucket import Buckets
 
 
 class ScopeService:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megatronapp_common.scope.plan import Plan
+from megatronapp_common.filters.shard_plan import Plan
 
 MAX_NUMBERS = 1 << 21
 """States of all tensors of a step, of all shards; more are refused, whatever a rank says that there are."""

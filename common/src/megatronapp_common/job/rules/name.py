@@ -1,6 +1,6 @@
 """Rules over the whole object: the API server's own limits for names are wider than those of our types (`metadata`)."""
 
-from megatronapp_common.job.metadata import JOB_NAME_PATTERN, MAX_NAME_LENGTH
+from megatronapp_common.job.api.metadata import JOB_NAME_PATTERN, MAX_NAME_LENGTH
 from megatronapp_common.job.rules.rule import Rule, say
 
 NAME_RULES = (

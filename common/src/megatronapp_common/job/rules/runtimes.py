@@ -4,7 +4,7 @@ The rules of forward workers see, beside the names of `world`, `wanted_forward` 
 `forward_per_node` (written or derived).
 """
 
-from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 from megatronapp_common.job.rules.cluster import named_once
 from megatronapp_common.job.rules.rule import Rule, say
 from megatronapp_common.job.rules.world import APART, say_with_sizes, with_gang

@@ -9,7 +9,7 @@ derived), and the same of forward workers, 0 where there are none (`wanted_forwa
 import re
 from collections.abc import Iterator
 
-from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, MAX_RANKS
 from megatronapp_common.job.rules.rule import Rule, let, let_say, say
 
 _DATA, _NODES, _PER_NODE = "has(self.parallelism.data)", "has(self.nodes)", "has(self.procPerNode)"

@@ -11,9 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Sequence
 
-from megatronapp_common import tokens
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
+from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, Api, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import (

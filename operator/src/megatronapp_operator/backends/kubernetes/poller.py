@@ -17,7 +17,7 @@ import httpx
 
 from megatronapp_common.job import RankTable
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
-from megatronapp_common.tokens import Role, derive, job_secret
+from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told
 from megatronapp_operator.backends.kubernetes.records import PodRecord
 from megatronapp_operator.keys import KeyRing

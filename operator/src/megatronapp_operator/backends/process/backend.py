@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatronapp_common import tokens
 from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import PageReader
 from megatronapp_common.room import Room
+from megatronapp_common.web import tokens
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process import files, kin, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess

@@ -4,8 +4,8 @@ import subprocess
 
 import httpx
 
-from megatronapp_common.loopback import V4, is_shared
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.web.loopback import V4, is_shared
+from megatronapp_common.web.tokens import Role, derive
 from megatronapp_operator import summary
 from megatronapp_operator.backends.process.files import write_json
 from megatronapp_operator.backends.process.ports import HeldPort

@@ -5,7 +5,7 @@ import random
 import socket
 from collections.abc import Iterator
 
-from megatronapp_common.loopback import V6, family_of, has_ipv6, is_shared
+from megatronapp_common.web.loopback import V6, family_of, has_ipv6, is_shared
 from megatronapp_operator.errors import BackendError
 
 PORTS = range(20000, 30000)

@@ -5,8 +5,8 @@ import os
 import pathlib
 from collections.abc import Mapping
 
-from megatronapp_common.counts import write_counts
 from megatronapp_common.names import Env
+from megatronapp_common.text.run_length import write_counts
 from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.spawn import inherited_environment
 

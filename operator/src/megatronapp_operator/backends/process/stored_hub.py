@@ -4,10 +4,10 @@ import contextlib
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from megatronapp_common.loopback import V4
 from megatronapp_common.names import Env
 from megatronapp_common.processes import end
 from megatronapp_common.state import jobs_dir
+from megatronapp_common.web.loopback import V4
 from megatronapp_operator.backends.process.ports import HeldPort
 from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.backends.process.spawn import inherited_environment, spawn

@@ -15,12 +15,12 @@ from typing import IO, Any
 
 import httpx
 
-from megatronapp_common import loopback
-from megatronapp_common.browsers import own_host
+from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.job.crd import PLURAL
-from megatronapp_common.job.metadata import NAME_PATTERN
 from megatronapp_common.names import DOOR_PORT, GROUP
 from megatronapp_common.processes import end
+from megatronapp_common.web import loopback
+from megatronapp_common.web.origin import own_host
 from megatronapp_operator.backends.kubernetes.api import SERVICES, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
 from megatronapp_operator.cli.cluster.connection import Cluster

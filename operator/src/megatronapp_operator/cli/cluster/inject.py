@@ -3,7 +3,7 @@
 import argparse
 
 from megatronapp_common.job import load_stored_job
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 from megatronapp_operator.cli import inject
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import opened

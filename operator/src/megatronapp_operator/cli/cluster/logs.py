@@ -15,7 +15,7 @@ import aiohttp
 
 from megatronapp_common.job import MegatronJob, load_stored_job
 from megatronapp_common.names import LABEL_ATTEMPT
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 from megatronapp_common.topology import Placement
 from megatronapp_operator.backends.kubernetes.api import PODS, Object
 from megatronapp_operator.backends.kubernetes.errors import ApiError, UnavailableError

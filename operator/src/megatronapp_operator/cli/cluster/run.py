@@ -4,7 +4,7 @@ import argparse
 import time
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 from megatronapp_operator.backends.kubernetes.api import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from megatronapp_common.job.metadata import NAME_PATTERN
+from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_common.texts import plain
-from megatronapp_common.tokens import Role, derive
+from megatronapp_common.text.terminal import plain
+from megatronapp_common.web.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes.api import SECRETS, Object, Resource
 from megatronapp_operator.backends.kubernetes.errors import ApiError
 from megatronapp_operator.backends.kubernetes.facts import read_pinned

@@ -6,7 +6,7 @@ import pathlib
 from http import HTTPStatus
 from typing import Any
 
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened
 from megatronapp_operator.cli.inject import problem_of

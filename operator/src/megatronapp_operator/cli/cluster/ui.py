@@ -4,7 +4,7 @@ import argparse
 import sys
 import webbrowser
 
-from megatronapp_common.texts import plain
+from megatronapp_common.text.terminal import plain
 from megatronapp_operator.cli.addresses import page_query
 from megatronapp_operator.cli.cluster import doors, tokens
 from megatronapp_operator.cli.cluster.connection import ClusterJob, opened

@@ -5,7 +5,7 @@ starting must not keep the training from it (docs/adr/0010).
 """
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.job.cluster import Resources
+from megatronapp_common.job.api.cluster import Resources
 from megatronapp_common.names import Env
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import storage

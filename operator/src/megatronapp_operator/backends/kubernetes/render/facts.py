@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from megatronapp_common.counts import write_counts
 from megatronapp_common.job import MegatronJob, World, megatron_arguments
+from megatronapp_common.text.run_length import write_counts
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -3,7 +3,7 @@
 import hashlib
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.job.cluster import Initializer
+from megatronapp_common.job.api.cluster import Initializer
 from megatronapp_common.names import ReplicaType
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render import storage

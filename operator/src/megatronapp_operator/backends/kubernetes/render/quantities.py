@@ -4,7 +4,7 @@ import fractions
 import math
 from collections.abc import Iterable, Mapping
 
-from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.api import Object
 
 Amounts = dict[str, fractions.Fraction]

@@ -5,8 +5,8 @@ import posixpath
 from typing import Any
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_common.job.cluster import Initializer, Volume
-from megatronapp_common.job.quantity import quantity_value
+from megatronapp_common.job.api.cluster import Initializer, Volume
+from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes.api import Object
 from megatronapp_operator.backends.kubernetes.render.quantities import text_of
 from megatronapp_operator.backends.kubernetes.render.worker_draft import TRAINER, Draft

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope.syntax import (
+from megatronapp_common.filters.syntax import (
     Apply,
     Binary,
     Data,

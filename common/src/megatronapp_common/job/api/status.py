@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import StatusModel
+from megatronapp_common.job.api.base import StatusModel
 
 Phase = Literal["Pending", "Queued", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 TERMINAL_PHASES: frozenset[Phase] = frozenset({"Succeeded", "Failed"})

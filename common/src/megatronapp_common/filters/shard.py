@@ -10,9 +10,9 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatronapp_common.errors import ExpressionError, FrameError, PlanError
-from megatronapp_common.scope.expression import MAX_CHARACTERS
-from megatronapp_common.scope.plan import Plan, compile_plan
-from megatronapp_common.scope.reducers import parse_reducer
+from megatronapp_common.filters.expression import MAX_CHARACTERS
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.filters.shard_plan import Plan, compile_plan
 
 MAX_WIDTH = 1 << 24
 MAX_SHARDS = 1024

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import Labels, Resources
-from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import Labels, Resources
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE
 
 
 class Dpp(ManifestModel):

@@ -1,6 +1,6 @@
 """Names that a vector filter may use, and what to write for those that people know from elsewhere."""
 
-from megatronapp_common.scope.syntax import Function, Reduction
+from megatronapp_common.filters.syntax import Function, Reduction
 
 DATA = "data"
 FUNCTIONS = {

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import MAX_ENTRIES, LabelKey, QualifiedName
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import MAX_ENTRIES, LabelKey, QualifiedName
 
 ATTACHMENT_PATTERN = r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?/)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?(@[a-z][-a-z0-9]*)?$"
 INTERFACE_PATTERN = r"^[^\s/]+$"

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from types import EllipsisType
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope import typed
-from megatronapp_common.scope.lexer import SHOWN_CHARACTERS, Kind, Word
-from megatronapp_common.scope.syntax import Data, Function, Node, Number, Operator, Reduce, Reduction
-from megatronapp_common.scope.vocabulary import (
+from megatronapp_common.filters import types
+from megatronapp_common.filters.lexer import SHOWN_CHARACTERS, Kind, Word
+from megatronapp_common.filters.syntax import Data, Function, Node, Number, Operator, Reduce, Reduction
+from megatronapp_common.filters.vocabulary import (
     AXES,
     CALLABLE,
     DATA,
@@ -73,7 +73,7 @@ class Parser:
         while (operator := self._operator()) is not None and _PRECEDENCE[operator] >= least:
             column = self._take().column
             right = self._binary(_PRECEDENCE[operator] + 1)
-            left = typed.binary(operator, left, right, column)
+            left = types.binary(operator, left, right, column)
         return left
 
     def _operator(self) -> Operator | None:
@@ -86,7 +86,7 @@ class Parser:
         sign = self._take()
         with _Nested(self, sign.column):
             operand = self._sign()
-        return typed.apply(Function.NEGATIVE, operand, sign.column) if sign.text == "-" else operand
+        return types.apply(Function.NEGATIVE, operand, sign.column) if sign.text == "-" else operand
 
     def _power(self) -> Node:
         base = self._postfix()
@@ -94,7 +94,7 @@ class Parser:
             return base
         column = self._take().column
         with _Nested(self, column):
-            return typed.binary(Operator.POWER, base, self._sign(), column)
+            return types.binary(Operator.POWER, base, self._sign(), column)
 
     def _postfix(self) -> Node:
         node = self._atom()
@@ -112,7 +112,7 @@ class Parser:
     def _atom(self) -> Node:
         word = self._word
         if word.kind is Kind.NUMBER:
-            return typed.number(float(self._take().text), word.column)
+            return types.number(float(self._take().text), word.column)
         if self._at("("):
             return self._bracketed()
         if word.kind is not Kind.NAME:
@@ -183,8 +183,8 @@ class Parser:
                 raise ExpressionError(column, "data has one axis here; write data[..., :8] or data[:8]")
         column, last = found[-1]
         if isinstance(last, int):
-            return typed.element(node, last, column)
-        return typed.part(node, slice(None) if last is ... else last, column)
+            return types.element(node, last, column)
+        return types.part(node, slice(None) if last is ... else last, column)
 
     def _subscript(self) -> Subscript:
         if self._at("..."):
@@ -263,7 +263,7 @@ class _Nested:
 def _unknown(name: Word) -> ExpressionError:
     if name.text in INSTEAD:
         return ExpressionError(name.column, f"'{name.text}' is not offered; {INSTEAD[name.text]}")
-    hint = typed.nearest(name.text, [DATA, *CALLABLE]) or f"; known are {', '.join([DATA, *CALLABLE])}"
+    hint = types.nearest(name.text, [DATA, *CALLABLE]) or f"; known are {', '.join([DATA, *CALLABLE])}"
     return ExpressionError(name.column, f"'{name.text[:SHOWN_CHARACTERS]}' is not known{hint}")
 
 
@@ -279,11 +279,11 @@ def _call(name: Word, arguments: _Arguments) -> Node:
         raise ExpressionError(name.column, f"{name.text} takes {count}, and here are {found}; write {example}")
     if name.text == WHERE:
         condition, yes, no = arguments.positional
-        return typed.where(condition, yes, no, name.column)
+        return types.where(condition, yes, no, name.column)
     if name.text == POWER:
         base, exponent = arguments.positional
-        return typed.binary(Operator.POWER, base, exponent, name.column)
-    return typed.apply(FUNCTIONS[name.text], arguments.positional[0], name.column)
+        return types.binary(Operator.POWER, base, exponent, name.column)
+    return types.apply(FUNCTIONS[name.text], arguments.positional[0], name.column)
 
 
 def _reduced(name: Word, arguments: _Arguments) -> Node:
@@ -302,7 +302,7 @@ def _reduced(name: Word, arguments: _Arguments) -> Node:
         _check_axis(value, value.column)
     if len(axis) > 1:
         raise ExpressionError(axis[1].column, f"{name.text} takes a vector and an axis; write {example}")
-    return typed.reduce(REDUCTIONS[name.text], operand, name.column)
+    return types.reduce(REDUCTIONS[name.text], operand, name.column)
 
 
 def _check_axis(value: Node | bool, column: int) -> None:

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import LabelKey, ObjectName
-from megatronapp_common.job.model import MAX_NODES
-from megatronapp_common.job.training import Index
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import LabelKey, ObjectName
+from megatronapp_common.job.api.model import MAX_NODES
+from megatronapp_common.job.api.training import Index
 
 Seconds = Annotated[int, Field(ge=1, le=2_147_483_647)]
 ExitStatus = Annotated[int, Field(ge=0, le=255)]

@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import Volume
-from megatronapp_common.job.model import Count
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import Volume
+from megatronapp_common.job.api.model import Count
 
 SPLIT_PATTERN = r"^\s*[0-9.]+\s*(,\s*[0-9.]+\s*){0,2}$"
 NonNegative = Annotated[float, Field(ge=0)]

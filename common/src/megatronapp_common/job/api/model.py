@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.api.base import ManifestModel
 
 MAX_NODES = 4096
 MAX_PROC_PER_NODE = 64

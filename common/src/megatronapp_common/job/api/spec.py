@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.analyzer import Analyzer
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import (
+from megatronapp_common.job.api.analyzer import Analyzer
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import (
     MAX_INITIALIZERS,
     QUALIFIED_PATTERN,
     Image,
@@ -21,13 +21,13 @@ from megatronapp_common.job.cluster import (
     SharedMemory,
     Toleration,
 )
-from megatronapp_common.job.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism
-from megatronapp_common.job.network import Network
-from megatronapp_common.job.policy import RunPolicy, Scheduling
-from megatronapp_common.job.runtimes import Dpp, Fbd
-from megatronapp_common.job.scope import Scope
-from megatronapp_common.job.serve import Serve
-from megatronapp_common.job.training import Checkpoint, Data, Index, Training
+from megatronapp_common.job.api.model import MAX_NODES, MAX_PROC_PER_NODE, Count, Model, Parallelism
+from megatronapp_common.job.api.network import Network
+from megatronapp_common.job.api.policy import RunPolicy, Scheduling
+from megatronapp_common.job.api.runtimes import Dpp, Fbd
+from megatronapp_common.job.api.scope import Scope
+from megatronapp_common.job.api.serve import Serve
+from megatronapp_common.job.api.training import Checkpoint, Data, Index, Training
 
 VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 Argument = Annotated[str, Field(max_length=4096)]

@@ -15,22 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatronapp_common.errors import ExpressionError, PlanError
-from megatronapp_common.scope import pixels as cutting
-from megatronapp_common.scope import typed
-from megatronapp_common.scope.evaluate import A, Array, Backend, NumpyBackend, evaluate
-from megatronapp_common.scope.expression import Expression
-from megatronapp_common.scope.reducers import Histogram, Reducer
-from megatronapp_common.scope.syntax import (
-    Element,
-    Function,
-    Merged,
-    Node,
-    Operator,
-    Reduce,
-    Reduction,
-    Slice,
-    walk,
-)
+from megatronapp_common.filters import pixels as cutting
+from megatronapp_common.filters import types
+from megatronapp_common.filters.evaluate import A, Array, Backend, NumpyBackend, evaluate
+from megatronapp_common.filters.expression import Expression
+from megatronapp_common.filters.reducers import Histogram, Reducer
+from megatronapp_common.filters.syntax import Element, Function, Merged, Node, Operator, Reduce, Reduction, Slice, walk
 
 
 class Merge(enum.Enum):
@@ -189,7 +179,7 @@ def compile_plan(reducer: Reducer, *, width: int, pixels: int, shards: int = 1) 
     if isinstance(reducer, Expression):
         edges = cutting.pixel_edges(width, pixels)
         for size in sorted({stop - start for start, stop in itertools.pairwise(edges)}):
-            typed.length(reducer.root, size)
+            types.length(reducer.root, size)
     return Plan(
         width=width,
         pixels=pixels,

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatronapp_common.scope.reducers import Histogram
-from megatronapp_common.scope.syntax import (
+from megatronapp_common.filters.reducers import Histogram
+from megatronapp_common.filters.syntax import (
     Apply,
     Binary,
     Data,

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.cluster import Image, ObjectName, Resources
-from megatronapp_common.job.policy import Seconds
-from megatronapp_common.job.quantity import Quantity
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.cluster import Image, ObjectName, Resources
+from megatronapp_common.job.api.policy import Seconds
+from megatronapp_common.job.api.quantity import Quantity
 
 
 class SlowNode(ManifestModel):

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.api.base import ManifestModel
 
 MAX_NAME_LENGTH = 50
 """A pod's name is its host name (63 characters) and adds `-worker-<index>` to the job's."""

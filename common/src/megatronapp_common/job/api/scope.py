@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
+from megatronapp_common.job.api.base import ManifestModel
 
 MODULE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 Module = Annotated[str, Field(max_length=256, pattern=MODULE_PATTERN)]

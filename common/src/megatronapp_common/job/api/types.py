@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.metadata import Metadata
-from megatronapp_common.job.spec import Spec
-from megatronapp_common.job.status import Status
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.metadata import Metadata
+from megatronapp_common.job.api.spec import Spec
+from megatronapp_common.job.api.status import Status
 from megatronapp_common.job.world import World, derive_world
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatronapp_common.job.base import ManifestModel
-from megatronapp_common.job.model import Count
+from megatronapp_common.job.api.base import ManifestModel
+from megatronapp_common.job.api.model import Count
 from megatronapp_common.names import SERVE_PORT
 
 

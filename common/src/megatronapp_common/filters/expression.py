@@ -8,9 +8,9 @@ and bounded.
 import dataclasses
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope import lexer, syntax
-from megatronapp_common.scope.parser import Parser
-from megatronapp_common.scope.syntax import Apply, Binary, Data, Element, Function, Node, Operator, Where
+from megatronapp_common.filters import lexer, syntax
+from megatronapp_common.filters.parser import Parser
+from megatronapp_common.filters.syntax import Apply, Binary, Data, Element, Function, Node, Operator, Where
 
 MAX_CHARACTERS = 500
 MAX_NODES = 64

@@ -6,8 +6,8 @@ import re
 import numpy as np
 
 from megatronapp_common.errors import ExpressionError
-from megatronapp_common.scope.expression import Expression, parse
-from megatronapp_common.scope.syntax import Data, Reduce, Reduction
+from megatronapp_common.filters.expression import Expression, parse
+from megatronapp_common.filters.syntax import Data, Reduce, Reduction
 
 MAX_BINS = 256
 NAMED = {

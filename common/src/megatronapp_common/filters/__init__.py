@@ -1,0 +1,1 @@
+"""Filter expressions over captured values: grammar, types, evaluation and plans for shards."""

@@ -1,0 +1,1 @@
+"""Text for terminals, run-length lists and RE2 patterns."""

@@ -1,0 +1,1 @@
+"""Parts that every web server of the project shares."""
