@@ -168,7 +168,7 @@ def door(
     with held_ports(3) as (port, hub_port, metrics_port):
         words += [f"--port={port}", f"--hub-port={hub_port}", f"--metrics-port={metrics_port}"]
         running = Door(url=f"http://127.0.0.1:{port}", key=key, log=log, hub_port=hub_port, metrics_port=metrics_port)
-        with process([sys.executable, "-m", "megatronapp_operator.door", *words], log), running.client() as client:
+        with process([sys.executable, "-m", "megatronapp_operator.gateway", *words], log), running.client() as client:
             wait_for(lambda: _ready(client), log)
             yield running
 

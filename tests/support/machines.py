@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB
-from megatronapp_operator.backends.kubernetes.api import PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.api import PODS, Api, Object
 
 NOT_OURS = 404, 409
 

@@ -10,8 +10,8 @@ import httpx
 import kube
 from machines import Machines
 
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object, connect
-from megatronapp_operator.backends.kubernetes.errors import (
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Object, connect
+from megatronapp_operator.backends.kubernetes.client.errors import (
     AgainError,
     ApiError,
     ConflictError,
@@ -20,8 +20,8 @@ from megatronapp_operator.backends.kubernetes.errors import (
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
 from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
-from megatronapp_operator.backends.kubernetes.records import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.keys import KeyRing

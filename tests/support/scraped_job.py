@@ -34,7 +34,7 @@ from megatronapp_operator.plan import (
     WorkerPhase,
     plan,
 )
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_reader import read_status
 
 CHART = kube.ROOT / "charts" / "megatronapp"
 HOME, TEAM, JOB, RESTARTED = "megatronapp", "team", "boards", "restarted"

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from megatronapp_operator.plan import reasons
 from megatronapp_operator.plan.observed import Progress, SlowRank
-from megatronapp_operator.plan.report import HANG, NAMED_STATES
+from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
 from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Status
 
 RECONCILE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

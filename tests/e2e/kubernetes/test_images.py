@@ -11,7 +11,7 @@ from cluster.layout import ROOT
 from cluster.runtime import Cluster
 
 IMPORTS = {
-    "operator": ["megatronapp_operator.plan", "megatronapp_operator.door.app", "kopf"],
+    "operator": ["megatronapp_operator.plan", "megatronapp_operator.gateway.app", "kopf"],
     "analyzer": ["megatronapp_analyzer.agent.service", "megatronapp_analyzer.hub.app", "megatronapp_native"],
     "trainer": ["megatronapp_trainer.launch.main", "megatronapp_native", "megatron.core", "torch"],
 }

@@ -11,8 +11,8 @@ import pytest
 from kubernetes_asyncio.client import ApiClient, Configuration
 from ports import held_ports
 
-from megatronapp_operator.backends.kubernetes import errors
-from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, PODS, Api, Object, Resource, connect
+from megatronapp_operator.backends.kubernetes.client import errors
+from megatronapp_operator.backends.kubernetes.client.api import CONFIG_MAPS, PODS, Api, Object, Resource, connect
 
 pytestmark = pytest.mark.asyncio
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from megatronapp_common.job import load_job
-from megatronapp_operator.backends.kubernetes.api import SERVICES
+from megatronapp_operator.backends.kubernetes.client.api import SERVICES
 from megatronapp_operator.backends.kubernetes.render.hub import hub_objects
 from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
 from megatronapp_operator.controller import settings as controller
-from megatronapp_operator.door.__main__ import build_parser
-from megatronapp_operator.door.routes import MAX_SOCKETS
+from megatronapp_operator.gateway.__main__ import build_parser
+from megatronapp_operator.gateway.routes import MAX_SOCKETS
 
 Object = dict[str, Any]
 CHART = kube.ROOT / "charts" / "megatronapp"
@@ -227,7 +227,7 @@ def test_a_crowded_node_has_five_minutes_to_start_them(chart: Chart, part: str) 
 def test_operator_and_door_understand_their_command_lines(chart: Chart, values: pathlib.Path | None) -> None:
     parsers = {
         "megatronapp_operator.controller": controller.build_parser(),
-        "megatronapp_operator.door": build_parser(),
+        "megatronapp_operator.gateway": build_parser(),
     }
     found = [one["spec"]["template"]["spec"] for one in chart.render(values) if one["kind"] == "Deployment"]
     for pod in found:

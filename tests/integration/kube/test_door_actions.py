@@ -4,11 +4,11 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS
+from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS
 from megatronapp_operator.backends.kubernetes.observe import Told
 from megatronapp_operator.plan import Control
-from megatronapp_operator.plan.controls import MAX_EVENTS, TURN_S, TURNS
-from megatronapp_operator.summary import Summary
+from megatronapp_operator.plan.policies.controls import MAX_EVENTS, TURN_S, TURNS
+from megatronapp_operator.plan_io.hub_summary import Summary
 
 pytestmark = pytest.mark.asyncio
 

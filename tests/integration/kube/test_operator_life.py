@@ -8,7 +8,7 @@ import kube
 import pytest
 from operator_play import Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import (
+from megatronapp_operator.backends.kubernetes.client.api import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
@@ -19,7 +19,7 @@ from megatronapp_operator.backends.kubernetes.api import (
     Object,
     Resource,
 )
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, NameTakenError
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NameTakenError
 from megatronapp_operator.backends.kubernetes.observe import Told
 
 pytestmark = pytest.mark.asyncio

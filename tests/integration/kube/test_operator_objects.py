@@ -6,7 +6,7 @@ import kube
 import pytest
 from operator_play import CutApi, Play, manifest, play
 
-from megatronapp_operator.backends.kubernetes.api import (
+from megatronapp_operator.backends.kubernetes.client.api import (
     CONFIG_MAPS,
     EVENTS,
     JOBS,
@@ -16,11 +16,11 @@ from megatronapp_operator.backends.kubernetes.api import (
     Object,
     Resource,
 )
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.errands import RETRY_S, TEND_S
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
-from megatronapp_operator.backends.kubernetes.facts import TABLE_ENTRIES
 from megatronapp_operator.backends.kubernetes.observe import Told
 from megatronapp_operator.backends.kubernetes.reconciler import LOOK_AGAIN_S
+from megatronapp_operator.backends.kubernetes.status_facts import TABLE_ENTRIES
 from megatronapp_operator.backends.kubernetes.store import Key
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED
 

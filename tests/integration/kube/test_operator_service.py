@@ -15,8 +15,8 @@ from operator_play import KEY, SETTINGS, manifest
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.names import STATUS_PORT
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Listing, Object, connect
-from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Listing, Object, connect
+from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.controller.service import Health, Service
 from megatronapp_operator.controller.settings import Settings
 from megatronapp_operator.keys import KeyRing

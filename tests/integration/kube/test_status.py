@@ -7,8 +7,7 @@ import kube
 import pytest
 import yaml
 
-from megatronapp_operator.backends.kubernetes.api import JOBS
-from megatronapp_operator.document import status_document
+from megatronapp_operator.backends.kubernetes.client.api import JOBS
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,
@@ -25,7 +24,8 @@ from megatronapp_operator.plan import (
     Worker,
     WorkerPhase,
 )
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 
 SECOND = 1_700_000_000.0
 MOMENT = 1_700_000_000.123456

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.backends.process import kin
+from megatronapp_operator.backends.process import job_processes
 
 DEADLINE_S = 90.0
 
@@ -243,7 +243,7 @@ class Desk:
         return uid
 
     def processes(self, uid: str, worker: int | None = None, word: str = "") -> list[int]:
-        found = kin.find(kin.Kin(uid=uid, worker=worker))
+        found = job_processes.find(job_processes.Kin(uid=uid, worker=worker))
         return [pid for pid in found if word in command_line(pid)]
 
     def shared_memory(self) -> list[str]:
@@ -293,4 +293,4 @@ def desk(tmp_path: pathlib.Path) -> Iterator[Desk]:
         backend_record = json.loads(left.read_text())
         if f"{made.folder}" in command_line(backend_record["pid"]):
             os.kill(backend_record["pid"], signal.SIGKILL)
-        kin.sweep(kin.Kin(uid=backend_record["uid"]))
+        job_processes.sweep(job_processes.Kin(uid=backend_record["uid"]))

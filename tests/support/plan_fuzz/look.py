@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -16,7 +15,8 @@ from megatronapp_operator.plan import (
     Status,
     plan,
 )
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 from plan_fuzz import promises
 from plan_fuzz.world import World
 

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import Deletion, HubPhase, Phase, SlowRank, WorkerPhase
 from megatronapp_operator.plan.spec import NodeExclusion
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 from plan_fuzz.cluster import delete, set_down, set_up
 from plan_fuzz.pods import Node, Pod, whole
 from plan_fuzz.world import World

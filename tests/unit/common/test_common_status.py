@@ -4,9 +4,9 @@ import json
 
 from megatronapp_common.job import Status
 from megatronapp_operator import plan
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan.observed import Progress, SlowRank
 from megatronapp_operator.plan.status import Condition, ConditionType, Failure, FailureAction, Phase, Replicas
+from megatronapp_operator.plan_io.status_document import status_document
 
 T0_S = 1_763_700_000.0
 

@@ -6,13 +6,13 @@ import pytest
 import rendered
 
 from megatronapp_common.errors import JobError
-from megatronapp_operator.backends.kubernetes.api import Api, Listing, Object
+from megatronapp_operator.backends.kubernetes.client.api import Api, Listing, Object
 from megatronapp_operator.backends.kubernetes.errands import Errands
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.facts import Pinned
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
 from megatronapp_operator.backends.kubernetes.render import template_hash
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner
+from megatronapp_operator.backends.kubernetes.status_facts import Pinned
 from megatronapp_operator.backends.kubernetes.store import Store, key_of
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import EventType, RecordEvent

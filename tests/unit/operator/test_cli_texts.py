@@ -13,7 +13,7 @@ from megatronapp_common import cli
 from megatronapp_common.text.terminal import one_line, plain
 from megatronapp_operator.cli import describe, get
 from megatronapp_operator.cli.cluster.connection import ClusterJob
-from megatronapp_operator.cli.tables import format_table
+from megatronapp_operator.cli.text.tables import format_table
 from megatronapp_operator.errors import OperatorError
 
 EVIL = "a\x1b]0;owned\x07b\x9b2Jc\rd\x08e\u202ef\ud800"

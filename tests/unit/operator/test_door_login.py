@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.api import Api, Listing
-from megatronapp_operator.backends.kubernetes.errors import ApiError
-from megatronapp_operator.door.access import Credentials
-from megatronapp_operator.door.catalog import Catalog
-from megatronapp_operator.door.gate import Gate
-from megatronapp_operator.door.problems import Refusal
-from megatronapp_operator.door.sessions import Sessions
+from megatronapp_operator.backends.kubernetes.client.api import Api, Listing
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError
+from megatronapp_operator.gateway.authorization import Gate
+from megatronapp_operator.gateway.credentials import Credentials
+from megatronapp_operator.gateway.job_catalog import Catalog
+from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.sessions import Sessions
 from megatronapp_operator.keys import KeyRing
 
 KEY = "ab" * 32

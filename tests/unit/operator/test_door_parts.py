@@ -15,22 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.web.tokens import Role
-from megatronapp_operator.backends.kubernetes.api import Api, Listing
-from megatronapp_operator.backends.kubernetes.errors import UnavailableError
-from megatronapp_operator.door.access import cookie_name
-from megatronapp_operator.door.app import build_api
-from megatronapp_operator.door.cache import Cache
-from megatronapp_operator.door.catalog import Catalog, Job
-from megatronapp_operator.door.gate import Caller
-from megatronapp_operator.door.hubs import join, owned
-from megatronapp_operator.door.live import reason_of
-from megatronapp_operator.door.problems import Refusal
-from megatronapp_operator.door.relay import AT_ONCE, address_of, new_session
-from megatronapp_operator.door.reviews import AUDIENCE, User, audiences_of
-from megatronapp_operator.door.routes import MAX_REQUESTS, MAX_SOCKETS, Door, readyz, shares_of_request, turns_of
-from megatronapp_operator.door.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
-from megatronapp_operator.door.shares import Shares
-from megatronapp_operator.door.visits import CALLERS_SOCKETS, JOBS_SOCKETS
+from megatronapp_operator.backends.kubernetes.client.api import Api, Listing
+from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError
+from megatronapp_operator.gateway.app import build_api
+from megatronapp_operator.gateway.authorization import Caller
+from megatronapp_operator.gateway.concurrency_limits import Shares
+from megatronapp_operator.gateway.credentials import cookie_name
+from megatronapp_operator.gateway.http_proxy import AT_ONCE, address_of, new_session
+from megatronapp_operator.gateway.hub_addresses import join, owned
+from megatronapp_operator.gateway.job_catalog import Catalog, Job
+from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.routes import MAX_REQUESTS, MAX_SOCKETS, Door, readyz, shares_of_request, turns_of
+from megatronapp_operator.gateway.sessions import LIFE_S, MAX_TOKENS, TICKET_LIFE_S, Book, Sessions
+from megatronapp_operator.gateway.subject_access import AUDIENCE, User, audiences_of
+from megatronapp_operator.gateway.ttl_cache import Cache
+from megatronapp_operator.gateway.websocket_admission import CALLERS_SOCKETS, JOBS_SOCKETS
+from megatronapp_operator.gateway.websocket_proxy import reason_of
 from megatronapp_operator.keys import KeyRing
 
 
@@ -104,7 +104,7 @@ class NoJobs:
 @pytest.mark.asyncio
 async def test_a_token_of_a_job_that_is_gone_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every request of a browser that kept some would wait for one more listing for each of them."""
-    monkeypatch.setattr("megatronapp_operator.door.catalog.FRESH_S", 0.05)
+    monkeypatch.setattr("megatronapp_operator.gateway.job_catalog.FRESH_S", 0.05)
     api = NoJobs()
     catalog = Catalog(cast(Api, api), keys=KeyRing(["ab" * 32]))
     tokens = [f"{number:064x}" for number in range(16)]
@@ -186,14 +186,14 @@ def test_a_browser_keeps_at_most_so_many_tokens_the_newest(tokens: list[str]) ->
 
 
 def test_the_oldest_sessions_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_SESSIONS", 2)
+    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_SESSIONS", 2)
     book = Book(life_s=1)
     words = [book.add((str(number),), whose=str(number)) for number in range(3)]
     assert [book.look_up(word) for word in words] == [(), ("1",), ("2",)]
 
 
 def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_BYTES", 100)
+    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_BYTES", 100)
     book = Book(life_s=1)
     words = [book.add(("x" * 40,), whose=str(number)) for number in range(3)]
     assert [bool(book.look_up(word)) for word in words] == [False, True, True]
@@ -203,7 +203,7 @@ def test_the_tokens_of_all_sessions_fit_into_their_memory(monkeypatch: pytest.Mo
 
 
 def test_who_logs_in_again_and_again_logs_out_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_operator.door.sessions.MAX_EACH", 2)
+    monkeypatch.setattr("megatronapp_operator.gateway.sessions.MAX_EACH", 2)
     book = Book(life_s=1)
     other = book.add(("other",), whose="other")
     words = [book.add((str(number),), whose="me") for number in range(4)]

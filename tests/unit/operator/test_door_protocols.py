@@ -11,7 +11,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from megatronapp_operator.controller.probes import Server
-from megatronapp_operator.door import protocols
+from megatronapp_operator.gateway import bounded_protocols
 
 LIMIT_S = 0.2
 HEAD = b"GET / HTTP/1.1\r\nHost: door\r\n"
@@ -28,8 +28,8 @@ Peer = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocols, "HEAD_S", LIMIT_S)
-    monkeypatch.setattr(protocols, "STALL_S", LIMIT_S)
+    monkeypatch.setattr(bounded_protocols, "HEAD_S", LIMIT_S)
+    monkeypatch.setattr(bounded_protocols, "STALL_S", LIMIT_S)
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,11 +51,11 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 @contextlib.asynccontextmanager
 async def served() -> AsyncIterator[Callable[[], Any]]:
     """The door's protocols; gives what opens connections to them, with small buffers."""
-    listener = protocols.listener("127.0.0.1", 0)
+    listener = bounded_protocols.listener("127.0.0.1", 0)
     config = uvicorn.Config(
         application,
-        http=protocols.DoorHttp,
-        ws=protocols.DoorSockets,
+        http=bounded_protocols.DoorHttp,
+        ws=bounded_protocols.DoorSockets,
         lifespan="off",
         log_config=None,
         timeout_keep_alive=1,
@@ -143,7 +143,7 @@ async def test_who_reads_nothing_is_let_go(asked: bytes, more: bytes) -> None:
 
 @pytest.mark.asyncio
 async def test_who_asks_without_reading_the_answers_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocols, "STALL_S", 1000.0)
+    monkeypatch.setattr(bounded_protocols, "STALL_S", 1000.0)
     async with asyncio.timeout(60), served() as connect:
         peer = await connect()
         peer[1].write(UPGRADE)
@@ -157,7 +157,7 @@ async def test_who_asks_without_reading_the_answers_is_let_go(monkeypatch: pytes
 
 def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
     with (
-        protocols.listener("127.0.0.1", 0) as sock,
+        bounded_protocols.listener("127.0.0.1", 0) as sock,
         socket.create_connection(sock.getsockname()),
         sock.accept()[0] as one,
     ):

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.hub.scope import tiles
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
-from megatronapp_operator.door import live
-from megatronapp_operator.door.answers import BYTES, CSV, JSON, PLAIN, TILE, kind_of
-from megatronapp_operator.door.catalog import Catalog, Job
-from megatronapp_operator.door.gate import TOKEN_HOLDER, Caller
-from megatronapp_operator.door.problems import Refusal, refused
-from megatronapp_operator.door.rates import Rates
-from megatronapp_operator.door.relay import MAX_IDENTITY, spelled
-from megatronapp_operator.door.reviews import User
-from megatronapp_operator.door.routes import Word
+from megatronapp_operator.gateway import websocket_proxy
+from megatronapp_operator.gateway.authorization import TOKEN_HOLDER, Caller
+from megatronapp_operator.gateway.http_proxy import MAX_IDENTITY, spelled
+from megatronapp_operator.gateway.job_catalog import Catalog, Job
+from megatronapp_operator.gateway.problems import Refusal, refused
+from megatronapp_operator.gateway.rate_limits import Rates
+from megatronapp_operator.gateway.response_policy import BYTES, CSV, JSON, PLAIN, TILE, kind_of
+from megatronapp_operator.gateway.routes import Word
+from megatronapp_operator.gateway.subject_access import User
 from megatronapp_operator.keys import KeyRing
 
 RUN = "scope/runs/0123456789ab"
@@ -125,11 +125,11 @@ def test_only_prompts_and_coordinates_are_longer_than_a_message() -> None:
     def frame(kind: FrameType, size: int) -> bytes:
         return frames.encode(Frame(kind, {}, bytes(size - 24)))
 
-    most = live.SCOPE_RULES.most
+    most = websocket_proxy.SCOPE_RULES.most
     for kind in FrameType:
-        assert live.SCOPE_RULES.refuses(frame(kind, most)) is None
-        long = live.SCOPE_RULES.refuses(frame(kind, most + 8))
+        assert websocket_proxy.SCOPE_RULES.refuses(frame(kind, most)) is None
+        long = websocket_proxy.SCOPE_RULES.refuses(frame(kind, most + 8))
         assert (long is None) == (kind in {FrameType.SCOPE_RUN, FrameType.SCOPE_PCA})
-        assert live.RULES.refuses(frame(kind, most + 8)) is None
-    assert live.SCOPE_RULES.refuses("text") == live.RULES.refuses("text") == "the hub sent text"
-    assert live.SCOPE_RULES.refuses(b"") is None
+        assert websocket_proxy.RULES.refuses(frame(kind, most + 8)) is None
+    assert websocket_proxy.SCOPE_RULES.refuses("text") == websocket_proxy.RULES.refuses("text") == "the hub sent text"
+    assert websocket_proxy.SCOPE_RULES.refuses(b"") is None

@@ -11,16 +11,16 @@ import rendered
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common.web.tokens import Role, derive, job_secret
-from megatronapp_operator.backends.kubernetes.api import Api, Listing, Object
+from megatronapp_operator.backends.kubernetes.client.api import Api, Listing, Object
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
 from megatronapp_operator.backends.kubernetes.render.objects import Names
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt
 from megatronapp_operator.backends.kubernetes.store import Store
-from megatronapp_operator.door.app import DoorSettings, create_app
-from megatronapp_operator.door.catalog import Catalog
-from megatronapp_operator.door.metrics import DoorMetrics
-from megatronapp_operator.door.problems import Refusal
 from megatronapp_operator.errors import SettingsError
+from megatronapp_operator.gateway.app import DoorSettings, create_app
+from megatronapp_operator.gateway.job_catalog import Catalog
+from megatronapp_operator.gateway.metrics import DoorMetrics
+from megatronapp_operator.gateway.problems import Refusal
 from megatronapp_operator.keys import KeyRing, key_id
 from megatronapp_operator.plan import ConditionType, CreateWorker, Hub, HubPhase, RecordEvent
 

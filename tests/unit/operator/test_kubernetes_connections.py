@@ -13,8 +13,8 @@ import psutil
 import pytest
 import yaml
 
-from megatronapp_operator.backends.kubernetes import connections
-from megatronapp_operator.backends.kubernetes.api import PODS, connect
+from megatronapp_operator.backends.kubernetes.client import connections
+from megatronapp_operator.backends.kubernetes.client.api import PODS, connect
 
 pytestmark = pytest.mark.asyncio
 

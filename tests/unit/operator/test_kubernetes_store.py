@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import ReplicaType
-from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.observe import Told, observe
-from megatronapp_operator.backends.kubernetes.records import read_pod
+from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.store import Store
 from megatronapp_operator.plan import HubPhase, Outcome, WorkerPhase
 

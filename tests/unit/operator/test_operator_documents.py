@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
-from megatronapp_operator.backends.process.registry import JobView, lost_status
+from megatronapp_operator.backends.process.state.registry import JobView, lost_status
 from megatronapp_operator.cli.describe import describe
-from megatronapp_operator.cli.durations import human_duration, parse_duration
-from megatronapp_operator.cli.tables import COLUMNS, WIDE_COLUMNS, Table, format_table, job_row
+from megatronapp_operator.cli.text.durations import human_duration, parse_duration
+from megatronapp_operator.cli.text.tables import COLUMNS, WIDE_COLUMNS, Table, format_table, job_row
 from megatronapp_operator.cli.wait import Wanted, parse_condition
-from megatronapp_operator.document import rfc3339, seconds_of, status_document
 from megatronapp_operator.errors import OperatorError
 from megatronapp_operator.plan import (
     Condition,
@@ -28,6 +27,7 @@ from megatronapp_operator.plan import (
     Status,
 )
 from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.plan_io.status_document import rfc3339, seconds_of, status_document
 
 SLOW = SlowRank(
     id="v1", subject="link", ranks=(0, 2), cause="link", state="confirmed", sentence="Slow.", since_step=7, slowdown=1.5
@@ -73,7 +73,7 @@ FULL = Status(
 
 
 def make_view(tmp_path: Any, status: dict[str, Any]) -> JobView:
-    from megatronapp_operator.backends.process.paths import JobPaths
+    from megatronapp_operator.backends.process.state.paths import JobPaths
 
     document = {
         "metadata": {"name": "demo", "uid": "u1", "creationTimestamp": "2023-11-14T22:13:20Z"},

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, NamespaceEndsError, error_of
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, NamespaceEndsError, error_of
 from megatronapp_operator.controller.probes import create_app
 from megatronapp_operator.controller.service import STUCK_S, TURN_LATE_S, Health
 

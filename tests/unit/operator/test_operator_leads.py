@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from megatronapp_operator.backends.kubernetes.api import Api, Object
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError, InvalidError
+from megatronapp_operator.backends.kubernetes.client.api import Api, Object
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError, InvalidError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller import capabilities
 from megatronapp_operator.controller.capabilities import has_container_restarts

@@ -7,10 +7,10 @@ import pytest
 
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import UNSAVED_STOP
-from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.follower import Follower, reporting_log
 from megatronapp_operator.cli.run import exit_code, read_job
-from megatronapp_operator.cli.stop_words import stopped_line, stopping_line
+from megatronapp_operator.cli.text.stop_messages import stopped_line, stopping_line
 from megatronapp_operator.errors import ManifestError
 from megatronapp_operator.plan import (
     Condition,

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.state.paths import JobPaths
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.delete import _stopping
 from megatronapp_operator.plan import Phase
 from megatronapp_operator.plan.observed import Outcome, Worker, WorkerPhase

@@ -25,7 +25,7 @@ from megatronapp_operator.plan import (
     SuccessPolicy,
     WorkerPhase,
 )
-from megatronapp_operator.plan.restart import jitter
+from megatronapp_operator.plan.policies.restart import jitter
 
 Maker = Callable[..., Any]
 

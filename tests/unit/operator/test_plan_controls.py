@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.hub.scope.actions import ActionLog
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import Control, Job, JobSpec, Observed, RecordEvent, Status
-from megatronapp_operator.plan.controls import GAP, KEPT, MAX_EVENTS, TURN_S, TURNS, controls, spent_after
-from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.status_reader import read_status
-from megatronapp_operator.summary import read_controls
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies.controls import GAP, KEPT, MAX_EVENTS, TURN_S, TURNS, controls, spent_after
+from megatronapp_operator.plan_io.hub_summary import read_controls
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 
 NOW = 1_763_000_000.0
 NOW_MS = int(NOW) * 1000

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -53,7 +52,8 @@ from megatronapp_operator.plan import (
     WorkerPhase,
     plan,
 )
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 
 CODES = [*ExitCode, 137, 2, 201]
 RULES = [

@@ -3,7 +3,6 @@
 import dataclasses
 
 from megatronapp_common.job import load_job
-from megatronapp_operator.job_spec import build_spec, process_spec
 from megatronapp_operator.plan import (
     CleanPodPolicy,
     FailureAction,
@@ -15,6 +14,7 @@ from megatronapp_operator.plan import (
     SlowNodePolicy,
     SuccessPolicy,
 )
+from megatronapp_operator.plan_io.spec_reader import build_spec, process_spec
 
 MANIFEST = """
 apiVersion: megatronapp.io/v1alpha1

@@ -30,7 +30,7 @@ from megatronapp_operator.plan import (
     Status,
     WorkerPhase,
 )
-from megatronapp_operator.plan.restart import taken_away_since
+from megatronapp_operator.plan.policies.restart import taken_away_since
 
 Maker = Callable[..., Any]
 UNCOUNTED = FailureAction.RESTART_IGNORE_MAX

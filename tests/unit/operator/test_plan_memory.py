@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_common.job import Status as StatusDocument
-from megatronapp_operator.document import ranges, status_document
 from megatronapp_operator.plan import (
     Condition,
     ConditionType,
@@ -25,8 +24,9 @@ from megatronapp_operator.plan import (
     Worker,
     WorkerPhase,
 )
-from megatronapp_operator.status_fields import numbers_of
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import ranges, status_document
+from megatronapp_operator.plan_io.status_fields import numbers_of
+from megatronapp_operator.plan_io.status_reader import read_status
 
 COUNTS = st.integers(0, 2**31 - 1)
 TIMES = st.floats(0, 4e9).map(lambda seconds: round(seconds, 6))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.document import status_document
 from megatronapp_operator.plan import (
     ConditionType,
     Control,
@@ -25,9 +24,10 @@ from megatronapp_operator.plan import (
     Stop,
 )
 from megatronapp_operator.plan.observed import SlowRank
-from megatronapp_operator.plan.restart import backoff_s
+from megatronapp_operator.plan.policies.restart import backoff_s
 from megatronapp_operator.plan.spec import Backoff
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 
 Maker = Callable[..., Any]
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.api import Api
-from megatronapp_operator.backends.kubernetes.errors import ForbiddenError
+from megatronapp_operator.backends.kubernetes.client.api import Api
+from megatronapp_operator.backends.kubernetes.client.errors import ForbiddenError
 from megatronapp_operator.backends.kubernetes.groups import RETRY_S, Groups
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
 from megatronapp_operator.plan import ConditionType, Deletion, Group, Progress, RecordEvent, RemoveGroup, SuccessPolicy

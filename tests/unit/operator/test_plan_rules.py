@@ -19,7 +19,7 @@ from megatronapp_operator.plan import (
     Progress,
     Rule,
 )
-from megatronapp_operator.plan.rules import Evidence, asked_for, fits
+from megatronapp_operator.plan.failure_rules import Evidence, asked_for, fits
 
 Maker = Callable[..., Any]
 FOUND = Evidence(worker=3, reason="RankFailed", message="rank 6: CUDA error: Xid 79", code=137, signal=9)

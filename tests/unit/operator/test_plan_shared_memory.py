@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatronapp_common.room import LEAST_BYTES, Room
-from megatronapp_operator import summary
 from megatronapp_operator.plan import ConditionType, RecordEvent
+from megatronapp_operator.plan_io import hub_summary
 
 FULL = Room(path="/dev/shm", total=64 << 20, free=LEAST_BYTES - 1)
 ANSWER: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
@@ -24,7 +24,7 @@ def told(made: Any) -> list[str]:
 def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]) -> None:
     made = running()
     entry = {"worker": 1, "node": "n1", **FULL.to_json()}
-    read = summary.read_summary(ANSWER | {"fullSharedMemory": [entry]})
+    read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": [entry]})
     assert read is not None
     made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
     first = made.plan()
@@ -33,7 +33,7 @@ def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]
     assert condition.message.startswith("worker 1 on n1: /dev/shm (64 MiB) has less than 4 MiB free: ")
     assert "raise spec.shm.sizeLimit" in condition.message
     less = entry | dataclasses.replace(FULL, free=0).to_json()
-    read = summary.read_summary(ANSWER | {"fullSharedMemory": [less]})
+    read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": [less]})
     assert read is not None
     made.see(*made.observed.workers, full_shared_memory=read.full_shared_memory)
     assert (again := made.plan()).status == first.status and told(again) == [], "no write for each byte"
@@ -45,7 +45,7 @@ def test_a_full_one_is_told_once_and_its_end_is_seen(running: Callable[..., Any]
 
 @pytest.mark.parametrize("entries", [None, 3, [3], [{}], [{"worker": 0, "node": "n", "path": "x", "bytes": "y"}]])
 def test_what_cannot_be_read_takes_no_verdict_away(entries: Any) -> None:
-    read = summary.read_summary(ANSWER | {"fullSharedMemory": entries})
+    read = hub_summary.read_summary(ANSWER | {"fullSharedMemory": entries})
     assert read is not None and read.full_shared_memory is None
 
 

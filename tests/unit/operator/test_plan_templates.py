@@ -7,7 +7,7 @@ import pytest
 import rendered
 
 from megatronapp_common.names import ExitCode
-from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, rank_zero, read_pinned
+from megatronapp_operator.backends.kubernetes.status_facts import Pinned, facts, rank_zero, read_pinned
 from megatronapp_operator.plan import (
     ConditionType,
     CreateWorker,

@@ -14,9 +14,9 @@ import pytest
 
 from megatronapp_common.names import HUB_PORT, STATUS_PORT, ReplicaType
 from megatronapp_common.web.tokens import Role, derive, job_secret
+from megatronapp_operator.backends.kubernetes.hub_poller import MAX_BYTES, POLL_S, RECENT_S, Poller
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
-from megatronapp_operator.backends.kubernetes.poller import MAX_BYTES, POLL_S, RECENT_S, Poller
-from megatronapp_operator.backends.kubernetes.records import Container, PodRecord
+from megatronapp_operator.backends.kubernetes.pod_record import Container, PodRecord
 from megatronapp_operator.keys import KeyRing, key_id
 from megatronapp_trainer.launch.board import Board
 from megatronapp_trainer.launch.board import Phase as LauncherPhase

@@ -11,8 +11,8 @@ import pytest
 import rendered
 
 from megatronapp_common.job import MegatronJob, load_job
-from megatronapp_operator.backends.process import lock, registry
-from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.state import lock, registry
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import JobConflictError
 
 FIELD: dict[str, Any] = {"checkpoint": {"save": "kept"}}

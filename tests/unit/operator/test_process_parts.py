@@ -27,17 +27,18 @@ from megatronapp_common.processes import is_held
 from megatronapp_common.room import LEAST_BYTES, Room
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web import tokens
-from megatronapp_operator import summary
-from megatronapp_operator.backends.process import build, files, kin, lock, settings, spawn
+from megatronapp_operator.backends.process import job_processes, settings, settings_builder, spawn
 from megatronapp_operator.backends.process.backend import Backend
-from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
+from megatronapp_operator.backends.process.state import files, lock
+from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess, not_started, read_outcome
 from megatronapp_operator.cli.follower import LogTail
-from megatronapp_operator.document import progress_document
 from megatronapp_operator.errors import JobConflictError
-from megatronapp_operator.job_spec import process_spec
 from megatronapp_operator.plan import Action, EnsureHub, HubPhase, Progress, RecordEvent
 from megatronapp_operator.plan.outcome import describe
+from megatronapp_operator.plan_io import hub_summary
+from megatronapp_operator.plan_io.spec_reader import process_spec
+from megatronapp_operator.plan_io.status_document import progress_document
 
 DEADLINE_S = 30.0
 SLEEP = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
@@ -86,16 +87,16 @@ def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 def test_kin_are_found_by_job_attempt_and_worker(sleeper: Any) -> None:
     first, tenth, other = sleeper("kin-a", 1), sleeper("kin-a", 10), sleeper("kin-ab", 1)
-    assert set(kin.find(kin.Kin(uid="kin-a"))) == {first.pid, tenth.pid}
-    assert kin.find(kin.Kin(uid="kin-a", attempt=0, worker=1)) == [first.pid]
-    assert kin.find(kin.Kin(uid="kin-a", attempt=1)) == []
-    assert kin.find(kin.Kin(uid="kin-ab")) == [other.pid]
+    assert set(job_processes.find(job_processes.Kin(uid="kin-a"))) == {first.pid, tenth.pid}
+    assert job_processes.find(job_processes.Kin(uid="kin-a", attempt=0, worker=1)) == [first.pid]
+    assert job_processes.find(job_processes.Kin(uid="kin-a", attempt=1)) == []
+    assert job_processes.find(job_processes.Kin(uid="kin-ab")) == [other.pid]
 
 
 def test_a_sweep_kills_kin_alone_also_stopped_ones(sleeper: Any) -> None:
     mine, stopped, other = sleeper("kin-c"), sleeper("kin-c"), sleeper("kin-d")
     stopped.send_signal(signal.SIGSTOP)
-    assert kin.sweep(kin.Kin(uid="kin-c"))
+    assert job_processes.sweep(job_processes.Kin(uid="kin-c"))
     assert (mine.wait(DEADLINE_S), stopped.wait(DEADLINE_S)) == (-9, -9)
     assert other.poll() is None
 
@@ -103,8 +104,8 @@ def test_a_sweep_kills_kin_alone_also_stopped_ones(sleeper: Any) -> None:
 def test_shared_memory_is_removed_by_prefix(tmp_path: pathlib.Path) -> None:
     for name in ("megatronapp-u-a0-w1.x", "megatronapp-u-a0-w10.x", "megatronapp-u2-a0-w1.x"):
         (tmp_path / name).touch()
-    assert kin.remove_shared_memory(tmp_path, shm_prefix("u", 0, 1) + ".") == ["megatronapp-u-a0-w1.x"]
-    assert kin.remove_shared_memory(tmp_path, shm_prefix("u")) == ["megatronapp-u-a0-w10.x"]
+    assert job_processes.remove_shared_memory(tmp_path, shm_prefix("u", 0, 1) + ".") == ["megatronapp-u-a0-w1.x"]
+    assert job_processes.remove_shared_memory(tmp_path, shm_prefix("u")) == ["megatronapp-u-a0-w10.x"]
     assert [path.name for path in tmp_path.iterdir()] == ["megatronapp-u2-a0-w1.x"]
 
 
@@ -253,8 +254,8 @@ def test_processes_that_cannot_be_killed_are_named(
 ) -> None:
     made = make_settings(tmp_path)
     backend = make_backend(made, [])
-    monkeypatch.setattr(kin, "sweep", lambda _kin: False)
-    monkeypatch.setattr(kin, "find", lambda _kin: [41, 42])
+    monkeypatch.setattr(job_processes, "sweep", lambda _kin: False)
+    monkeypatch.setattr(job_processes, "find", lambda _kin: [41, 42])
     backend._sweep()
     assert "could not be ended" in (said := capsys.readouterr().err) and "41, 42" in said
     assert files.read_lines(made.paths.events)[0]["reason"] == "ProcessesLeft"
@@ -344,8 +345,8 @@ def test_every_worker_has_a_loopback_address_of_its_own(index: int) -> None:
 
 def make_settings(tmp_path: pathlib.Path, **changes: Any) -> settings.Settings:
     job = load_job(MANIFEST)
-    commands = build.build_commands(job)
-    made = build.build_settings(job, uid="u", paths=JobPaths(tmp_path), commands=commands)
+    commands = settings_builder.build_commands(job)
+    made = settings_builder.build_settings(job, uid="u", paths=JobPaths(tmp_path), commands=commands)
     return dataclasses.replace(made, **changes)
 
 
@@ -388,15 +389,17 @@ def test_the_commands_are_those_of_the_contract(tmp_path: pathlib.Path, monkeypa
     page = tmp_path / "dist"
     page.mkdir()
     (page / "index.html").touch()
-    monkeypatch.setenv(build.FRONTEND_ENV, str(page))
-    commands = build.build_commands(load_job(MANIFEST))
+    monkeypatch.setenv(settings_builder.FRONTEND_ENV, str(page))
+    commands = settings_builder.build_commands(load_job(MANIFEST))
     assert commands.launcher[1:4] == ("-m", "megatronapp_trainer.launch", "--")
     assert "--pipeline-model-parallel-size" in commands.launcher
     assert commands.agent[1:] == ("-m", "megatronapp_analyzer.agent")
     hub = ("-m", "megatronapp_analyzer.hub", "--frontend", str(page))
     assert commands.hub[1:] == (*hub, "--jobs-dir", str(jobs_dir()))
     open_to_others = MANIFEST | {"spec": MANIFEST["spec"] | {"analyzer": {"enabled": True, "host": "0.0.0.0"}}}
-    assert build.build_commands(load_job(open_to_others)).hub[1:] == (*hub, "--allow-remote"), "no list of other jobs"
+    assert settings_builder.build_commands(load_job(open_to_others)).hub[1:] == (*hub, "--allow-remote"), (
+        "no list of other jobs"
+    )
 
 
 def test_the_run_policy_reaches_the_plan() -> None:
@@ -415,22 +418,22 @@ def test_the_progress_that_is_furthest_on_wins() -> None:
         Progress(attempt=1, iteration=2, updated_at=1.0),
         Progress(attempt=1, iteration=2, updated_at=2.0, loss=1.0),
     ]
-    newest = summary.newest(pages)
+    newest = hub_summary.newest(pages)
     assert newest is not None and newest.loss == 1.0
-    assert summary.newest([None]) is None
-    assert summary.read_progress({"state": "starting"}) is None
+    assert hub_summary.newest([None]) is None
+    assert hub_summary.read_progress({"state": "starting"}) is None
 
 
 def test_the_time_of_a_page_is_text_there_and_in_the_status() -> None:
-    page = summary.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
+    page = hub_summary.read_progress({"iteration": 1, "updatedAt": "2026-11-21T10:33:16.500+00:00"})
     assert page is not None and page.updated_at == 1795257196.5
-    assert summary.newest([page, summary.read_progress({"iteration": 1})]) == page
+    assert hub_summary.newest([page, hub_summary.read_progress({"iteration": 1})]) == page
     assert progress_document(page)["updatedAt"] == "2026-11-21T10:33:16Z"
 
 
 def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
     text = '{"iteration": 1, "loss": NaN, "gradNorm": Infinity, "tokensPerSecond": 5.5}'
-    page = summary.read_progress(json.loads(text))
+    page = hub_summary.read_progress(json.loads(text))
     assert page is not None
     document = progress_document(page)
     assert document["tokensPerSecond"] == 5.5
@@ -442,7 +445,7 @@ def test_a_loss_that_is_no_number_never_reaches_the_status() -> None:
     [None, [], "text", {}, {"progress": 3, "slowRanks": [], "hungRanks": []}, {"progress": None, "slowRanks": [{}]}],
 )
 def test_a_summary_of_another_shape_is_none(document: object) -> None:
-    assert summary.read_summary(document) is None
+    assert hub_summary.read_summary(document) is None
 
 
 def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
@@ -456,7 +459,9 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
         "since": {"attempt": 0, "step": 60, "time": 1.0},
         "sentence": "Rank 1 is slow.",
     }
-    read = summary.read_summary({"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]})
+    read = hub_summary.read_summary(
+        {"attempt": 2, "progress": {"iteration": 4}, "slowRanks": [verdict], "hungRanks": [3]}
+    )
     assert read is not None and read.progress is not None
     assert (read.attempt, read.progress.iteration, read.hung_ranks) == (2, 4, (3,))
     (slow,) = read.slow_ranks
@@ -465,14 +470,14 @@ def test_a_summary_gives_progress_verdicts_and_hung_ranks() -> None:
 
 def test_of_control_actions_the_newest_are_read_each_once_in_bounds() -> None:
     actions = [{"id": number, "at": "", "who": "jane\n\x1b[1m", "what": "w" * 9_999} for number in range(300)]
-    read = summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])
+    read = hub_summary.read_controls([*actions, actions[-1], {"id": 1 << 60, "at": "", "who": "", "what": ""}])
     assert [one.id for one in read] == list(range(46, 300))
-    assert {len(one.text) for one in read} == {len("jane ?[1m ") + summary.MAX_WHAT}
+    assert {len(one.text) for one in read} == {len("jane ?[1m ") + hub_summary.MAX_WHAT}
     assert "\x1b" not in read[0].text and "\n" not in read[0].text
     answer: dict[str, Any] = {"attempt": 0, "progress": None, "slowRanks": [], "hungRanks": []}
     odd: list[Any] = [None, 3, "text", {}, [{}], [{"id": "x", "who": 1, "what": 2}], [None]]
     for actions in odd:
-        told = summary.read_summary(answer | {"actions": actions})
+        told = hub_summary.read_summary(answer | {"actions": actions})
         assert told is not None and told.controls == (), "what cannot be read takes no verdict away"
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from megatronapp_operator.backends.kubernetes.api import Object
+from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.observe import Told, observe
-from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 
 
 def pod(kind: str = "worker", *, init: tuple[Object, ...] = (), **status: Any) -> Object:

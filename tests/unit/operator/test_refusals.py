@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatronapp_operator.backends.kubernetes.errors import error_of
-from megatronapp_operator.backends.kubernetes.refusals import refusal_of
+from megatronapp_operator.backends.kubernetes.client.errors import error_of
+from megatronapp_operator.backends.kubernetes.client.rejections import refusal_of
 
 WEBHOOK = 'admission webhook "validate.kyverno.svc-fail" denied the request: no signature'
 POLICY = "pods \"j-worker-0\" is forbidden: ValidatingAdmissionPolicy 'team' with binding 'team' denied request: no"

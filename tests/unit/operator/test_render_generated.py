@@ -15,7 +15,7 @@ from megatronapp_common.job import MegatronJob, parse_manifest
 from megatronapp_common.job.api.metadata import MAX_NAME_LENGTH
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
-from megatronapp_operator.backends.kubernetes.render.initializers import container_name
+from megatronapp_operator.backends.kubernetes.render.pod.initializers import container_name
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")

@@ -13,8 +13,9 @@ import rendered
 
 from megatronapp_common.job import load_stored_job
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.kubernetes.render import annotations, gang
-from megatronapp_operator.backends.kubernetes.render.network import LABEL_HOST_NETWORK, ucx_devices
+from megatronapp_operator.backends.kubernetes.render import gang
+from megatronapp_operator.backends.kubernetes.render.pod import annotations
+from megatronapp_operator.backends.kubernetes.render.pod.network import LABEL_HOST_NETWORK, ucx_devices
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
 
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_operator.backends.kubernetes.observe import worker
-from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
-from megatronapp_operator.backends.kubernetes.render.placement import REQUIRED, without_nodes
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.render.pod.placement import REQUIRED, without_nodes
 
 NODES = st.lists(st.sampled_from(["a", "b", "c", "d"]), unique=True, max_size=3)
 LABELS = ("x", "y")

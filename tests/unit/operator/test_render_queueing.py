@@ -11,7 +11,7 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.job.api.quantity import quantity_value
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
-from megatronapp_operator.backends.kubernetes.render.quantities import pod_requests, text_of
+from megatronapp_operator.backends.kubernetes.render.pod.quantities import pod_requests, text_of
 
 
 def group(job: MegatronJob, attempt: int = 0) -> rendered.Object | None:

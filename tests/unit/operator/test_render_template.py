@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.names import Env
-from megatronapp_operator.backends.kubernetes.render.merge import merge
+from megatronapp_operator.backends.kubernetes.render.pod.merge import merge
 
 JOB = rendered.make_job({**rendered.ANALYZED, "env": [{"name": "A", "value": "job"}, {"name": "B", "value": "job"}]})
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from megatronapp_common.job import Status as StatusDocument
 from megatronapp_common.text.terminal import one_line
 from megatronapp_operator.backends.kubernetes.executor import MAX_NOTE, _event
-from megatronapp_operator.backends.kubernetes.records import _number
+from megatronapp_operator.backends.kubernetes.pod_record import _number
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
-from megatronapp_operator.document import status_document
-from megatronapp_operator.plan import EventType, Job, JobSpec, Observed, RecordEvent, Status, report
-from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.summary import UNREADABLE, Summary, read_progress, read_summary
+from megatronapp_operator.plan import EventType, Job, JobSpec, Observed, RecordEvent, Status
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies import report
+from megatronapp_operator.plan_io.hub_summary import UNREADABLE, Summary, read_progress, read_summary
+from megatronapp_operator.plan_io.status_document import status_document
 
 MOST_BYTES = 1 << 20
 NUMBERS = st.one_of(

@@ -5,8 +5,8 @@ import urllib.parse
 import httpx
 
 from megatronapp_common.web.tokens import Role, derive, read_secret
-from megatronapp_operator.backends.process import files
-from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.state import files
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.errors import HubError, OperatorError
 
 TIMEOUT_S = 1.0

@@ -8,9 +8,9 @@ from typing import Any
 from megatronapp_common.command_parser import JOB_NAMES
 from megatronapp_common.state import errors_named
 from megatronapp_operator.cli import cluster
-from megatronapp_operator.cli.durations import parse_duration
-from megatronapp_operator.cli.numbers import parse_count, parse_factor, parse_index
 from megatronapp_operator.cli.server_spellings import add_spellings
+from megatronapp_operator.cli.text.durations import parse_duration
+from megatronapp_operator.cli.text.numbers import parse_count, parse_factor, parse_index
 
 Subparsers = Any
 """argparse's own type is private and generic over the parser class."""

@@ -2,8 +2,8 @@
 
 import argparse
 
-from megatronapp_operator.backends.process import lock, registry
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.state import lock, registry
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.backends.process.stopping import grace_s, stop_backend
 from megatronapp_operator.errors import JobNotFoundError
 from megatronapp_operator.plan import Phase

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatronapp_common.text.terminal import one_line
-from megatronapp_operator.backends.process import files, registry
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.state import files, registry
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.jobs import Job
-from megatronapp_operator.cli.tables import NONE, age, format_table, iteration, number
+from megatronapp_operator.cli.text.tables import NONE, age, format_table, iteration, number
 
 EVENTS_SHOWN = 30
 Pairs = Sequence[tuple[str, str]]

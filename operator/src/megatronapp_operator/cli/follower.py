@@ -6,13 +6,13 @@ import pathlib
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import UNSAVED_STOP
 from megatronapp_common.topology import Placement, Topology
-from megatronapp_operator.backends.process.paths import JobPaths
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.addresses import api_access, page_address
-from megatronapp_operator.cli.stop_words import INTERRUPTED, interrupted, stopped_line, stopping_line
+from megatronapp_operator.cli.text.stop_messages import INTERRUPTED, interrupted, stopped_line, stopping_line
 from megatronapp_operator.errors import HubError, OperatorError
 from megatronapp_operator.plan import TERMINAL_PHASES, Action, EventType, Phase, RecordEvent, Status
 from megatronapp_operator.plan.observed import Progress
-from megatronapp_operator.plan.report import NAMED_STATES
+from megatronapp_operator.plan.policies.report import NAMED_STATES
 
 TOLD_BY_VERDICTS = frozenset({"SlowNodeDetected", "RankHung"})
 """Events whose words --follow prints as verdicts, one by one."""

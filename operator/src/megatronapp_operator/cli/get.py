@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from megatronapp_common.text.terminal import one_line
-from megatronapp_operator.backends.process import registry
+from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.jobs import Job, Jobs
-from megatronapp_operator.cli.tables import COLUMNS, WIDE_COLUMNS, Table, job_row
+from megatronapp_operator.cli.text.tables import COLUMNS, WIDE_COLUMNS, Table, job_row
 from megatronapp_operator.errors import JobNotFoundError
 
 WATCH_S = 0.5

@@ -7,10 +7,10 @@ import httpx
 
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.job.arguments import gives
-from megatronapp_operator.backends.process import registry
+from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.addresses import hub_access
-from megatronapp_operator.document import without_none
 from megatronapp_operator.errors import HubError, OperatorError
+from megatronapp_operator.plan_io.status_document import without_none
 
 TIMEOUT_S = 5.0
 

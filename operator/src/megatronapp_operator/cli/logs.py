@@ -6,8 +6,8 @@ import sys
 import time
 
 from megatronapp_common.job import MegatronJob, load_job
-from megatronapp_operator.backends.process import registry
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.state import registry
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.cli.follower import LogTail, rank_log, reporting_rank
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 

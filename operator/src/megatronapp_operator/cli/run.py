@@ -5,15 +5,15 @@ import sys
 from collections.abc import Callable
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.process import registry
-from megatronapp_operator.backends.process.build import build_commands
 from megatronapp_operator.backends.process.cluster_only import without_effect
-from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.preflight import preflight
 from megatronapp_operator.backends.process.runner import run_detached, run_job
+from megatronapp_operator.backends.process.settings_builder import build_commands
+from megatronapp_operator.backends.process.state import registry
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.cli.follower import Follower
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
-from megatronapp_operator.cli.stop_words import interrupted
+from megatronapp_operator.cli.text.stop_messages import interrupted
 from megatronapp_operator.errors import ManifestError
 from megatronapp_operator.plan import Phase, Status
 

@@ -9,7 +9,7 @@ import yaml
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import MegatronJob, load_job
 from megatronapp_common.names import API_VERSION, KIND
-from megatronapp_operator.backends.process import registry
+from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.addresses import api_access
 from megatronapp_operator.cli.run import runnable, start
 from megatronapp_operator.errors import ManifestError

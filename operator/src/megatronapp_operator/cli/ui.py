@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import httpx
 
-from megatronapp_operator.backends.process import registry
-from megatronapp_operator.backends.process.build import hub_command
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process.settings_builder import hub_command
+from megatronapp_operator.backends.process.state import registry
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.backends.process.stored_hub import stored_hub
 from megatronapp_operator.cli.addresses import hub_access, logged_in, page_address
 from megatronapp_operator.errors import HubError, OperatorError

@@ -6,7 +6,7 @@ import difflib
 import time
 from collections.abc import Sequence
 
-from megatronapp_operator.backends.process import registry
+from megatronapp_operator.backends.process.state import registry
 from megatronapp_operator.cli.jobs import Job, Jobs
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 from megatronapp_operator.plan import ConditionType

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from megatronapp_operator.backends.kubernetes.api import PODS, Api, Object
-from megatronapp_operator.backends.kubernetes.errors import ApiError, InvalidError
+from megatronapp_operator.backends.kubernetes.client.api import PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, InvalidError
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from megatronapp_common import __version__
-from megatronapp_operator.backends.kubernetes.api import Api, connect
-from megatronapp_operator.backends.kubernetes.errors import LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.api import Api, connect
+from megatronapp_operator.backends.kubernetes.client.errors import LeaseLostError
 from megatronapp_operator.backends.kubernetes.lease import LeaseHolder
 from megatronapp_operator.controller.capabilities import has_container_restarts
 from megatronapp_operator.controller.clock import Clock

@@ -13,8 +13,8 @@ import httpx
 from megatronapp_common.errors import JobError
 from megatronapp_common.job.crd import PLURAL
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.api import JOBS, PODS, Api, Object
-from megatronapp_operator.backends.kubernetes.errors import (
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.errors import (
     AgainError,
     ApiError,
     ForbiddenError,
@@ -26,11 +26,11 @@ from megatronapp_operator.backends.kubernetes.errors import (
     ThrottledError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor
+from megatronapp_operator.backends.kubernetes.hub_poller import POLL_S, Poller
 from megatronapp_operator.backends.kubernetes.job_memory import Memory
 from megatronapp_operator.backends.kubernetes.keyed_queue import KeyedQueue
-from megatronapp_operator.backends.kubernetes.poller import POLL_S, Poller
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.reconciler import Reconciler
-from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
 from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.controller.clock import Clock
 from megatronapp_operator.controller.settings import Settings

@@ -7,7 +7,10 @@ of the policy: nothing comes before the terminal guard, and nothing is created b
 
 from collections.abc import Callable
 
-from megatronapp_operator.plan import (
+from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
+from megatronapp_operator.plan.observed import Observed
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies import (
     controls,
     deadlines,
     exclusion,
@@ -19,12 +22,9 @@ from megatronapp_operator.plan import (
     report,
     slow_nodes,
 )
-from megatronapp_operator.plan.actions import Action, Plan, RecordEvent
-from megatronapp_operator.plan.draft import Draft
-from megatronapp_operator.plan.memory import micros
-from megatronapp_operator.plan.observed import Observed
 from megatronapp_operator.plan.spec import Job
 from megatronapp_operator.plan.status import Status
+from megatronapp_operator.plan.worker_history import micros
 
 POLICIES: tuple[Callable[[Draft], bool], ...] = (
     lifecycle.delete_job,

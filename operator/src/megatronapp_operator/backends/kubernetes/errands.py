@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable
 
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.errors import (
+from megatronapp_operator.backends.kubernetes.client.errors import (
     ApiError,
     ForbiddenError,
     InvalidError,
@@ -17,8 +17,8 @@ from megatronapp_operator.backends.kubernetes.errors import (
     NameTakenError,
 )
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work, surroundings_of
-from megatronapp_operator.backends.kubernetes.facts import is_long
 from megatronapp_operator.backends.kubernetes.job_memory import Memory
+from megatronapp_operator.backends.kubernetes.status_facts import is_long
 from megatronapp_operator.backends.kubernetes.store import Store
 from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
 from megatronapp_operator.plan import TERMINAL_PHASES, EventType, Phase, RecordEvent

@@ -15,8 +15,8 @@ from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import API_VERSION, KIND, LABEL_JOB_UID, ReplicaType
 from megatronapp_common.web import tokens
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import EVENTS, JOBS, NODES, PODS, Api, Object, Resource
-from megatronapp_operator.backends.kubernetes.errors import (
+from megatronapp_operator.backends.kubernetes.client.api import EVENTS, JOBS, NODES, PODS, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.errors import (
     AlreadyExistsError,
     ApiError,
     ForbiddenError,
@@ -24,9 +24,9 @@ from megatronapp_operator.backends.kubernetes.errors import (
     NameTakenError,
     NotFoundError,
 )
+from megatronapp_operator.backends.kubernetes.client.rejections import refusal_of
 from megatronapp_operator.backends.kubernetes.groups import Groups
-from megatronapp_operator.backends.kubernetes.records import PodRecord
-from megatronapp_operator.backends.kubernetes.refusals import refusal_of
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
 from megatronapp_operator.backends.kubernetes.store import Store
 from megatronapp_operator.backends.kubernetes.surroundings import LISTED

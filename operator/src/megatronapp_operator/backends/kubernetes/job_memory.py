@@ -3,9 +3,9 @@
 import dataclasses
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.api import Object
-from megatronapp_operator.backends.kubernetes.facts import Pinned
+from megatronapp_operator.backends.kubernetes.client.api import Object
 from megatronapp_operator.backends.kubernetes.observe import Told
+from megatronapp_operator.backends.kubernetes.status_facts import Pinned
 from megatronapp_operator.plan import Refusal, Status
 
 

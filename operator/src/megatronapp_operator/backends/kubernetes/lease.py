@@ -13,8 +13,8 @@ import datetime
 import time
 from collections.abc import Callable
 
-from megatronapp_operator.backends.kubernetes.api import LEASES, Api, Object
-from megatronapp_operator.backends.kubernetes.errors import ApiError, LeaseLostError
+from megatronapp_operator.backends.kubernetes.client.api import LEASES, Api, Object
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError, LeaseLostError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

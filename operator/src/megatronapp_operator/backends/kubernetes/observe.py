@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatronapp_common.names import ReplicaType
-from megatronapp_operator.backends.kubernetes.records import PodRecord
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord
 from megatronapp_operator.plan import Deletion, Hub, HubPhase, Init, Observed, Progress, Refusal, Worker, WorkerPhase
-from megatronapp_operator.summary import Summary, newest
+from megatronapp_operator.plan_io.hub_summary import Summary, newest
 
 MAX_WAITING = 512
 """Longest text that is shown of why a hub does not start."""

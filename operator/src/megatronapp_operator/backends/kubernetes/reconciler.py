@@ -18,26 +18,24 @@ from megatronapp_common.job import MegatronJob, load_stored_job, skipped_rules
 from megatronapp_common.names import HUB_PORT, LABEL_JOB_UID
 from megatronapp_operator import plan
 from megatronapp_operator.backends.kubernetes import render
-from megatronapp_operator.backends.kubernetes.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
-from megatronapp_operator.backends.kubernetes.errands import Errands
-from megatronapp_operator.backends.kubernetes.errors import (
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, PERSISTENT_VOLUME_CLAIMS, PODS, Api, Object
+from megatronapp_operator.backends.kubernetes.client.errors import (
     AgainError,
     ApiError,
     ConflictError,
     ForbiddenError,
     NotFoundError,
 )
+from megatronapp_operator.backends.kubernetes.errands import Errands
 from megatronapp_operator.backends.kubernetes.executor import Executor, Work
-from megatronapp_operator.backends.kubernetes.facts import Pinned, facts, rank_zero, read_pinned
 from megatronapp_operator.backends.kubernetes.job_memory import Memory
 from megatronapp_operator.backends.kubernetes.observe import observe
-from megatronapp_operator.backends.kubernetes.records import read_pod
+from megatronapp_operator.backends.kubernetes.pod_record import read_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+from megatronapp_operator.backends.kubernetes.status_facts import Pinned, facts, rank_zero, read_pinned
 from megatronapp_operator.backends.kubernetes.store import Key, Store
 from megatronapp_operator.backends.kubernetes.surroundings import Surroundings
 from megatronapp_operator.backends.kubernetes.volumes import claim_names, trouble
-from megatronapp_operator.document import status_document
-from megatronapp_operator.job_spec import build_spec
 from megatronapp_operator.keys import KeyRing
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
@@ -51,8 +49,10 @@ from megatronapp_operator.plan import (
     RecordEvent,
     Status,
 )
-from megatronapp_operator.plan.controls import spent_after
-from megatronapp_operator.status_reader import read_status
+from megatronapp_operator.plan.policies.controls import spent_after
+from megatronapp_operator.plan_io.spec_reader import build_spec
+from megatronapp_operator.plan_io.status_document import status_document
+from megatronapp_operator.plan_io.status_reader import read_status
 
 log = logging.getLogger(__name__)
 

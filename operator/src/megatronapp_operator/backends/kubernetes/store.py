@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from megatronapp_operator.backends.kubernetes.api import Object
-from megatronapp_operator.backends.kubernetes.records import PodRecord, read_pod
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.pod_record import PodRecord, read_pod
 
 Key = tuple[str, str]
 """Namespace and name of a job."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_JOB_UID
-from megatronapp_operator.backends.kubernetes.api import NETWORK_POLICIES, SERVICES, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.api import NETWORK_POLICIES, SERVICES, Api, Object, Resource
 
 LISTED = frozenset({SERVICES, NETWORK_POLICIES})
 """Kinds without content that the operator should not read. It may only write ConfigMaps and Secrets."""

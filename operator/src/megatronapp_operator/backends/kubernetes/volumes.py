@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.kubernetes.api import Object
-from megatronapp_operator.backends.kubernetes.render.storage import claims
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.pod.storage import claims
 
 SHARED = frozenset({"ReadWriteMany"})
 READABLE = SHARED | {"ReadOnlyMany"}

@@ -14,14 +14,13 @@ from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import PageReader
 from megatronapp_common.room import Room
 from megatronapp_common.web import tokens
-from megatronapp_operator import summary
-from megatronapp_operator.backends.process import files, kin, signals, spawn
+from megatronapp_operator.backends.process import job_processes, signals, spawn
 from megatronapp_operator.backends.process.hub import HubProcess
-from megatronapp_operator.backends.process.paths import shm_prefix
 from megatronapp_operator.backends.process.ports import HeldPort
 from megatronapp_operator.backends.process.settings import Settings, worker_address, worker_environment
+from megatronapp_operator.backends.process.state import files
+from megatronapp_operator.backends.process.state.paths import shm_prefix
 from megatronapp_operator.backends.process.worker import WorkerProcess
-from megatronapp_operator.document import rfc3339, status_document
 from megatronapp_operator.plan import (
     TERMINAL_PHASES,
     Action,
@@ -40,6 +39,8 @@ from megatronapp_operator.plan import (
     Stop,
     plan,
 )
+from megatronapp_operator.plan_io import hub_summary
+from megatronapp_operator.plan_io.status_document import rfc3339, status_document
 
 TICK_S = 0.5
 """How often progress is read and deadlines of processes are looked at."""
@@ -121,7 +122,7 @@ class Backend:
             yield
         finally:
             self._sweep()
-            kin.remove_shared_memory(self._settings.shm, shm_prefix(self._settings.uid))
+            job_processes.remove_shared_memory(self._settings.shm, shm_prefix(self._settings.uid))
             if self._hub is not None:
                 self._hub.close()
             self._release_gang()
@@ -131,10 +132,10 @@ class Backend:
 
     def _sweep(self) -> None:
         """Kill what is left, and name what cannot be killed (such as a process inside a broken driver)."""
-        mine = kin.Kin(uid=self._settings.uid)
-        if kin.sweep(mine):
+        mine = job_processes.Kin(uid=self._settings.uid)
+        if job_processes.sweep(mine):
             return
-        pids = ", ".join(map(str, kin.find(mine)))
+        pids = ", ".join(map(str, job_processes.find(mine)))
         message = f"these processes could not be ended and may still hold memory, ports and GPUs: {pids}"
         self._complain(message)
         self._record(RecordEvent(type=EventType.WARNING, reason="ProcessesLeft", message=message), self._now())
@@ -198,13 +199,13 @@ class Backend:
 
     def _observe(self) -> Observed:
         told = self._hub.summary if self._hub is not None else None
-        pages = [summary.read_page(page) for page in self._pages.values()]
+        pages = [hub_summary.read_page(page) for page in self._pages.values()]
         current = told is not None and told.attempt == self._job.status.attempt
         return Observed(
             secret=self._settings.paths.secret.exists(),
             hub=self._hub.observe() if self._hub is not None else None,
             workers=tuple(worker.observe() for worker in self._workers.values()),
-            progress=summary.newest([told.progress if told else None, *pages]),
+            progress=hub_summary.newest([told.progress if told else None, *pages]),
             slow_ranks=told.slow_ranks if told else None,
             hung_ranks=told.hung_ranks if told and current else None,
             full_shared_memory=self._full_shared_memory(),

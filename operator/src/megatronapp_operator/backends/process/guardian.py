@@ -9,8 +9,8 @@ import pathlib
 import signal
 import sys
 
-from megatronapp_operator.backends.process import kin
-from megatronapp_operator.backends.process.paths import shm_prefix
+from megatronapp_operator.backends.process import job_processes
+from megatronapp_operator.backends.process.state.paths import shm_prefix
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -22,8 +22,8 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     uid, shm = sys.argv[1], pathlib.Path(sys.argv[2])
     sys.stdin.buffer.read()
-    gone = kin.sweep(kin.Kin(uid=uid))
-    kin.remove_shared_memory(shm, shm_prefix(uid))
+    gone = job_processes.sweep(job_processes.Kin(uid=uid))
+    job_processes.remove_shared_memory(shm, shm_prefix(uid))
     return 0 if gone else 1
 
 

@@ -6,12 +6,12 @@ import httpx
 
 from megatronapp_common.web.loopback import V4, is_shared
 from megatronapp_common.web.tokens import Role, derive
-from megatronapp_operator import summary
-from megatronapp_operator.backends.process.files import write_json
 from megatronapp_operator.backends.process.ports import HeldPort
 from megatronapp_operator.backends.process.settings import Settings, base_environment
 from megatronapp_operator.backends.process.spawn import spawn
+from megatronapp_operator.backends.process.state.files import write_json
 from megatronapp_operator.plan import Hub, HubPhase
+from megatronapp_operator.plan_io import hub_summary
 
 POLL_S = 1.0
 TIMEOUT_S = 1.0
@@ -39,7 +39,7 @@ class HubProcess:
         self._deleted_at: float | None = None
         self._poll_due = 0.0
         self._ready = False
-        self.summary: summary.Summary | None = None
+        self.summary: hub_summary.Summary | None = None
         """The newest answer to GET /api/v1/summary; None while the hub does not answer."""
 
     @property
@@ -106,10 +106,10 @@ class HubProcess:
         self._client.close()
         self._port.close()
 
-    def _ask(self) -> summary.Summary | None:
+    def _ask(self) -> hub_summary.Summary | None:
         """A hub that is starting, stopped or gone gives nothing, which is no error: training does not need it."""
         try:
             answer = self._client.get("/api/v1/summary")
-            return summary.read_summary(answer.json()) if answer.is_success else None
+            return hub_summary.read_summary(answer.json()) if answer.is_success else None
         except (httpx.HTTPError, ValueError):
             return None

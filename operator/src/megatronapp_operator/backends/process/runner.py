@@ -11,14 +11,15 @@ from megatronapp_common import state
 from megatronapp_common.cli import is_ours
 from megatronapp_common.errors import StateError
 from megatronapp_common.job import MegatronJob
-from megatronapp_operator.backends.process import build, lock, registry
+from megatronapp_operator.backends.process import settings_builder
 from megatronapp_operator.backends.process.backend import Backend, Listener
-from megatronapp_operator.backends.process.paths import JobPaths
 from megatronapp_operator.backends.process.settings import Commands
+from megatronapp_operator.backends.process.state import lock, registry
+from megatronapp_operator.backends.process.state.paths import JobPaths
 from megatronapp_operator.backends.process.stopping import stop_backend
 from megatronapp_operator.errors import BackendError, JobConflictError, JobNotFoundError, OperatorError
-from megatronapp_operator.job_spec import process_spec
 from megatronapp_operator.plan import Action, Status
+from megatronapp_operator.plan_io.spec_reader import process_spec
 
 ACCEPTED = b"accepted"
 
@@ -31,9 +32,9 @@ def run_job(job: MegatronJob, *, commands: Commands, retain_hub: bool, listener:
     with _sole_backend(paths):
         registry.require_own_checkpoints(job)
         registry.accept(paths, job, uid=uid)
-        settings = build.build_settings(job, uid=uid, paths=paths, commands=commands)
+        settings = settings_builder.build_settings(job, uid=uid, paths=paths, commands=commands)
         spec = process_spec(job, uid=uid, retain_hub=retain_hub)
-        backend = Backend(settings, spec, facts=build.build_facts(job), listener=listener)
+        backend = Backend(settings, spec, facts=settings_builder.build_facts(job), listener=listener)
         with _failure_told(paths), state.errors_named():
             status = backend.run()
         registry.end(paths)

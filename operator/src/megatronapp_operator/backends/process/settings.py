@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from megatronapp_common.names import Env
 from megatronapp_common.text.run_length import write_counts
-from megatronapp_operator.backends.process.paths import JobPaths, shm_prefix
 from megatronapp_operator.backends.process.spawn import inherited_environment
+from megatronapp_operator.backends.process.state.paths import JobPaths, shm_prefix
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

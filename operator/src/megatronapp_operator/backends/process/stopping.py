@@ -5,9 +5,10 @@ import signal
 import time
 
 from megatronapp_common.processes import is_held
-from megatronapp_operator.backends.process import files, signals
-from megatronapp_operator.backends.process.paths import JobPaths
-from megatronapp_operator.backends.process.registry import JobView
+from megatronapp_operator.backends.process import signals
+from megatronapp_operator.backends.process.state import files
+from megatronapp_operator.backends.process.state.paths import JobPaths
+from megatronapp_operator.backends.process.state.registry import JobView
 from megatronapp_operator.errors import BackendError
 
 POLL_S = 0.05

@@ -9,8 +9,8 @@ from megatronapp_common.processes import end
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.loopback import V4
 from megatronapp_operator.backends.process.ports import HeldPort
-from megatronapp_operator.backends.process.registry import JobView
 from megatronapp_operator.backends.process.spawn import inherited_environment, spawn
+from megatronapp_operator.backends.process.state.registry import JobView
 
 STOP_S = 5.0
 

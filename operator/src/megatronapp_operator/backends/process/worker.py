@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatronapp_common.names import Env, ExitCode
-from megatronapp_operator.backends.process import kin
-from megatronapp_operator.backends.process.files import read_json
+from megatronapp_operator.backends.process import job_processes
 from megatronapp_operator.backends.process.settings import Settings
 from megatronapp_operator.backends.process.spawn import ended, spawn
+from megatronapp_operator.backends.process.state.files import read_json
 from megatronapp_operator.plan import Deletion, Outcome, Worker, WorkerPhase
 from megatronapp_operator.plan.outcome import NOT_STARTED
 
@@ -150,10 +150,10 @@ class WorkerProcess:
                 return
             self._agent.kill()
             self._agent.wait()
-        relatives = kin.Kin(uid=self._settings.uid, attempt=self.attempt, worker=self.index)
-        if kin.send(relatives, signal.SIGKILL) == 0:
+        relatives = job_processes.Kin(uid=self._settings.uid, attempt=self.attempt, worker=self.index)
+        if job_processes.send(relatives, signal.SIGKILL) == 0:
             prefix = self._environment[Env.SHM_PREFIX]
-            kin.remove_shared_memory(self._settings.shm, f"{prefix}.")
+            job_processes.remove_shared_memory(self._settings.shm, f"{prefix}.")
             self.gone = True
 
 

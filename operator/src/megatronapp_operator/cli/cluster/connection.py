@@ -16,8 +16,8 @@ from kubernetes_asyncio.client import ApiClient, Configuration
 from kubernetes_asyncio.config import ConfigException
 
 from megatronapp_common.job import TERMINAL_PHASES
-from megatronapp_operator.backends.kubernetes.api import JOBS, Api, Object, Resource
-from megatronapp_operator.backends.kubernetes.errors import UnavailableError, error_of
+from megatronapp_operator.backends.kubernetes.client.api import JOBS, Api, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.errors import UnavailableError, error_of
 from megatronapp_operator.cli.cluster import CONTEXT_VARIABLE
 from megatronapp_operator.errors import JobNotFoundError, OperatorError
 

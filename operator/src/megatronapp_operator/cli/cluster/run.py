@@ -5,12 +5,12 @@ import time
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.text.terminal import plain
-from megatronapp_operator.backends.kubernetes.api import JOBS
+from megatronapp_operator.backends.kubernetes.client.api import JOBS
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob, opened
 from megatronapp_operator.cli.manifest import BAD_MANIFEST_EXIT_CODE, print_problems, read_manifest
-from megatronapp_operator.cli.tables import iteration, number
+from megatronapp_operator.cli.text.tables import iteration, number
 from megatronapp_operator.errors import JobConflictError, JobNotFoundError, ManifestError, OperatorError
-from megatronapp_operator.plan.report import NAMED_STATES
+from megatronapp_operator.plan.policies.report import NAMED_STATES
 
 POLL_S = 2.0
 INTERRUPTED_EXIT_CODE = 130

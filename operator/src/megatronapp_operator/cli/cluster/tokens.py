@@ -17,16 +17,16 @@ from megatronapp_common.job.api.metadata import NAME_PATTERN
 from megatronapp_common.names import LABEL_JOB_UID
 from megatronapp_common.text.terminal import plain
 from megatronapp_common.web.tokens import Role, derive
-from megatronapp_operator.backends.kubernetes.api import SECRETS, Object, Resource
-from megatronapp_operator.backends.kubernetes.errors import ApiError
-from megatronapp_operator.backends.kubernetes.facts import read_pinned
+from megatronapp_operator.backends.kubernetes.client.api import SECRETS, Object, Resource
+from megatronapp_operator.backends.kubernetes.client.errors import ApiError
 from megatronapp_operator.backends.kubernetes.render import Names
+from megatronapp_operator.backends.kubernetes.status_facts import read_pinned
 from megatronapp_operator.cli.cluster import doors
 from megatronapp_operator.cli.cluster.connection import Cluster, ClusterJob
 from megatronapp_operator.cli.cluster.doors import Door
 from megatronapp_operator.cli.inject import problem_of
-from megatronapp_operator.door.reviews import AUDIENCE
 from megatronapp_operator.errors import HubError, OperatorError
+from megatronapp_operator.gateway.subject_access import AUDIENCE
 
 ACCOUNTS = Resource("v1", "serviceaccounts")
 LIFE_S = 8 * 3600

@@ -1,6 +1,5 @@
 """From a MegatronJob to the objects that run it. Pure: the same job, attempt and settings give the same objects."""
 
-from megatronapp_operator.backends.kubernetes.render.environment import ANNOTATION_TOPOLOGY
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects, ranks, secret
 from megatronapp_operator.backends.kubernetes.render.hub import (
     ANNOTATION_STARTS,
@@ -9,10 +8,11 @@ from megatronapp_operator.backends.kubernetes.render.hub import (
     hub_pod,
     unwanted,
 )
-from megatronapp_operator.backends.kubernetes.render.initializers import init_pod
 from megatronapp_operator.backends.kubernetes.render.objects import Names, serve_url
+from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
+from megatronapp_operator.backends.kubernetes.render.pod.initializers import init_pod
+from megatronapp_operator.backends.kubernetes.render.pod.worker import template_hash, worker_pod
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
-from megatronapp_operator.backends.kubernetes.render.worker import template_hash, worker_pod
 
 __all__ = [
     "ANNOTATION_STARTS",

@@ -11,14 +11,14 @@ import yaml
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import COORDINATOR_PORT, LABEL_REPLICA_INDEX, SERVE_PORT, STATUS_PORT, ReplicaType
-from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, SECRETS, SERVICES, Object
-from megatronapp_operator.backends.kubernetes.render import network, storage
+from megatronapp_operator.backends.kubernetes.client.api import CONFIG_MAPS, SECRETS, SERVICES, Object
 from megatronapp_operator.backends.kubernetes.render.objects import Names, labels, make, metadata, selector
+from megatronapp_operator.backends.kubernetes.render.pod import network, storage
+from megatronapp_operator.backends.kubernetes.render.pod.worker import render_worker
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
 from megatronapp_operator.backends.kubernetes.render.policies import init_policy, workers_policy
 from megatronapp_operator.backends.kubernetes.render.queueing import GROUPS, pod_group
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
-from megatronapp_operator.backends.kubernetes.render.worker import render_worker
-from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 RANKS_KEY = "rank-table.json"
 PRIVATE = frozenset({"env", "podTemplate", "initializers"})

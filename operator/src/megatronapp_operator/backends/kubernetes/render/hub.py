@@ -4,12 +4,14 @@ from typing import Any
 
 from megatronapp_common.job import MegatronJob
 from megatronapp_common.names import ANNOTATION_TEMPLATE_HASH, GROUP, HUB_PORT, Env, ReplicaType
-from megatronapp_operator.backends.kubernetes.api import CONFIG_MAPS, NETWORK_POLICIES, SERVICES, Object, Resource
-from megatronapp_operator.backends.kubernetes.render import storage
-from megatronapp_operator.backends.kubernetes.render.agent import analyzer_image
-from megatronapp_operator.backends.kubernetes.render.environment import variables
+from megatronapp_operator.backends.kubernetes.client.api import (
+    CONFIG_MAPS,
+    NETWORK_POLICIES,
+    SERVICES,
+    Object,
+    Resource,
+)
 from megatronapp_operator.backends.kubernetes.render.gang import gang_objects
-from megatronapp_operator.backends.kubernetes.render.initializers import identity
 from megatronapp_operator.backends.kubernetes.render.objects import (
     Names,
     digest,
@@ -20,8 +22,12 @@ from megatronapp_operator.backends.kubernetes.render.objects import (
     selector,
     serve_url,
 )
+from megatronapp_operator.backends.kubernetes.render.pod import storage
+from megatronapp_operator.backends.kubernetes.render.pod.agent import analyzer_image
+from megatronapp_operator.backends.kubernetes.render.pod.environment import variables
+from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity
+from megatronapp_operator.backends.kubernetes.render.pod.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.policies import hub_policy
-from megatronapp_operator.backends.kubernetes.render.security import container_security, pod_security
 from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, Rendered, RenderSettings
 
 HUB = "hub"

@@ -17,7 +17,7 @@ from megatronapp_common.names import (
     SERVE_PORT,
     ReplicaType,
 )
-from megatronapp_operator.backends.kubernetes.api import FIELD_MANAGER, Object
+from megatronapp_operator.backends.kubernetes.client.api import FIELD_MANAGER, Object
 from megatronapp_operator.backends.kubernetes.render.settings import Owner
 
 HASH_DIGITS = 16

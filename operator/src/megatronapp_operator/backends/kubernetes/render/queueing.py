@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatronapp_common.names import LABEL_REPLICA_INDEX
-from megatronapp_operator.backends.kubernetes.api import (
+from megatronapp_operator.backends.kubernetes.client.api import (
     COSCHEDULING_POD_GROUPS,
     KAI_POD_GROUPS,
     VOLCANO_POD_GROUPS,
@@ -15,9 +15,9 @@ from megatronapp_operator.backends.kubernetes.api import (
     Resource,
 )
 from megatronapp_operator.backends.kubernetes.render.objects import labels, make, metadata
-from megatronapp_operator.backends.kubernetes.render.quantities import gang_requests
+from megatronapp_operator.backends.kubernetes.render.pod.quantities import gang_requests
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
 from megatronapp_operator.backends.kubernetes.render.settings import Rendered
-from megatronapp_operator.backends.kubernetes.render.worker_draft import Draft
 
 SCHEDULERS = {"Volcano": "volcano", "Coscheduling": "scheduler-plugins-scheduler", "KAI": "kai-scheduler"}
 """Names under which these schedulers are installed, unless the job names another."""

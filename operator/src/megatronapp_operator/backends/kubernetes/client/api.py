@@ -1,0 +1,329 @@
+"""The API server, as far as the operator needs it: plain dictionaries in and out, typed errors, no generated models.
+
+Nothing is tried again here. Who asks is level-triggered: it looks again and decides anew.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+from kubernetes_asyncio import config
+from kubernetes_asyncio.client import ApiClient, Configuration
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import GROUP, VERSION
+from megatronapp_operator.backends.kubernetes.client.connections import Connections
+from megatronapp_operator.backends.kubernetes.client.errors import (
+    ApiError,
+    ConflictError,
+    GoneError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+    error_of,
+)
+
+Object = dict[str, Any]
+FIELD_MANAGER = "megatron-operator"
+REQUEST_S = 30.0
+PAGE = 500
+READ_BUFFER = 1 << 21
+MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resource:
+    """A kind of objects, as it stands in paths."""
+
+    api_version: str
+    plural: str
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """The path of all objects, those of a namespace, one object, or a part of it."""
+        root = "/api" if "/" not in self.api_version else "/apis"
+        parts = [root, self.api_version]
+        parts += ["namespaces", namespace] if namespace is not None else []
+        parts += [part for part in (self.plural, name, subresource) if part is not None]
+        return "/".join([parts[0], parts[1], *(quote(part, safe="") for part in parts[2:])])
+
+
+JOBS = Resource(f"{GROUP}/{VERSION}", PLURAL)
+PODS = Resource("v1", "pods")
+SERVICES = Resource("v1", "services")
+SECRETS = Resource("v1", "secrets")
+CONFIG_MAPS = Resource("v1", "configmaps")
+LEASES = Resource("coordination.k8s.io/v1", "leases")
+NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
+PERSISTENT_VOLUME_CLAIMS = Resource("v1", "persistentvolumeclaims")
+VOLCANO_POD_GROUPS = Resource("scheduling.volcano.sh/v1beta1", "podgroups")
+COSCHEDULING_POD_GROUPS = Resource("scheduling.x-k8s.io/v1alpha1", "podgroups")
+WORKLOADS = Resource("kueue.x-k8s.io/v1beta1", "workloads")
+KAI_POD_GROUPS = Resource("scheduling.run.ai/v2alpha2", "podgroups")
+NODES = Resource("v1", "nodes")
+VERSIONS = Resource("", "version")
+EVENTS = Resource("events.k8s.io/v1", "events")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Listing:
+    """Objects and the state of the cluster that they are from."""
+
+    items: list[Object]
+    resource_version: str
+
+
+@contextlib.asynccontextmanager
+async def connect(*, kubeconfig: str | None = None, context: str | None = None) -> AsyncIterator["Api"]:
+    """An API by a kubeconfig (or the usual one), inside a pod by its service account."""
+    settings = Configuration()
+    if kubeconfig is None and context is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=settings)
+    settings.proxy = settings.proxy or _proxy_for(settings.host or "")
+    connections = Connections()
+    try:
+        async with ApiClient(configuration=settings) as client:
+            # The client's own session reads the environment's proxies and ~/.netrc anew for every request, in a thread.
+            session = client.rest_client.pool_manager
+            connector = aiohttp.TCPConnector(
+                limit=session.connector.limit, ssl=session.connector._ssl, socket_factory=connections.make
+            )
+            client.rest_client.pool_manager = aiohttp.ClientSession(connector=connector, read_bufsize=READ_BUFFER)
+            await session.close()
+            yield Api(client)
+    finally:
+        await connections.close()
+
+
+def _proxy_for(host: str) -> str | None:
+    """The proxy that the environment names for an address."""
+    place = urlsplit(host)
+    return None if proxy_bypass(place.hostname or "") else getproxies().get(place.scheme)
+
+
+class Api:
+    """Requests to one API server. Every method raises ApiError (see errors) if the server refuses or is not there."""
+
+    def __init__(
+        self,
+        client: ApiClient,
+        *,
+        request_s: float = REQUEST_S,
+        guard: Callable[[], None] = lambda: None,
+        told: Callable[[str, str, int], None] = lambda _verb, _resource, _status: None,
+        dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
+        at_once: int | None = None,
+    ) -> None:
+        """`guard` is asked before every request that may change something, and raises where that must not be now.
+
+        `told` hears of every answer: verb, resource, HTTP status (0: none came); `dated` of the server's time in those
+        that carry it, between two times of the monotonic clock. `at_once` bounds the requests that
+        are under way together; others wait.
+        """
+        self._client = client
+        self._request_s = request_s
+        self._guard = guard
+        self._told = told
+        self._dated = dated
+        self._limit = contextlib.nullcontext() if at_once is None else asyncio.Semaphore(at_once)
+
+    def guarded(
+        self,
+        guard: Callable[[], None],
+        told: Callable[[str, str, int], None],
+        *,
+        dated: Callable[[float, float, float], None] = lambda _date, _sent, _received: None,
+        at_once: int | None = None,
+    ) -> "Api":
+        """The same server, with a guard before what changes something."""
+        return Api(self._client, request_s=self._request_s, guard=guard, told=told, dated=dated, at_once=at_once)
+
+    async def minor_version(self) -> int:
+        """The server's minor version: 35 of Kubernetes 1.35."""
+        told = await self._send("GET", VERSIONS, "/version")
+        return int(re.sub(r"\D", "", str(told.get("minor"))) or 0)  # some providers write "35+"
+
+    async def get(
+        self, resource: Resource, namespace: str | None, name: str, *, timeout_s: float | None = None
+    ) -> Object | None:
+        """One object, of a namespace or of the cluster; None if there is none."""
+        try:
+            return await self._send("GET", resource, resource.path(namespace, name), timeout_s=timeout_s)
+        except NotFoundError:
+            return None
+
+    async def list_objects(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
+    ) -> Listing:
+        """All objects, of a namespace or of all, whose labels match; read in pages."""
+        for _ in range(2):
+            try:
+                pages = [one async for one in self.pages(resource, namespace, labels=labels, page=page)]
+                return Listing([item for one in pages for item in one.items], pages[-1].resource_version)
+            except GoneError:  # the pages took longer than the server keeps the state of the first
+                page = 0
+        raise GoneError(f"list {resource.plural}: the server has forgotten its own list")
+
+    async def pages(
+        self, resource: Resource, namespace: str | None = None, *, labels: str = "", page: int = PAGE
+    ) -> AsyncGenerator[Listing, None]:
+        """The same page by page, for who need not hold them all. Raises GoneError where that takes too long."""
+        query = {"labelSelector": labels, "limit": str(page)}
+        while True:
+            answer = await self._send("GET", resource, resource.path(namespace), query=query)
+            yield Listing(answer["items"], answer["metadata"]["resourceVersion"])
+            if not (token := answer["metadata"].get("continue")):
+                return
+            query |= {"continue": token}
+
+    async def create(self, resource: Resource, obj: Object, *, dry_run: bool = False) -> Object:
+        """A new object, as the server stored it. Raises AlreadyExistsError."""
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"} | _dry(dry_run)
+        return await self._send("POST", resource, resource.path(_namespace(obj)), query=query, body=obj)
+
+    async def apply(self, resource: Resource, obj: Object) -> Object:
+        """Make the object's fields so, whoever set them before; fields that we no longer name go."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        path = resource.path(_namespace(obj), _name(obj))
+        return await self._send("PATCH", resource, path, query=query, body=obj, content=APPLY_PATCH)
+
+    async def annotate(self, resource: Resource, namespace: str, name: str, annotations: Mapping[str, str]) -> Object:
+        """Set annotations of an object. Raises NotFoundError."""
+        body = {"metadata": {"annotations": dict(annotations)}}
+        query = {"fieldManager": FIELD_MANAGER}
+        path = resource.path(namespace, name)
+        return await self._send("PATCH", resource, path, query=query, body=body, content=MERGE_PATCH)
+
+    async def has_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> bool | None:
+        """Whether an object has this label; None if there is no such object. It takes no right to read objects."""
+        try:
+            await self._test_label(resource, namespace, name, label, value)
+        except NotFoundError:
+            return None
+        except InvalidError:
+            return False
+        return True
+
+    async def labelled(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object | None:
+        """An object, if it is there and has this label. It takes no right to read objects."""
+        try:
+            return await self._test_label(resource, namespace, name, label, value)
+        except (NotFoundError, InvalidError):
+            return None
+
+    async def _test_label(self, resource: Resource, namespace: str, name: str, label: str, value: str) -> Object:
+        """A patch without effect that fails unless the label has this value; the answer is the whole object."""
+        pointer = "/metadata/labels/" + label.replace("~", "~0").replace("/", "~1")
+        body: list[Object] = [{"op": "test", "path": pointer, "value": value}]
+        path, query = resource.path(namespace, name), {"fieldManager": FIELD_MANAGER} | _dry(dry_run=True)
+        return await self._send("PATCH", resource, path, query=query, body=body, content=JSON_PATCH)
+
+    async def replace(
+        self, resource: Resource, obj: Object, *, subresource: str | None = None, timeout_s: float | None = None
+    ) -> Object:
+        """Put the object in the place of the one that was read. Raises ConflictError if that has changed since."""
+        assert obj["metadata"].get("resourceVersion"), "without it the server would overwrite what it does not know"
+        path = resource.path(_namespace(obj), _name(obj), subresource)
+        return await self._send(
+            "PUT", resource, path, query={"fieldManager": FIELD_MANAGER}, body=obj, timeout_s=timeout_s
+        )
+
+    async def delete(self, resource: Resource, obj: Object, *, grace_s: int | None = None) -> Object | None:
+        """Delete exactly this object; None if it is gone, or another one has its name.
+
+        What comes back is the server's answer: the object on its way out, or a Status where it went at once.
+        """
+        options: Object = {"preconditions": {"uid": obj["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        options |= {} if grace_s is None else {"gracePeriodSeconds": grace_s}
+        try:
+            return await self._send("DELETE", resource, resource.path(_namespace(obj), _name(obj)), body=options)
+        except (NotFoundError, ConflictError):
+            return None
+
+    async def _send(
+        self,
+        method: str,
+        resource: Resource,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | list[Object] | None = None,
+        content: str = "application/json",
+        timeout_s: float | None = None,
+    ) -> Object:
+        headers = {"Accept": "application/json", "Content-Type": content, "User-Agent": FIELD_MANAGER}
+        request, status = f"{method} {path}", 0
+        async with self._limit:
+            if method != "GET":
+                self._guard()
+            try:
+                await self._client.update_params_for_auth(headers, [], ["BearerToken"])
+                sent = time.monotonic()
+                answer = await self._client.rest_client.request(
+                    method,
+                    f"{self._client.configuration.host}{path}",
+                    query_params=dict(query or {}),
+                    headers=headers,
+                    body=body,
+                    _request_timeout=self._request_s if timeout_s is None else timeout_s,
+                )
+                status = answer.status
+                self._note_date(answer.getheaders().get("Date"), sent)
+                return _document(answer.data)
+            except ApiException as error:
+                status = error.status or 0
+                raise error_of(status, _status(error.body), request) from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise UnavailableError(f"{request}: {error or type(error).__name__}") from error
+            finally:
+                self._told(method, resource.plural, status)
+
+    def _note_date(self, date: str | None, sent: float) -> None:
+        """A proxy may leave the date out, or write something else."""
+        with contextlib.suppress(TypeError, ValueError):
+            self._dated(parsedate_to_datetime(date or "").timestamp(), sent, time.monotonic())
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}
+
+
+def _namespace(obj: Object) -> str | None:
+    found: str | None = obj["metadata"].get("namespace")
+    return found
+
+
+def _name(obj: Object) -> str:
+    return str(obj["metadata"]["name"])
+
+
+def _document(data: bytes) -> Object:
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise UnavailableError("something that is no API server answered") from error
+    if not isinstance(found, dict):
+        raise ApiError("the server answered with something that is no object")
+    return found
+
+
+def _status(body: str | bytes | None) -> Object:
+    """The Status object of a refusal; whoever stands between may answer with something else."""
+    try:
+        return _document((body or b"{}") if isinstance(body, bytes) else (body or "{}").encode())
+    except (ValueError, ApiError):
+        return {"message": str(body)[:200]}

@@ -1,0 +1,344 @@
+"""A pod as the operator remembers it: the few facts that decisions need. Pure.
+
+A pod of ten kilobytes becomes a record of some hundred bytes; the rest of it is never kept.
+"""
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.names import (
+    ANNOTATION_EXCLUDED_NODES,
+    ANNOTATION_TEMPLATE_HASH,
+    LABEL_ATTEMPT,
+    LABEL_JOB,
+    LABEL_JOB_UID,
+    LABEL_REPLICA_INDEX,
+    LABEL_REPLICA_TYPE,
+    ExitCode,
+    ReplicaType,
+)
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.hub import ANNOTATION_STARTS
+from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY
+from megatronapp_operator.plan import Outcome
+
+SIGNAL_BASE = 128
+"""A shell and a container runtime say that a signal ended a process by 128 + its number."""
+DISRUPTIONS = ("DisruptionTarget", "TerminationTarget")
+"""Conditions of a pod that is taken away: those of Kubernetes, and of Kueue when it evicts a workload."""
+DISRUPTING_REASONS = frozenset(
+    {"Evicted", "NodeAffinity", "NodeLost", "NodeShutdown", "Preempting", "Preempted", "Terminated"}
+)
+"""Reasons of a failed pod that lie with its node or with a better one, not with the pod."""
+NODE_LOST = "NodeLost"
+MAX_RECORD = 4096
+"""Longest termination message that a kubelet keeps."""
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+TRANSIENT_WAITS = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """State of a pod's main container."""
+
+    running: bool = False
+    started_at: float | None = None
+    finished_at: float | None = None
+    outcome: Outcome | None = None
+    waiting: str | None = None
+    """Why it does not start, once that is more than preparation."""
+    preparing: bool = False
+    """Whether a container before it runs."""
+    prepared_at: float | None = None
+    """When the last of those that have ended did so."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PodRecord:
+    """A pod of a job. Times are seconds since the epoch."""
+
+    namespace: str
+    name: str
+    uid: str
+    version: int
+    """resourceVersion; comparable since Kubernetes promises it, and before that by what etcd does."""
+    job: str
+    job_uid: str
+    type: ReplicaType
+    index: int
+    attempt: int
+    phase: str
+    created_at: float
+    node: str | None
+    address: str | None
+    scheduled: bool
+    ready: bool
+    main: Container
+    scheduled_at: float | None = None
+    unplaced: str | None = None
+    """What the scheduler says of a pod for which there is no node."""
+    avoids: frozenset[str] = frozenset()
+    """Nodes that the job excluded when the pod was made."""
+    unreachable_since: float | None = None
+    """Since when its node is not heard of."""
+    heard_since: float | None = None
+    """Since when it is ready: its node is heard of at least as long."""
+    topology: bool = False
+    """Whether it was told its place in the topology of the cluster."""
+    starts: int = 1
+    """Of a hub: how often one of this job was started."""
+    template: str = ""
+    """Of a hub: what it is made of (`render.hub_hash`)."""
+    agent_trouble: str | None = None
+    """Why the agent beside a trainer does not run; training goes on without it."""
+    held_by: tuple[str, ...] = ()
+    """Finalizers of one that was asked to go."""
+    disrupted: str | None = None
+    deleted_at: float | None = None
+    """When it was asked to go."""
+    grace_s: float = 0.0
+
+    @property
+    def reference(self) -> Object:
+        """Enough of the object to delete it and nothing else."""
+        return {"metadata": {"namespace": self.namespace, "name": self.name, "uid": self.uid}}
+
+
+def seconds(text: str | None) -> float | None:
+    """A time of the API in seconds since the epoch."""
+    return None if text is None else datetime.datetime.fromisoformat(text).timestamp()
+
+
+def read_pod(pod: Object) -> PodRecord | None:
+    """The record of a pod; None where it is not a job's pod: by its labels and its owner, or for what people wrote.
+
+    Whoever may create pods may label them as they like and write what they like into their status.
+    """
+    try:
+        return _read_pod(pod)
+    except UNREADABLE:
+        return None
+
+
+def _read_pod(pod: Object) -> PodRecord | None:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    try:
+        kind, index = ReplicaType(labels[LABEL_REPLICA_TYPE]), int(labels.get(LABEL_REPLICA_INDEX, 0))
+        job, uid, attempt = labels[LABEL_JOB], labels[LABEL_JOB_UID], int(labels.get(LABEL_ATTEMPT, 0))
+    except KeyError:
+        return None
+    if not any(one["uid"] == uid for one in metadata.get("ownerReferences") or ()):
+        return None
+    conditions = {one["type"]: one for one in status.get("conditions") or ()}
+    deleted_at, grace_s = _deletion(metadata)
+    return PodRecord(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        version=int(metadata["resourceVersion"]),
+        job=job,
+        job_uid=uid,
+        type=kind,
+        index=index,
+        attempt=attempt,
+        phase=status.get("phase", "Pending"),
+        created_at=seconds(metadata["creationTimestamp"]) or 0.0,
+        node=(pod.get("spec") or {}).get("nodeName"),
+        address=status.get("podIP"),
+        scheduled=bool((pod.get("spec") or {}).get("nodeName")),
+        ready=_is_true(conditions.get("Ready")),
+        main=_main(pod, status),
+        scheduled_at=_since(conditions.get("PodScheduled"), "True"),
+        unplaced=_unplaced(conditions.get("PodScheduled")),
+        avoids=frozenset(filter(None, annotations.get(ANNOTATION_EXCLUDED_NODES, "").split(","))),
+        unreachable_since=_unreachable_since(status, conditions),
+        heard_since=_since(conditions.get("Ready"), "True"),
+        topology=ANNOTATION_TOPOLOGY in annotations,
+        starts=int(annotations.get(ANNOTATION_STARTS, 1)),
+        template=annotations.get(ANNOTATION_TEMPLATE_HASH, "") if kind is ReplicaType.HUB else "",
+        agent_trouble=_agent_trouble(pod, status) if deleted_at is None else None,
+        held_by=() if deleted_at is None else tuple(metadata.get("finalizers") or ()),
+        disrupted=_disrupted(status, conditions),
+        deleted_at=deleted_at,
+        grace_s=grace_s,
+    )
+
+
+def _deletion(metadata: Mapping[str, Any]) -> tuple[float | None, float]:
+    """When the deletion was asked for: the timestamp of the API is the end of the grace."""
+    until, grace_s = seconds(metadata.get("deletionTimestamp")), float(metadata.get("deletionGracePeriodSeconds") or 0)
+    return (None, 0.0) if until is None else (until - grace_s, grace_s)
+
+
+def _is_true(condition: Mapping[str, Any] | None) -> bool:
+    return condition is not None and condition.get("status") == "True"
+
+
+def _disrupted(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> str | None:
+    for kind in DISRUPTIONS:
+        target = conditions.get(kind)
+        if target is not None and _is_true(target):
+            return str(target.get("reason") or kind)
+    reason = str(status.get("reason") or "")
+    return reason if reason in DISRUPTING_REASONS else None
+
+
+def _since(condition: Mapping[str, Any] | None, value: str) -> float | None:
+    """Since when a condition has this value; None: it has another."""
+    if condition is None or condition.get("status") != value:
+        return None
+    return seconds(condition.get("lastTransitionTime"))
+
+
+def _unplaced(scheduled: Mapping[str, Any] | None) -> str | None:
+    if scheduled is None or scheduled.get("status") != "False" or scheduled.get("reason") != "Unschedulable":
+        return None
+    return str(scheduled.get("message") or "no node fits")
+
+
+def _unreachable_since(status: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]) -> float | None:
+    """Since when the pod's node is not ready, as the pod itself shows it: it takes no right to read nodes.
+
+    A kubelet calls a pod unready for its containers, and says so (reason). The node controller takes `Ready` back of
+    all pods of a node that is not heard of, and touches nothing else (kubernetes, pkg/controller/util/node).
+    """
+    ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
+    taken_back = _is_true(containers) and ready is not None and not ready.get("reason")
+    if taken_back or status.get("reason") == NODE_LOST:
+        return _since(ready, "False") or _since(ready, "Unknown")
+    return None
+
+
+def _main(pod: Object, status: Mapping[str, Any]) -> Container:
+    """The first container is the one that the pod is for."""
+    name = pod["spec"]["containers"][0]["name"]
+    found = next((one for one in status.get("containerStatuses") or () if one["name"] == name), None)
+    state = (found or {}).get("state") or {}
+    if "terminated" in state:
+        return _terminated(state["terminated"])
+    if "running" in state:
+        return Container(running=True, started_at=seconds(state["running"].get("startedAt")))
+    if status.get("phase") in {"Failed", "Succeeded"}:
+        return Container(outcome=_without_container(status))
+    before = status.get("initContainerStatuses") or ()
+    beside = _sidecars(pod)
+    preparing = [one for one in before if one["name"] not in beside]
+    return Container(
+        waiting=_waiting((*before, *([found] if found else []))),
+        preparing=any("running" in (one.get("state") or {}) for one in preparing),
+        prepared_at=max((at for one in preparing if (at := _ended_at(one)) is not None), default=None),
+    )
+
+
+def _sidecars(pod: Object) -> set[str]:
+    """Names of init containers that run as long as the pod, such as the proxy of a mesh: they prepare nothing."""
+    return {one["name"] for one in pod["spec"].get("initContainers") or () if one.get("restartPolicy") == "Always"}
+
+
+def _ended_at(container: Mapping[str, Any]) -> float | None:
+    return seconds(((container.get("state") or {}).get("terminated") or {}).get("finishedAt"))
+
+
+def _agent_trouble(pod: Object, status: Mapping[str, Any]) -> str | None:
+    """Of the containers behind the first: what keeps one from running while the first one runs."""
+    main = pod["spec"]["containers"][0]["name"]
+    others = [one for one in status.get("containerStatuses") or () if one["name"] != main]
+    if not _main_runs(status, main):
+        return None
+    for one in others:
+        ended = (one.get("state") or {}).get("terminated")
+        if ended is not None and ended["exitCode"] != 0:  # an agent that is asked to stop may end before its trainer
+            words = f": {ended['message'].strip()}" if ended.get("message") else ""
+            return f"{one['name']} ended with code {ended['exitCode']}{words}"
+    return _waiting(others)
+
+
+def _main_runs(status: Mapping[str, Any], main: str) -> bool:
+    return any(
+        one["name"] == main and "running" in (one.get("state") or {}) for one in status.get("containerStatuses") or ()
+    )
+
+
+def _waiting(statuses: Iterable[Mapping[str, Any]]) -> str | None:
+    """Why the first container that should start does not."""
+    for one in statuses:
+        waiting = (one.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason")
+        if reason and reason not in TRANSIENT_WAITS:
+            message = _last_end(one) or waiting.get("message")
+            return f"{one['name']}: {reason}" + (f": {message}" if message else "")
+    return None
+
+
+def _last_end(container: Mapping[str, Any]) -> str | None:
+    """How a container ended that is to be started again."""
+    ended = (container.get("lastState") or {}).get("terminated")
+    if ended is None:
+        return None
+    lines = (ended.get("message") or "").strip().splitlines()
+    return f"it ended with code {ended['exitCode']}" + (f": {lines[-1]}" if lines else "")
+
+
+def _terminated(state: Mapping[str, Any]) -> Container:
+    return Container(
+        started_at=seconds(state.get("startedAt")),
+        finished_at=seconds(state.get("finishedAt")),
+        outcome=_outcome(state),
+    )
+
+
+def _outcome(state: Mapping[str, Any]) -> Outcome:
+    """The launcher's own record, or what the runtime says of a container that left none."""
+    code, reason, text = int(state["exitCode"]), state.get("reason") or "", state.get("message") or ""
+    record = _record(text)
+    if record is not None and code <= SIGNAL_BASE and reason != "OOMKilled":
+        return Outcome(
+            code=code,
+            reason=str(record.get("reason") or ""),
+            message=str(record.get("message") or ""),
+            rank=_number(record.get("rank")),
+            signal=_number(record.get("signal")),
+        )
+    if code > SIGNAL_BASE:
+        signal = state.get("signal") or code - SIGNAL_BASE
+        why = reason if reason not in {"", "Error"} else "LauncherKilled"
+        return Outcome(code=code, reason=why, message=text or "the launcher died", signal=signal)
+    fallback = "Completed" if code == ExitCode.OK else "LauncherFailed"
+    return Outcome(code=code, reason=reason if reason not in {"", "Error"} else fallback, message=text)
+
+
+def _without_container(status: Mapping[str, Any]) -> Outcome:
+    """A pod that ended without its container ever having been seen to: an eviction, a refusal of the kubelet."""
+    if status.get("phase") == "Succeeded":
+        return Outcome(code=ExitCode.OK, reason="Completed")
+    return _init_failure(status) or Outcome(
+        code=ExitCode.OWN_FAILURE, reason=status.get("reason") or "PodFailed", message=status.get("message") or ""
+    )
+
+
+def _init_failure(status: Mapping[str, Any]) -> Outcome | None:
+    """What a container that runs before the first one has left."""
+    for one in status.get("initContainerStatuses") or ():
+        ended = (one.get("state") or {}).get("terminated")
+        if ended is not None and ended["exitCode"] != 0:
+            words = f": {ended['message'].strip()}" if ended.get("message") else ""
+            message = f"init container {one['name']} ended with code {ended['exitCode']}{words}"
+            return Outcome(code=ExitCode.OWN_FAILURE, reason="InitContainerFailed", message=message)
+    return None
+
+
+def _record(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text[:MAX_RECORD])
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(value: object) -> int | None:
+    """A whole number of a launcher's record that the status can hold."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else None

@@ -1,0 +1,1 @@
+"""Parts of a worker's pod."""

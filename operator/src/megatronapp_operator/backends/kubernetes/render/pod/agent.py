@@ -1,0 +1,62 @@
+"""The analyzer's agent beside a trainer.
+
+It is an ordinary container behind the trainer's, and none of the kind that starts before it: whatever keeps it from
+starting must not keep the training from it (docs/adr/0010).
+"""
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.api.cluster import Resources
+from megatronapp_common.names import Env
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.pod import storage
+from megatronapp_operator.backends.kubernetes.render.pod.environment import shared_environment, variables
+from megatronapp_operator.backends.kubernetes.render.pod.security import container_security
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import AGENT, Draft
+from megatronapp_operator.backends.kubernetes.render.settings import RenderSettings
+
+LIMITS = {"cpu": "500m", "memory": "512Mi"}
+REQUESTS = {"cpu": "50m", "memory": "128Mi"}
+COMMAND = ("python3", "-m", "megatronapp_analyzer.agent", "--no-die-with-parent")
+
+
+def agent(draft: Draft) -> Object:
+    """The container as a pod template may change it."""
+    made: Object = {
+        "name": AGENT,
+        **analyzer_image(draft.job, draft.settings),
+        "resources": agent_resources(draft),
+        "securityContext": container_security(read_only=True),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    return made | ({"restartPolicy": "OnFailure"} if draft.settings.container_restarts else {})
+
+
+def reserved_agent(draft: Draft) -> Object:
+    """What nobody may change of it. Ranks that serve a model send what MegaScope looks at by a socket in RUN_DIR."""
+    environment, mounts = shared_environment(draft), storage.shared_mounts()
+    if draft.serves:
+        environment = [*environment, *variables({Env.RUN_DIR: storage.RUN})]
+        mounts = storage.trainer_mounts()
+    return {"name": AGENT, "command": list(COMMAND), "args": None, "env": environment, "volumeMounts": mounts}
+
+
+def analyzer_image(job: MegatronJob, settings: RenderSettings) -> Object:
+    """Image of agent and hub, and when it is pulled."""
+    own = job.spec.analyzer.image
+    if own is None:
+        return {"image": settings.analyzer_image, "imagePullPolicy": settings.image_pull_policy}
+    return {"image": own, "imagePullPolicy": job.spec.image_pull_policy}
+
+
+def agent_resources(draft: Draft) -> Object:
+    """Small limits. A pod whose trainer asks for all that it may take keeps this property (class Guaranteed)."""
+    given = draft.spec.analyzer.resources
+    if given.requests or given.limits:
+        return given.to_dict()
+    return {"requests": LIMITS if is_guaranteed(draft.group.resources) else REQUESTS, "limits": LIMITS}
+
+
+def is_guaranteed(resources: Resources) -> bool:
+    """Whether processors and memory are limited to what is asked for; a request that is left out is its limit."""
+    asked = resources.limits | resources.requests
+    return all(name in resources.limits and resources.limits[name] == asked[name] for name in ("cpu", "memory"))

@@ -1,0 +1,84 @@
+"""Waiting for annotations that others write on a pod once it has its place."""
+
+import dataclasses
+
+from megatronapp_common.names import RankOrder
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.pod import network
+from megatronapp_operator.backends.kubernetes.render.pod.environment import ANNOTATION_TOPOLOGY, rank_order
+from megatronapp_operator.backends.kubernetes.render.pod.security import container_security
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+
+NAME = "await-annotations"
+VOLUME = "annotations"
+FOLDER = "/run/megatronapp/annotations"
+WAIT_S = 120
+RESOURCES = {"cpu": "100m", "memory": "128Mi"}
+"""Asked for and limited alike, or a pod with guaranteed resources would be none."""
+PROGRAM = """
+import pathlib, sys, time
+seconds, given = sys.argv[1], sys.argv[2:]
+needed, wanted = given[: given.index("--")], given[given.index("--") + 1 :]
+until = time.monotonic() + float(seconds)
+def missing(paths):
+    return [path.rpartition("/")[2] for path in paths if not pathlib.Path(path).read_text().strip()]
+while missing(needed + wanted) and time.monotonic() < until:
+    time.sleep(0.2)
+if names := ", ".join(missing(needed + wanted)):
+    print(f"nobody has written these annotations within {seconds} s: {names}", file=sys.stderr)
+sys.exit("is what attaches networks installed in this cluster?" if missing(needed) else 0)
+""".strip()
+"""Waits for files that others fill: those before `--` must be there in the end, those behind it may stay empty."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """An annotation that the launcher's environment is made of."""
+
+    file: str
+    annotation: str
+    needed: bool
+    """Whether ranks without it would not be what the user asked for."""
+
+
+def awaited(draft: Draft) -> list[Awaited]:
+    """What is written on a worker's pod after it has its place, and read by its launcher."""
+    made: list[Awaited] = []
+    if network.waits_for_networks(draft):
+        made.append(Awaited(file="network-status", annotation=network.ANNOTATION_NETWORK_STATUS, needed=True))
+    if rank_order(draft) is RankOrder.TOPOLOGY:
+        made.append(Awaited(file="topology", annotation=ANNOTATION_TOPOLOGY, needed=False))
+    return made
+
+
+def waiting_containers(draft: Draft, image: Object) -> list[Object]:
+    """An init container that ends once they are there; none where nothing is awaited.
+
+    The kubelet makes a container's environment from the pod as it knew it when it began to start its containers,
+    which is before the networks are attached. A container that starts after an init container sees what the
+    init container has seen. `image` is the trainer's, which is needed in any case.
+    """
+    files = awaited(draft)
+    if not files:
+        return []
+    needed, wanted = ([f"{FOLDER}/{one.file}" for one in files if one.needed is must] for must in (True, False))
+    return [
+        {
+            "name": NAME,
+            **image,
+            "command": ["python3", "-c", PROGRAM, str(WAIT_S), *needed, "--", *wanted],
+            "resources": {"requests": RESOURCES, "limits": RESOURCES},
+            "volumeMounts": [{"name": VOLUME, "mountPath": FOLDER, "readOnly": True}],
+            "securityContext": container_security(read_only=True),
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+    ]
+
+
+def waiting_volumes(draft: Draft) -> list[Object]:
+    """Where that init container reads them; the kubelet writes them anew when they change."""
+    items = [
+        {"path": one.file, "fieldRef": {"fieldPath": f"metadata.annotations['{one.annotation}']"}}
+        for one in awaited(draft)
+    ]
+    return [{"name": VOLUME, "downwardAPI": {"items": items}}] if items else []

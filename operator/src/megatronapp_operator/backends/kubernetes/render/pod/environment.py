@@ -1,0 +1,125 @@
+"""Environment of the containers of a worker."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.names import COORDINATOR_PORT, GROUP, HUB_PORT, SERVE_PORT, STATUS_PORT, Env, RankOrder
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.objects import host_of
+from megatronapp_operator.backends.kubernetes.render.pod import network, storage
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+
+ANNOTATION_TOPOLOGY = f"{GROUP}/topology"
+"""On a worker pod, written by the operator once it has a node: values of the topology labels, from wide to narrow."""
+TERMINATION_LOG = "/dev/termination-log"
+UNPRIVILEGED_HOME = {"HOME": "/tmp", "USER": "megatronapp"}
+"""An image may know nothing of our user; libraries that look it up or write caches fail then."""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}
+"""Hides GPUs from a worker that asked for none: a node's runtime may show them all to every image that wants them."""
+RANK_ORDERS = {"Index": RankOrder.INDEX, "IP": RankOrder.IP, "Topology": RankOrder.TOPOLOGY}
+
+
+def literal(text: str) -> str:
+    """Text that the kubelet leaves alone; else it takes $(NAME) for a variable."""
+    return text.replace("$", "$$")
+
+
+def variables(values: Mapping[str, str]) -> list[Object]:
+    """Entries of `env`."""
+    return [{"name": str(name), "value": literal(value)} for name, value in values.items()]
+
+
+def field(name: str, path: str) -> Object:
+    """An entry of `env` that is read from the pod."""
+    return {"name": str(name), "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def user_environment(draft: Draft) -> list[Object]:
+    """What the user and the image's needs say; a pod template may change it."""
+    given = {entry.name: entry.value for entry in draft.spec.env}
+    home = {} if draft.pins_memory else UNPRIVILEGED_HOME
+    return variables({**home, **network.rdma_environment(draft), **draft.spec.network.nccl, **given})
+
+
+def reserved_environment(draft: Draft) -> list[Object]:
+    """What launcher and ranks rely on; nobody may change it."""
+    return [
+        *shared_environment(draft),
+        *variables({} if draft.gpus else NO_GPU),
+        *variables(_gathering(draft)),
+        *_discovery(draft),
+    ]
+
+
+def shared_environment(draft: Draft) -> list[Object]:
+    """What launcher and agent are told."""
+    name, namespace = draft.names.hub, draft.owner.namespace
+    hub = f"http://{host_of(name, namespace, draft.settings.cluster_domain)}:{HUB_PORT}"
+    values: dict[str, str] = {
+        Env.JOB: draft.owner.name,
+        Env.JOB_UID: draft.owner.uid,
+        Env.ATTEMPT: str(draft.attempt.number),
+        Env.WORKER_INDEX: str(draft.index),
+        Env.SECRET_FILE: storage.SECRET_FILE,
+        Env.SHM_DIR: storage.SHM,
+        Env.SHM_PREFIX: f"megatronapp-{draft.owner.uid}-a{draft.attempt.number}-w{draft.index}",
+        **({Env.HUB_URL: hub} if draft.spec.analyzer.enabled else {}),
+    }
+    return [
+        *variables(values),
+        field(Env.ADDRESS, "status.podIP"),
+        field(Env.NODE_NAME, "spec.nodeName"),
+        *variables({"PYTHONUNBUFFERED": "1"}),
+    ]
+
+
+def _gathering(draft: Draft) -> dict[str, str]:
+    first = f"{draft.names.worker(0)}.{draft.names.workers}"
+    host = host_of(first, draft.owner.namespace, draft.settings.cluster_domain)
+    values: dict[str, str] = {
+        Env.NUM_WORKERS: str(draft.world.nodes),
+        Env.PROC_PER_NODE: draft.facts.proc_per_node,
+        Env.COORDINATOR: f"{host}:{COORDINATOR_PORT}",
+        Env.RANK_ORDER: rank_order(draft).value,
+        Env.RUN_DIR: storage.RUN,
+        Env.TERMINATION_LOG: TERMINATION_LOG,
+        Env.LOG_TO_STDOUT: "1",
+    }
+    if draft.index == 0:
+        values[Env.STATUS_PORT] = str(STATUS_PORT)
+        values |= {Env.SERVE_ADDRESS: f"0.0.0.0:{SERVE_PORT}"} if draft.serves else {}
+    if draft.spec.network.preflight.enabled:
+        values[Env.PREFLIGHT] = json.dumps(preflight(draft), separators=(",", ":"))
+    return values
+
+
+def _discovery(draft: Draft) -> list[Object]:
+    """How the launcher finds its address and its place among the others."""
+    made: list[Object] = []
+    if (interface := draft.spec.network.rdma.interface) is not None:
+        made += variables({Env.INTERFACE: interface})
+    if network.waits_for_networks(draft):
+        made.append(field(Env.NETWORK_STATUS, f"metadata.annotations['{network.ANNOTATION_NETWORK_STATUS}']"))
+    if rank_order(draft) is RankOrder.TOPOLOGY:
+        made.append(field(Env.TOPOLOGY, f"metadata.annotations['{ANNOTATION_TOPOLOGY}']"))
+    return made
+
+
+def rank_order(draft: Draft) -> RankOrder:
+    """The order that can be had: nobody tells a worker its topology where the operator may not read nodes."""
+    wanted = RANK_ORDERS[draft.spec.network.rank_order]
+    return RankOrder.INDEX if wanted is RankOrder.TOPOLOGY and not draft.settings.node_access else wanted
+
+
+def preflight(draft: Draft) -> dict[str, Any]:
+    """What the launcher looks at (names.Env.PREFLIGHT)."""
+    rdma = draft.spec.network.rdma
+    wanted = draft.spec.network.preflight.to_dict() | {"shmBytes": storage.shm_bytes(draft)}
+    if draft.gpus:
+        wanted["gpus"] = draft.gpus
+    if rdma.enabled:
+        wanted["rdma"] = True
+    if rdma.enabled and rdma.hca is not None:
+        wanted["hca"] = rdma.hca
+    return wanted

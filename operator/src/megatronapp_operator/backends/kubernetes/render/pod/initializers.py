@@ -1,0 +1,103 @@
+"""Containers that bring data or weights before the ranks start."""
+
+import hashlib
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.api.cluster import Initializer
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.objects import Names, make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.pod import storage
+from megatronapp_operator.backends.kubernetes.render.pod.environment import UNPRIVILEGED_HOME, variables
+from megatronapp_operator.backends.kubernetes.render.pod.placement import tolerations
+from megatronapp_operator.backends.kubernetes.render.pod.security import container_security, pod_security
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+from megatronapp_operator.backends.kubernetes.render.settings import Owner, RenderSettings
+
+PREFIX = "init-"
+"""Before the names of initializers, so that none takes the name of a container of ours."""
+MAX_NAME = 63
+
+
+def initializer(one: Initializer, job: MegatronJob, mounts: list[Object]) -> Object:
+    """The container of an initializer. Its words may hold $(STORAGE_URI) and $(TARGET), as everywhere in Kubernetes."""
+    told = {"STORAGE_URI": one.storage_uri, "TARGET": one.target}
+    made: Object = {
+        "name": container_name(one.name),
+        "image": one.image,
+        "imagePullPolicy": job.spec.image_pull_policy,
+        "env": variables({**UNPRIVILEGED_HOME, **{name: value for name, value in told.items() if value is not None}}),
+        "volumeMounts": mounts,
+        "securityContext": container_security(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    made |= {"resources": one.resources.to_dict()} if one.resources is not None else {}
+    made |= {"command": list(one.command)} if one.command else {}
+    made |= {"args": list(one.args)} if one.args else {}
+    made |= {"envFrom": [{"secretRef": {"name": one.secret_ref.name}}]} if one.secret_ref is not None else {}
+    return made
+
+
+def container_name(name: str) -> str:
+    """Name of an initializer's container: one of its own even where it must be shortened."""
+    made = PREFIX + name
+    return made if len(made) <= MAX_NAME else f"{made[: MAX_NAME - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def node_containers(draft: Draft) -> list[Object]:
+    """Init containers of every worker.
+
+    Unless they say otherwise, they get what the trainer gets later: that costs nothing more, and a pod with guaranteed
+    resources stays one.
+    """
+    mounts = [*storage.claim_mounts(draft.job, writable=True), *storage.local_mounts(draft.job)]
+    resources = draft.group.resources.to_dict()
+    made = [initializer(one, draft.job, mounts) for one in storage.node_initializers(draft.job)]
+    return [{"resources": resources} | one for one in made]
+
+
+def init_pod(job: MegatronJob, owner: Owner, settings: RenderSettings) -> Object | None:
+    """The pod that runs the initializers of the whole job, one after the other; None if there are none.
+
+    The last one is its main container, the others its init containers. It is not started again by itself: whether
+    that makes sense, the plan decides.
+    """
+    wanted = [one for one in job.spec.initializers if one.scope == "Job"]
+    if not wanted:
+        return None
+    containers = [initializer(one, job, storage.claim_mounts(job, writable=True)) for one in wanted]
+    spec: Object = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "volumes": storage.claim_volumes(job),
+        "initContainers": containers[:-1],
+        "containers": containers[-1:],
+        **identity(job),
+        **_placement(job),
+    }
+    meta = metadata(owner, Names(owner.name).init, pod_labels(owner, ReplicaType.INIT))
+    return make("v1", "Pod", meta, spec=spec)
+
+
+def _placement(job: MegatronJob) -> Object:
+    """The nodes of the workers: disks may be reached from these alone."""
+    given = {
+        "tolerations": tolerations(job.spec, job.spec.gpus_per_node),
+        "nodeSelector": dict(job.spec.node_selector),
+        "affinity": job.spec.affinity,
+        "schedulerName": job.spec.scheduler_name,
+    }
+    return {name: value for name, value in given.items() if value}
+
+
+def identity(job: MegatronJob) -> Object:
+    """What all pods of a job have of its spec: account, pull secrets, tolerations and priority."""
+    given: Object = {
+        "imagePullSecrets": [{"name": one.name} for one in job.spec.image_pull_secrets],
+        "tolerations": [one.to_dict() for one in job.spec.tolerations],
+        "serviceAccountName": job.spec.service_account_name,
+        "priorityClassName": job.spec.priority_class_name,
+    }
+    return {name: value for name, value in given.items() if value}

@@ -1,0 +1,65 @@
+"""Where the pods of a worker may go."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatronapp_common.job import Spec
+from megatronapp_common.names import ReplicaType
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.objects import selector
+from megatronapp_operator.backends.kubernetes.render.pod.network import LABEL_HOST_NETWORK
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import Draft
+
+HOST_NAME = "kubernetes.io/hostname"
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def tolerations(spec: Spec, gpus: int) -> list[Object]:
+    """The user's, and the taint that keeps others off nodes with GPUs."""
+    given = [one.to_dict() for one in spec.tolerations]
+    gpu = {"key": spec.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
+    return [*given, gpu] if gpus and gpu not in given else given
+
+
+def placed(spec: Object, draft: Draft) -> Object:
+    """The pod's spec with what its worker needs of the affinity, beside what the user and the template want."""
+    affinity: dict[str, Any] = dict(spec.get("affinity") or {})
+    if draft.attempt.excluded_nodes:
+        affinity["nodeAffinity"] = without_nodes(affinity.get("nodeAffinity") or {}, draft.attempt.excluded_nodes)
+    if draft.host_network:
+        affinity["podAntiAffinity"] = _with(affinity.get("podAntiAffinity"), REQUIRED, _alone_on_its_node())
+    topology = draft.spec.scheduling.topology
+    if topology is not None and draft.spec.scheduling.gang != "Kueue":
+        term = {"labelSelector": selector(draft.owner, ReplicaType.WORKER), "topologyKey": topology.level}
+        kind, entry = (REQUIRED, term) if topology.required else (PREFERRED, {"weight": 100, "podAffinityTerm": term})
+        affinity["podAffinity"] = _with(affinity.get("podAffinity"), kind, entry)
+    return spec | {"affinity": affinity} if affinity else spec
+
+
+def without_nodes(affinity: Object, nodes: Iterable[str]) -> Object:
+    """A node affinity that also keeps away from nodes.
+
+    By their names and not by the label of the host name, which a cluster may set to something else. A field takes one
+    value, so each node is a requirement of its own. Terms are alternatives: each of them must say it. An empty term
+    fits no node, and stays so.
+    """
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    required = affinity.get(REQUIRED) or {}
+    terms = required.get("nodeSelectorTerms") or [{"matchFields": []}]
+    kept = [term | {"matchFields": [*(term.get("matchFields") or ()), *fields]} if term else term for term in terms]
+    return affinity | {REQUIRED: required | {"nodeSelectorTerms": kept}}
+
+
+def _alone_on_its_node() -> Object:
+    """One worker with the node's network on a node, whoever's it is: their ports are the node's."""
+    return {
+        "labelSelector": {"matchLabels": {LABEL_HOST_NETWORK: "true"}},
+        "namespaceSelector": {},
+        "topologyKey": HOST_NAME,
+    }
+
+
+def _with(affinity: Object | None, kind: str, entry: Object) -> Object:
+    given = affinity or {}
+    return given | {kind: [*(given.get(kind) or ()), entry]}

@@ -1,0 +1,135 @@
+"""Volumes of a job's pods, and where they are mounted."""
+
+import fractions
+import posixpath
+from typing import Any
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.job.api.cluster import Initializer, Volume
+from megatronapp_common.job.api.quantity import quantity_value
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.pod.quantities import text_of
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, Draft
+
+SHM = "/dev/shm"
+RUN = "/run/megatronapp/run"
+SECRET = "/run/megatronapp/secret"
+SECRET_FILE = f"{SECRET}/secret"
+SECRET_KEY = "secret"
+JOB = "/run/megatronapp/job"
+JOB_KEY = "job.yaml"
+DEFAULT_SHM = "16Gi"
+
+
+def shm_size(draft: Draft) -> str:
+    """Size of the memory volume. It is charged to the trainer's memory limit, so half of that is the most by itself."""
+    given = draft.spec.shm.size_limit
+    if given is not None:
+        return given
+    limit = min(map(quantity_value, _memory_limits(draft)), default=None)
+    if limit is None or limit / 2 >= quantity_value(DEFAULT_SHM):
+        return DEFAULT_SHM
+    return text_of(fractions.Fraction(int(limit / 2)))
+
+
+def _memory_limits(draft: Draft) -> list[Any]:
+    """What shared memory is charged to: the trainer's limit, which a template may replace, and the pod's."""
+    own: Any = draft.group.resources.limits.get("memory")
+    template = draft.spec.pod_template.spec
+    for one in template.get("containers") or ():
+        given = (one.get("resources") or {}).get("limits") or {}
+        if one["name"] == TRAINER and "memory" in given:
+            own = given["memory"]
+    pod = ((template.get("resources") or {}).get("limits") or {}).get("memory")
+    return [limit for limit in (own, pod) if limit is not None]
+
+
+def shm_bytes(draft: Draft) -> int:
+    """The same in bytes."""
+    return int(quantity_value(shm_size(draft)))
+
+
+def own_volumes(draft: Draft) -> list[Object]:
+    """Volumes of every worker."""
+    return [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm_size(draft)}},
+        {"name": "run", "emptyDir": {}},
+        secret_volume(draft.names.secret(draft.owner.uid, draft.settings.key_id)),
+    ]
+
+
+def secret_volume(name: str) -> Object:
+    """The job's secret, for the group that all containers are in."""
+    return {"name": "secret", "secret": {"secretName": name, "defaultMode": 0o440}}
+
+
+def shared_mounts() -> list[Object]:
+    """What trainer and agent have in common."""
+    return [
+        {"name": "shm", "mountPath": SHM},
+        {"name": "secret", "mountPath": SECRET, "readOnly": True},
+    ]
+
+
+def trainer_mounts() -> list[Object]:
+    """The trainer's own mounts."""
+    return [*shared_mounts(), {"name": "run", "mountPath": RUN}]
+
+
+def claims(job: MegatronJob) -> list[Volume]:
+    """The volume claims that a job names, data before checkpoints."""
+    return [volume for volume in (job.spec.data.volume, job.spec.checkpoint.volume) if volume is not None]
+
+
+def claim_volumes(job: MegatronJob) -> list[Object]:
+    """One volume for each claim, however often it is mounted."""
+    names = list(dict.fromkeys(volume.claim for volume in claims(job)))
+    return [{"name": _claim_name(job, name), "persistentVolumeClaim": {"claimName": name}} for name in names]
+
+
+def claim_mounts(job: MegatronJob, *, writable: bool = False) -> list[Object]:
+    """Where the claims are mounted; `writable` for those who bring what others read."""
+    return [
+        {"name": _claim_name(job, volume.claim), "mountPath": volume.mount_path}
+        | ({"subPath": volume.sub_path} if volume.sub_path is not None else {})
+        | ({"readOnly": True} if volume.read_only and not writable else {})
+        for volume in claims(job)
+    ]
+
+
+def _claim_name(job: MegatronJob, claim: str) -> str:
+    """A claim's name may be too long for a volume's, and have dots."""
+    return f"claim-{list(dict.fromkeys(volume.claim for volume in claims(job))).index(claim)}"
+
+
+def local_targets(job: MegatronJob) -> dict[str, str]:
+    """Name and place of a directory of its own for each initializer of every node that writes to no volume claim."""
+    made: dict[str, str] = {}
+    for one in node_initializers(job):
+        if one.target is None or any(is_below(one.target, volume.mount_path) for volume in claims(job)):
+            continue
+        place = posixpath.normpath(one.target)
+        if not any(is_below(place, known) for known in made.values()):
+            made[f"local-{len(made)}"] = place
+    return made
+
+
+def local_volumes(job: MegatronJob) -> list[Object]:
+    """Directories on the node's disk that live as long as the pod."""
+    return [{"name": name, "emptyDir": {}} for name in local_targets(job)]
+
+
+def local_mounts(job: MegatronJob) -> list[Object]:
+    """Where they are mounted, in the initializers and in the trainer."""
+    return [{"name": name, "mountPath": place} for name, place in local_targets(job).items()]
+
+
+def node_initializers(job: MegatronJob) -> list[Initializer]:
+    """Initializers of every worker."""
+    return [one for one in job.spec.initializers if one.scope == "Node"]
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path is a folder or lies in it."""
+    path, folder = posixpath.normpath(path), posixpath.normpath(folder)
+    return path == folder or path.startswith(folder.rstrip("/") + "/")

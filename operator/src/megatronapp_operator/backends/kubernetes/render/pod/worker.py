@@ -1,0 +1,200 @@
+"""The pod of a worker: what the operator would choose, then the user's template, then what nobody may change."""
+
+import dataclasses
+import functools
+
+from megatronapp_common.job import MegatronJob
+from megatronapp_common.names import ANNOTATION_EXCLUDED_NODES, ANNOTATION_TEMPLATE_HASH, ReplicaType
+from megatronapp_operator.backends.kubernetes.client.api import Object
+from megatronapp_operator.backends.kubernetes.render.facts import REMEMBERED, Same, facts_of
+from megatronapp_operator.backends.kubernetes.render.objects import digest, make, metadata, pod_labels
+from megatronapp_operator.backends.kubernetes.render.pod import network, storage
+from megatronapp_operator.backends.kubernetes.render.pod.agent import agent, reserved_agent
+from megatronapp_operator.backends.kubernetes.render.pod.annotations import WAIT_S, waiting_containers, waiting_volumes
+from megatronapp_operator.backends.kubernetes.render.pod.environment import (
+    TERMINATION_LOG,
+    literal,
+    reserved_environment,
+    user_environment,
+)
+from megatronapp_operator.backends.kubernetes.render.pod.initializers import identity, node_containers
+from megatronapp_operator.backends.kubernetes.render.pod.merge import merge
+from megatronapp_operator.backends.kubernetes.render.pod.placement import placed, tolerations
+from megatronapp_operator.backends.kubernetes.render.pod.security import (
+    container_security,
+    pinning_security,
+    pod_security,
+    privileged_security,
+)
+from megatronapp_operator.backends.kubernetes.render.pod.worker_draft import TRAINER, Draft
+from megatronapp_operator.backends.kubernetes.render.queueing import pod_marks, scheduler_name
+from megatronapp_operator.backends.kubernetes.render.settings import Attempt, Owner, RenderSettings
+
+GATHER_DEADLINES = 4
+PREPARE_S = 24 * 3600
+"""So much longer initializers may take on one node than on another."""
+
+
+def worker_pod(job: MegatronJob, owner: Owner, attempt: Attempt, index: int, settings: RenderSettings) -> Object:
+    """The pod of worker `index`. Raises JobError if the job's numbers do not agree."""
+    draft = Draft(job=job, owner=owner, attempt=attempt, index=index, settings=settings)
+    pod = render_worker(draft)
+    annotations = pod["metadata"]["annotations"]
+    annotations[ANNOTATION_TEMPLATE_HASH] = template_hash(job, settings)
+    if attempt.excluded_nodes:
+        annotations[ANNOTATION_EXCLUDED_NODES] = ",".join(attempt.excluded_nodes)
+    return pod
+
+
+def template_hash(job: MegatronJob, settings: RenderSettings) -> str:
+    """Digest of what all attempts of a job have in common. Another operator may render the same job otherwise."""
+    return _template_hash((Same(job), Same(settings)))
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _template_hash(given: tuple[Same[MegatronJob], Same[RenderSettings]]) -> str:
+    job, settings = given[0].value, dataclasses.replace(given[1].value, key_id="")  # another key is the same template
+    owner = Owner(namespace=job.metadata.namespace, name=job.metadata.name, uid="")
+    pods = [
+        render_worker(Draft(job=job, owner=owner, attempt=Attempt(number=0), index=group.first, settings=settings))
+        for group in facts_of(job).world.worker_groups
+    ]
+    return digest(pods)
+
+
+def render_worker(draft: Draft) -> Object:
+    """The pod without the digest of its template."""
+    template = draft.spec.pod_template
+    spec = merge(merge(_chosen(draft), template.spec), _reserved(draft))
+    marks, notes = pod_marks(draft)
+    wanted = template.metadata
+    labels = {
+        **wanted.labels,
+        **network.network_labels(draft),
+        **marks,
+        **pod_labels(draft.owner, ReplicaType.WORKER, index=draft.index, attempt=draft.attempt.number),
+    }
+    annotations = {**wanted.annotations, **network.network_annotations(draft), **notes}
+    meta = metadata(draft.owner, draft.names.worker(draft.index), labels) | {"annotations": annotations}
+    return make("v1", "Pod", meta, spec=placed(spec, draft))
+
+
+def _chosen(draft: Draft) -> Object:
+    """Fields that the template may change."""
+    spec = draft.spec
+    made: Object = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": pod_security(),
+        "containers": [_trainer(draft), *([agent(draft)] if spec.analyzer.enabled else [])],
+        "initContainers": [*waiting_containers(draft, _trainer_image(draft)), *node_containers(draft)],
+        "volumes": [
+            *storage.claim_volumes(draft.job),
+            *storage.local_volumes(draft.job),
+            *network.device_volumes(draft),
+        ],
+        **identity(draft.job),
+        "tolerations": tolerations(draft.spec, draft.gpus),
+        "nodeSelector": dict(draft.group.node_selector),
+        "affinity": spec.affinity,
+        "priorityClassName": spec.priority_class_name,
+        "schedulerName": scheduler_name(draft),
+        "runtimeClassName": spec.runtime_class_name,
+    }
+    return {name: value for name, value in made.items() if value or value is False}
+
+
+def _reserved(draft: Draft) -> Object:
+    """Fields that the gang, the outcome and the safety of other jobs rest on."""
+    containers = [_reserved_trainer(draft), *([reserved_agent(draft)] if draft.spec.analyzer.enabled else [])]
+    return {
+        "restartPolicy": "Never",
+        "hostname": draft.names.worker(draft.index),
+        "subdomain": draft.names.workers,
+        "setHostnameAsFQDN": None,
+        "terminationGracePeriodSeconds": draft.spec.run_policy.termination_grace_period_seconds,
+        "shareProcessNamespace": None,
+        "containers": containers,
+        "volumes": [*storage.own_volumes(draft), *waiting_volumes(draft)],
+        **network.network_spec(draft),
+    }
+
+
+def _trainer(draft: Draft) -> Object:
+    return {
+        "name": TRAINER,
+        **_trainer_image(draft),
+        "env": user_environment(draft),
+        "resources": _resources(draft),
+        "securityContext": _security(draft),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [
+            *storage.claim_mounts(draft.job),
+            *storage.local_mounts(draft.job),
+            *network.device_mounts(draft),
+        ],
+    }
+
+
+def _security(draft: Draft) -> Object:
+    if draft.privileged:
+        return privileged_security()
+    return pinning_security() if draft.pins_memory else container_security()
+
+
+def _reserved_trainer(draft: Draft) -> Object:
+    return {
+        "name": TRAINER,
+        "command": command(draft),
+        "args": None,
+        "env": reserved_environment(draft),
+        "volumeMounts": storage.trainer_mounts(),
+        "ports": network.ports(draft),
+        **_readiness(draft),
+        "terminationMessagePath": TERMINATION_LOG,
+        "restartPolicy": None,
+        "restartPolicyRules": None,
+    }
+
+
+def _readiness(draft: Draft) -> Object:
+    """A served model is found by its Service while rank 0 takes requests; of other workers nobody asks."""
+    if not draft.serves or draft.index != 0:
+        return {}
+    request = {"path": "/readyz", "port": network.SERVE}
+    probe = {"httpGet": request, "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 3}
+    return {"readinessProbe": probe}
+
+
+def _trainer_image(draft: Draft) -> Object:
+    if draft.spec.image is None:
+        return {"image": draft.settings.trainer_image, "imagePullPolicy": draft.settings.image_pull_policy}
+    return {"image": draft.spec.image, "imagePullPolicy": draft.spec.image_pull_policy}
+
+
+def _resources(draft: Draft) -> Object:
+    """What the user asks for, GPUs and RDMA devices; devices are asked for and limited alike."""
+    devices = {draft.spec.gpu_resource_name: str(draft.gpus)} if draft.gpus else {}
+    devices |= network.rdma_resources(draft)
+    given = draft.group.resources
+    made = {"requests": {**given.requests, **devices}, "limits": {**given.limits, **devices}}
+    return {name: amounts for name, amounts in made.items() if amounts}
+
+
+def command(draft: Draft) -> list[str]:
+    """The launcher with the flags of its ranks."""
+    launcher = ["python3", "-m", "megatronapp_trainer.launch", "--gather-timeout-s", str(_gather_s(draft))]
+    program = ["--program=-m megatronapp_trainer.serve"] if draft.serves else []
+    return [*launcher, *program, "--", *map(literal, draft.facts.arguments)]
+
+
+def _gather_s(draft: Draft) -> int:
+    """How long a launcher waits for the others: longer than the operator, which knows what they wait for themselves.
+
+    Until the others have machines, a deadline; then as long again for each of: images of what comes before the
+    trainer, the trainer, and the way to worker 0 (`plan.deadlines.gathering`). Initializers have all their time.
+    """
+    deadline_s = draft.spec.run_policy.start_deadline_seconds
+    before = [*node_containers(draft), *(draft.spec.pod_template.spec.get("initContainers") or ())]
+    prepares = any(one.get("restartPolicy") != "Always" for one in before)
+    return GATHER_DEADLINES * deadline_s + WAIT_S + (PREPARE_S if prepares else 0)

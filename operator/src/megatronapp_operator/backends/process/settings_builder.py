@@ -1,0 +1,72 @@
+"""From a MegatronJob to what the process backend needs of it."""
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+from megatronapp_common.job import MegatronJob, Serve, megatron_arguments
+from megatronapp_common.state import jobs_dir
+from megatronapp_operator.backends.process.settings import Commands, Settings
+from megatronapp_operator.backends.process.state.paths import JobPaths, shm_dir
+
+FRONTEND_ENV = "MEGATRONAPP_FRONTEND"
+CHECKOUT = pathlib.Path(__file__).parents[5]
+
+
+def build_commands(job: MegatronJob) -> Commands:
+    """The programs of the other parts."""
+    python = (sys.executable, "-m")
+    rank = ("--program=-m megatronapp_trainer.serve",) if job.spec.mode == "serve" else ()
+    check = "megatronapp_trainer.serve.check" if job.spec.mode == "serve" else "megatronapp_trainer.check"
+    private = job.spec.analyzer.host.startswith("127.")
+    allow = ("--jobs-dir", str(jobs_dir())) if private else ("--allow-remote",)
+    arguments, ranks = megatron_arguments(job), str(job.world.world_size)
+    return Commands(
+        check=(*python, check, "--world-size", ranks, "--", *arguments),
+        launcher=(*python, "megatronapp_trainer.launch", *rank, "--", *arguments),
+        agent=(*python, "megatronapp_analyzer.agent"),
+        hub=(*hub_command(), *allow),
+    )
+
+
+def hub_command() -> tuple[str, ...]:
+    """A hub, with the page where it is built."""
+    return (sys.executable, "-m", "megatronapp_analyzer.hub", *frontend_words())
+
+
+def frontend_words() -> tuple[str, ...]:
+    """The hub's flag for the built page: named by the environment, else of the checkout that this package is in."""
+    folder = pathlib.Path(os.environ.get(FRONTEND_ENV) or CHECKOUT / "frontend" / "dist")
+    return ("--frontend", str(folder)) if (folder / "index.html").exists() else ()
+
+
+def build_settings(job: MegatronJob, *, uid: str, paths: JobPaths, commands: Commands) -> Settings:
+    """What the process backend needs to know of a job."""
+    return Settings(
+        name=job.metadata.name,
+        uid=uid,
+        proc_per_node=job.world.proc_per_node,
+        gpus_per_node=job.spec.gpus_per_node,
+        env={entry.name: entry.value for entry in job.spec.env},
+        commands=commands,
+        paths=paths,
+        shm=shm_dir(),
+        analyzer=job.spec.analyzer.enabled,
+        hub_host=job.spec.analyzer.host,
+        hub_port=job.spec.analyzer.port,
+        serve=serve_place(job),
+    )
+
+
+def serve_place(job: MegatronJob) -> tuple[str, int] | None:
+    """Address and port of the API of a job that serves."""
+    if job.spec.mode != "serve":
+        return None
+    given = job.spec.serve or Serve()
+    return given.host, given.port
+
+
+def build_facts(job: MegatronJob) -> dict[str, Any]:
+    """The part of the status that follows from the spec alone."""
+    return {"worldSize": job.world.world_size, "dataParallelSize": job.world.data_parallel_size}

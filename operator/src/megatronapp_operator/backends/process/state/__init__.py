@@ -1,0 +1,1 @@
+"""State folder of jobs on this machine."""

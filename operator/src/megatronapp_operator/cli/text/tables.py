@@ -1,0 +1,97 @@
+"""Tables as kubectl prints them: upper-case headings, columns three blanks apart."""
+
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megatronapp_common.text.terminal import one_line
+from megatronapp_operator.cli.jobs import Job
+from megatronapp_operator.cli.text.durations import human_duration
+from megatronapp_operator.plan.policies.report import HANG, NAMED_STATES
+from megatronapp_operator.plan_io.status_document import seconds_of
+
+GAP = 3
+NONE = "<none>"
+COLUMNS = ("NAME", "PHASE", "WORKERS", "RESTARTS", "ITERATION", "SLOW", "AGE")
+WIDE_COLUMNS = (*COLUMNS, "ATTEMPT", "WORLD", "LOSS", "TOKENS/S", "HUB")
+
+
+class Table:
+    """A table that is printed piece by piece: columns keep their width, or grow, so that later rows stay in line."""
+
+    def __init__(self) -> None:
+        self._widths: list[int] = []
+
+    def print(self, rows: Iterable[Sequence[str]]) -> None:
+        """Print more rows."""
+        sys.stdout.write(self.format(list(rows)))
+        sys.stdout.flush()
+
+    def format(self, written: Sequence[Sequence[str]]) -> str:
+        """More rows as text, no blanks at line ends; a cell is one line, and moves no terminal."""
+        rows = [[one_line(cell) for cell in row] for row in written]
+        for row in rows:
+            needed = [len(cell) + GAP for cell in row]
+            self._widths = [max(pair) for pair in zip(needed, self._widths or needed, strict=True)]
+        return "".join(f"{self._line(row)}\n" for row in rows)
+
+    def _line(self, row: Sequence[str]) -> str:
+        return "".join(cell.ljust(width) for cell, width in zip(row, self._widths, strict=True)).rstrip()
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """One whole table as text."""
+    return Table().format(rows)
+
+
+def job_row(job: Job, *, wide: bool) -> list[str]:
+    """One job as a line of the table."""
+    status, replicas = job.status, job.status.get("replicaStatuses", {})
+    progress = status.get("progress", {})
+    row = [
+        job.name,
+        job.phase,
+        f"{replicas.get('running', 0)}/{replicas.get('desired', 0)}",
+        str(status.get("restarts", 0)),
+        iteration(progress),
+        ",".join(slow_subjects(status)) or NONE,
+        age(job.document["metadata"].get("creationTimestamp")),
+    ]
+    if not wide:
+        return row
+    return [
+        *row,
+        str(status.get("attempt", 0)),
+        str(status.get("worldSize", NONE)),
+        number(progress.get("loss"), ".4f"),
+        number(progress.get("tokensPerSecond"), ".0f"),
+        status.get("hubUrl", NONE),
+    ]
+
+
+def slow_subjects(status: Mapping[str, Any]) -> list[str]:
+    """What is slow now, such as rank-1 or link-0-2; suspects and what stands still are left out."""
+    return [
+        "-".join((verdict["subject"]["type"], *map(str, verdict["subject"]["ranks"])))
+        for verdict in status.get("slowRanks", ())
+        if verdict["state"] in NAMED_STATES and verdict["cause"] != HANG
+    ]
+
+
+def iteration(progress: Mapping[str, Any]) -> str:
+    """Finished steps of all steps."""
+    if "iteration" not in progress:
+        return NONE
+    total = progress.get("totalIterations")
+    return str(progress["iteration"]) if total is None else f"{progress['iteration']}/{total}"
+
+
+def number(value: float | None, form: str) -> str:
+    """A number, or <none>."""
+    return NONE if value is None else format(value, form)
+
+
+def age(moment: str | None) -> str:
+    """Time since a moment (RFC 3339)."""
+    return "<unknown>" if moment is None else human_duration(time.time() - seconds_of(moment))

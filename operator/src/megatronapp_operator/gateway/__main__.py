@@ -1,0 +1,135 @@
+"""`python -m megatronapp_operator.gateway`: the one entrance to the pages of all jobs of a cluster."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import pathlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from megatronapp_common.names import DOOR_PORT, HUB_PORT, ExitCode
+from megatronapp_operator.backends.kubernetes.client.api import connect
+from megatronapp_operator.controller import probes
+from megatronapp_operator.errors import BackendError, OperatorError
+from megatronapp_operator.gateway import bounded_protocols
+from megatronapp_operator.gateway.app import DoorSettings, create_app
+from megatronapp_operator.gateway.metrics import DoorMetrics
+from megatronapp_operator.gateway.routes import CONTROLS, MAX_SOCKETS
+from megatronapp_operator.keys import KeyRing
+
+MAX_MESSAGE_BYTES = 4 << 10
+"""Of a page's messages: on the live socket it says nothing, on that of MegaScope credit and what it missed."""
+SHUTDOWN_S = 3
+MAX_CONNECTIONS = 1_000
+"""Then the door answers 503. Live sockets have a limit of their own."""
+METRICS_PORT = 8081
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of the door."""
+    parser = argparse.ArgumentParser(prog="python -m megatronapp_operator.gateway", description=__doc__)
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=DOOR_PORT, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--metrics-port", type=int, default=METRICS_PORT, help="port of /metrics and /healthz (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-sockets", type=int, default=MAX_SOCKETS, help="live sockets that may be open (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--controls",
+        type=int,
+        default=CONTROLS,
+        help="controlling calls of one caller to one job at once, and as many more in 15 s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--key-file", type=pathlib.Path, required=True, help="file with the installation's keys, the newest first"
+    )
+    parser.add_argument("--watch-namespaces", default="", help="comma separated; left out: all")
+    parser.add_argument(
+        "--no-reviews", action="store_true", help="ask the cluster nothing about callers: only tokens of jobs work"
+    )
+    parser.add_argument("--frontend", type=pathlib.Path, help="folder of the built page; none is served if absent")
+    parser.add_argument("--hub-port", type=int, default=HUB_PORT, help="port of hubs (default: %(default)s)")
+    parser.add_argument("--kubeconfig", help="how to reach the cluster from outside of it")
+    return parser
+
+
+def listen(arguments: argparse.Namespace, flag: str, port: int) -> socket.socket:
+    """A listening socket. Raises BackendError where the address cannot be had."""
+    try:
+        return bounded_protocols.listener(arguments.host, port)
+    except OSError as error:
+        text = f"{flag} {port} at --host {arguments.host}: {error.strerror or error}; choose another one"
+        raise BackendError(text) from error
+
+
+async def serve(arguments: argparse.Namespace) -> None:
+    """Serve until a signal comes. Raises OperatorError if the door cannot begin."""
+    settings = DoorSettings(
+        keys=KeyRing.read(arguments.key_file),
+        namespaces=tuple(name for name in arguments.watch_namespaces.split(",") if name),
+        reviews=not arguments.no_reviews,
+        frontend=arguments.frontend,
+        hub_port=arguments.hub_port,
+        max_sockets=arguments.max_sockets,
+        controls=arguments.controls,
+    )
+    registry = CollectorRegistry()
+    metrics = DoorMetrics(registry)
+    with listen(arguments, "--port", arguments.port) as pages:
+        async with connect(kubeconfig=arguments.kubeconfig) as api, measured(arguments, registry):
+            app = create_app(api.guarded(lambda: None, metrics.asked_cluster), settings, metrics)
+            config = uvicorn.Config(
+                app,
+                http=bounded_protocols.DoorHttp,
+                ws=bounded_protocols.DoorSockets,
+                ws_max_size=MAX_MESSAGE_BYTES,
+                ws_per_message_deflate=False,
+                limit_concurrency=MAX_CONNECTIONS,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+            await uvicorn.Server(config).serve(sockets=[pages])
+
+
+@contextlib.asynccontextmanager
+async def measured(arguments: argparse.Namespace, registry: CollectorRegistry) -> AsyncIterator[None]:
+    """Metrics at a port of their own, which policies close to people; and whether the process lives."""
+    app = probes.create_app(registry, alive=lambda: None, ready=lambda: None)
+    server = probes.create_server(app)
+    with listen(arguments, "--metrics-port", arguments.metrics_port) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s door %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.access").disabled = True  # addresses may hold tokens
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # which tells those of WebSockets, by INFO
+    try:
+        asyncio.run(serve(arguments))
+    except KeyboardInterrupt:
+        return int(ExitCode.OK)
+    except OperatorError as error:
+        print(f"door: {error}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    return int(ExitCode.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The door's web application: routes, error answers and headers put together."""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from megatronapp_common.names import HUB_PORT
+from megatronapp_common.web.security_headers import SafeHeaders
+from megatronapp_operator.backends.kubernetes.client.api import Api
+from megatronapp_operator.gateway import problems, routes, routes_scope, static_pages
+from megatronapp_operator.gateway.authorization import Gate
+from megatronapp_operator.gateway.concurrency_limits import Shares
+from megatronapp_operator.gateway.credentials import Credentials, cookie_name
+from megatronapp_operator.gateway.http_proxy import new_session
+from megatronapp_operator.gateway.hub_addresses import Hubs
+from megatronapp_operator.gateway.job_catalog import Catalog
+from megatronapp_operator.gateway.metrics import CountRequests, DoorMetrics
+from megatronapp_operator.gateway.sessions import Sessions
+from megatronapp_operator.gateway.subject_access import Reviews
+from megatronapp_operator.keys import KeyRing
+
+TITLE = "MegatronApp door"
+API_VERSION = "1"
+API_POLICY = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'; sandbox"}
+"""Of all answers but the pages: what a hub tells is never run or shown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DoorSettings:
+    """What a door is started with."""
+
+    keys: KeyRing
+    """The installation's keys, from which the tokens of all jobs follow."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces whose jobs it shows; none: all."""
+    reviews: bool = True
+    """Whether it may ask the cluster who callers are and what they may do."""
+    frontend: pathlib.Path | None = None
+    """Folder of the built page."""
+    hub_port: int = HUB_PORT
+    max_sockets: int = routes.MAX_SOCKETS
+    """Live sockets that may be open at a time."""
+    controls: int = routes.CONTROLS
+    """Controlling calls of one caller to one job at once, and again in 15 s."""
+
+
+def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
+    """All routes of the interface without a cluster behind them; enough to write the OpenAPI document."""
+    app = FastAPI(
+        title=TITLE,
+        version=API_VERSION,
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    problems.install(app)
+    scope = (routes_scope.router, routes_scope.sockets)  # before what takes every path below a job
+    for router in (*scope, routes.probes, routes.router, routes.sockets):
+        app.include_router(router)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _following(keys: KeyRing) -> AsyncIterator[None]:
+    """Keep reading the key file while the door serves: the jobs that start after a rotation have the new key."""
+    task = asyncio.create_task(keys.follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def create_app(api: Api, settings: DoorSettings, metrics: DoorMetrics) -> FastAPI:
+    """The application that opens the jobs of a cluster."""
+    sockets = Shares("live sockets", in_all=settings.max_sockets)
+    metrics.count_sockets(lambda: sockets.taken, settings.max_sockets)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        catalog = Catalog(api, keys=settings.keys, namespaces=settings.namespaces)
+        async with new_session() as session, _following(settings.keys):
+            app.state.door = routes.Door(
+                catalog=catalog,
+                gate=Gate(catalog, Reviews(api) if settings.reviews else None),
+                hubs=Hubs(api, port=settings.hub_port),
+                credentials=credentials,
+                session=session,
+                metrics=metrics,
+                sockets=sockets,
+                controls=settings.controls,
+            )
+            yield
+
+    credentials = Credentials(Sessions(), cookie=cookie_name(settings.keys.current))
+    app = build_api(lifespan)
+    app.include_router(
+        static_pages.build_router(settings.frontend, credentials, lambda request: routes.door_of(request).gate)
+    )
+    app.state.refused = metrics.refused
+    app.add_middleware(SafeHeaders, more=API_POLICY)
+    app.add_middleware(CountRequests, metrics=metrics)
+    return app

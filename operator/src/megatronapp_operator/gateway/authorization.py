@@ -1,0 +1,129 @@
+"""Who may do what at the door."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+
+from megatronapp_common.web.tokens import Role
+from megatronapp_operator.gateway.job_catalog import Catalog, Job
+from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.subject_access import Reviews, Right, User, Verb
+
+LOG_IN = "Open the address that `megatronapp ui` prints, or send 'Authorization: Bearer TOKEN'."
+MAX_TOKEN_BYTES = 8 << 10
+"""Tokens of a cluster are a few KiB."""
+TOKEN_HOLDER = "somebody with the job's token"
+AT_ONCE = 16
+"""Questions about rights that one list asks at the same time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who has proved something: to be a user of the cluster, to hold tokens of jobs, or both."""
+
+    user: User | None
+    jobs: frozenset[str]
+    """Uids of the jobs whose tokens they hold."""
+    controlled: frozenset[str] = frozenset()
+    """Those of which they hold the controller's token."""
+
+    @property
+    def name(self) -> str:
+        """Who they are, as a job's events say it. Tokens of jobs name nobody."""
+        return self.user.name if self.user is not None else TOKEN_HOLDER
+
+    @property
+    def identity(self) -> str:
+        """Whose share of sessions, connections and turns they use. Who looks takes nothing of who controls."""
+        if self.user is not None:
+            return f"user {self.user.name}"
+        return f"controller of job {min(self.controlled)}" if self.controlled else f"viewer of job {min(self.jobs)}"
+
+
+class Gate:
+    """Decides. Without `reviews` only tokens of jobs count. Methods raise ApiError if the cluster does not answer."""
+
+    def __init__(self, catalog: Catalog, reviews: Reviews | None) -> None:
+        self._catalog = catalog
+        self._reviews = reviews
+
+    async def identify(self, tokens: Sequence[str]) -> Caller:
+        """Who shows these tokens. Raises Refusal (401) if none of them is good."""
+        if any(len(token.encode()) > MAX_TOKEN_BYTES for token in tokens):
+            raise Refusal(401, "log-in", f"the token has more than {MAX_TOKEN_BYTES} bytes", LOG_IN)
+        jobs, controlled = set[str](), set[str]()
+        user = None
+        found = await asyncio.gather(*map(self._catalog.job_of, tokens))  # who is not known waits for one listing
+        for token, known in zip(tokens, found, strict=True):
+            if known is not None:
+                job, role = known
+                jobs.add(job.uid)
+                controlled |= {job.uid} if role is Role.CONTROLLER else set()
+            elif self._reviews is not None and user is None:
+                user = await self._reviews.user_of(token)
+        if user is None and not jobs:
+            raise Refusal(401, "log-in", self._unknown(some=bool(tokens)), LOG_IN)
+        return Caller(user, frozenset(jobs), frozenset(controlled))
+
+    async def admit(self, caller: Caller, verb: Verb, namespace: str, name: str) -> Job:
+        """The job, where the caller may. Raises Refusal: 403 without the right, 404 if there is no such job."""
+        job = await self._catalog.find(namespace, name)
+        if job is not None and job.uid in caller.jobs:
+            return job
+        right = Right(verb, namespace, name)
+        if caller.user is None or self._reviews is None:
+            hint = "Open it with `megatronapp ui`, or ask for the right to read its Secret."
+            raise Refusal(
+                403, "other-job", f"this is not the token of {namespace}/{name}, or there is no such job", hint
+            )
+        if not await self._reviews.allows(caller.user, right):
+            hint = f"Ask for a Role that allows to {right.verb} megatronjobs in namespace {namespace!r}."
+            raise Refusal(403, "no-right", f"{caller.user.name} may not {right}", hint)
+        if job is None:
+            raise Refusal(404, "no-job", f"there is no job {namespace}/{name}", "`megatronapp get` lists the jobs.")
+        return job
+
+    async def role(self, caller: Caller, job: Job) -> Role:
+        """What somebody who may see the job is towards its hub. Who may update the job may control its model."""
+        if job.uid in caller.controlled:
+            return Role.CONTROLLER
+        if caller.user is None or self._reviews is None:
+            return Role.VIEWER
+        may = await self._reviews.allows(caller.user, Right(Verb.UPDATE, job.namespace, job.name))
+        return Role.CONTROLLER if may else Role.VIEWER
+
+    async def control(self, caller: Caller, namespace: str, name: str) -> Job:
+        """The job, where the caller may generate and pin. Raises Refusal as `admit` does."""
+        job = await self.admit(caller, Verb.UPDATE, namespace, name)
+        if await self.role(caller, job) is not Role.CONTROLLER:
+            hint = "Open it with `megatronapp ui` as somebody who may update the job."
+            raise Refusal(403, "needs-controller", "the viewer's token of a job is for looking on only", hint)
+        return job
+
+    async def visible(self, caller: Caller) -> list[Job]:
+        """The jobs that the caller may list, and those whose tokens they hold."""
+        jobs = await self._catalog.jobs()
+        namespaces = await self._listable(caller, {job.namespace for job in jobs})
+        return [job for job in jobs if job.uid in caller.jobs or job.namespace in namespaces]
+
+    async def _listable(self, caller: Caller, namespaces: set[str]) -> set[str]:
+        user, reviews = caller.user, self._reviews
+        if user is None or reviews is None:
+            return set()
+        if await reviews.allows(user, Right(Verb.LIST, "")):
+            return namespaces
+        limit = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(namespace: str) -> bool:
+            async with limit:
+                return await reviews.allows(user, Right(Verb.LIST, namespace))
+
+        ordered = sorted(namespaces)
+        allowed = await asyncio.gather(*map(ask, ordered))
+        return {namespace for namespace, yes in zip(ordered, allowed, strict=True) if yes}
+
+    def _unknown(self, *, some: bool) -> str:
+        if not some:
+            return "the door needs to know who you are"
+        whose = "is no job's token" if self._reviews is None else "is not known to the cluster, nor a job's"
+        return f"the token {whose}, or its time is over"

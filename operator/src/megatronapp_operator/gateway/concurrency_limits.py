@@ -1,0 +1,40 @@
+"""Shares of what the door has: no caller, and no job's hub, takes more than theirs, and all together not too much."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+
+from megatronapp_operator.gateway.problems import Refusal
+
+ALL = "the door"
+"""Key of what all share."""
+
+
+class Shares:
+    """At most so many things at a time for each key, such as a caller's identity, and `in_all` for all."""
+
+    def __init__(self, what: str, *, in_all: int) -> None:
+        self._what = what
+        self.in_all = in_all
+        self._taken: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """How many are taken."""
+        return self._taken[ALL]
+
+    def take(self, most: Mapping[str, int]) -> contextlib.ExitStack:
+        """One of each key's share until the stack is closed. Raises Refusal (429) if a share is used up."""
+        with contextlib.ExitStack() as stack:
+            for key, limit in {**most, ALL: self.in_all}.items():
+                if self._taken[key] >= limit:
+                    hint = "Close some pages, or try again in a moment."
+                    raise Refusal(429, "too-many", f"{key} has {limit} {self._what} at once, and no more", hint)
+                self._taken[key] += 1
+                stack.callback(self._give_back, key)
+            return stack.pop_all()
+
+    def _give_back(self, key: str) -> None:
+        self._taken[key] -= 1
+        if not self._taken[key]:
+            del self._taken[key]

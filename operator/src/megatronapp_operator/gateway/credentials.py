@@ -1,0 +1,85 @@
+"""What a request shows to prove who sends it: a Bearer token, or the cookie of a browser that is logged in.
+
+What a cookie opens must come from a page of the door itself, and `megatronapp ui` opens a forwarded port under a host
+name of its own (see `megatronapp_common.web.origin`). The door itself leads nobody to such a name: it cannot know who
+else on the machine of the browser answers to it.
+"""
+
+import hashlib
+
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+
+from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
+from megatronapp_operator.gateway.authorization import LOG_IN, Caller, Gate
+from megatronapp_operator.gateway.problems import Refusal
+from megatronapp_operator.gateway.sessions import LIFE_S, Sessions
+
+TLS = frozenset({"https", "wss"})
+
+
+def cookie_name(key: str) -> str:
+    """Name of the cookie; differs per installation, because browsers share cookies between ports of one host."""
+    return "megatronapp_door_" + hashlib.sha256(b"megatronapp:cookie:" + bytes.fromhex(key)).hexdigest()[:12]
+
+
+class Credentials:
+    """Reads and writes what proves a caller."""
+
+    def __init__(self, sessions: Sessions, *, cookie: str) -> None:
+        self._sessions = sessions
+        self._cookie = cookie
+
+    def tokens(self, connection: HTTPConnection) -> tuple[str, ...]:
+        """The tokens that stand behind a request. Raises Refusal (403) for a cookie that another page sent."""
+        token = bearer(connection.headers)
+        if token is not None:
+            return (token,)
+        tokens = self._sessions.tokens(self._word(connection))
+        reads = connection.scope["type"] == "http" and connection.scope["method"] in READING
+        if tokens and not (asked_here(connection.headers) and (reads or same_origin(connection.headers))):
+            hint = "Open the page at the address that `megatronapp ui` prints."
+            raise Refusal(403, "other-origin", "this request comes from a page that is not the door's", hint)
+        return tokens
+
+    def ticket(self, connection: HTTPConnection, caller: Caller) -> str:
+        """A word that logs a browser in once."""
+        return self._sessions.ticket(self.tokens(connection), whose=caller.identity)
+
+    async def log_in(self, connection: HTTPConnection, shown: str, response: Response, *, gate: Gate) -> Response:
+        """Set the cookie for a token or ticket. Raises Refusal (401) for one that opens nothing; ApiError."""
+        behind = self._sessions.behind(shown)
+        tokens = behind or ((shown,) if shown else ())
+        caller = await gate.identify(tokens)  # a cluster that does not answer uses no ticket up
+        if behind and not self._sessions.redeem(shown):
+            raise Refusal(401, "log-in", "this ticket was used in the meantime", LOG_IN)
+        word = self._sessions.log_in(tokens, whose=caller.identity, before=self._word(connection))
+        response.set_cookie(
+            self._name(connection),
+            word,
+            max_age=int(LIFE_S),
+            httponly=True,
+            samesite="strict",
+            secure=_secure(connection),
+            path="/",
+        )
+        return response
+
+    def log_out(self, connection: HTTPConnection, response: Response) -> Response:
+        """Forget the browser."""
+        self._sessions.log_out(self._word(connection))
+        response.delete_cookie(self._name(connection), path="/", secure=_secure(connection))
+        return response
+
+    def _word(self, connection: HTTPConnection) -> str:
+        return connection.cookies.get(self._name(connection), "")
+
+    def _name(self, connection: HTTPConnection) -> str:
+        """Over TLS with the prefix by which a browser takes it from this very host only (RFC 6265bis)."""
+        return f"__Host-{self._cookie}" if _secure(connection) else self._cookie
+
+
+def _secure(connection: HTTPConnection) -> bool:
+    """Whether the browser speaks TLS, to us or to the first proxy; some write "wss" of WebSockets."""
+    told = connection.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+    return not TLS.isdisjoint((connection.url.scheme, told))

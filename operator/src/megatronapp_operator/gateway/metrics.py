@@ -1,0 +1,104 @@
+"""Prometheus metrics of the door, and where they are served: at a port of their own, which no page leads to.
+
+No label holds a name of a job, a namespace, a user, or anything else that a caller or a hub says.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatronapp_operator.gateway.problems import Refusal
+
+HUB_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+NO_ROUTE = "none"
+"""What no route answers."""
+OK = "ok"
+
+
+class DoorMetrics:
+    """All metrics of one door process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "megatron_door_requests", "Requests by route and HTTP status.", ["route", "code"], registry=registry
+        )
+        self._refusals = Counter(
+            "megatron_door_refusals",
+            "What the door did not do, by the code that it told; log-in: refused logins and unknown callers.",
+            ["code"],
+            registry=registry,
+        )
+        for code in ("log-in", "too-many"):
+            self._refusals.labels(code)
+        self._hubs = Histogram(
+            "megatron_door_hub_seconds",
+            "Time until a hub began to answer, by outcome: ok, or the code that the caller was told.",
+            ["outcome"],
+            buckets=HUB_BUCKETS_S,
+            registry=registry,
+        )
+        self._hubs.labels(OK)
+        self._api = Counter(
+            "megatron_door_api_requests",
+            "Requests to the API server by verb, resource and code (error: no answer).",
+            ["verb", "resource", "code"],
+            registry=registry,
+        )
+        self._sockets = Gauge("megatron_door_sockets", "Live sockets that are open.", registry=registry)
+        self._most = Gauge("megatron_door_sockets_limit", "How many live sockets may be open.", registry=registry)
+        ProcessCollector(namespace="megatron_door", registry=registry)
+
+    def count_sockets(self, count: Callable[[], int], most: int) -> None:
+        """Tell how many live sockets there are, of how many."""
+        self._sockets.set_function(count)
+        self._most.set(most)
+
+    def refused(self, refusal: Refusal) -> None:
+        """The door did not do something."""
+        self._refusals.labels(refusal.code).inc()
+
+    def answered(self, route: str, status: int) -> None:
+        """A request has its answer."""
+        self._requests.labels(route, str(status)).inc()
+
+    def asked_cluster(self, verb: str, resource: str, status: int) -> None:
+        """The API server has answered, or (0) has not."""
+        self._api.labels(verb.lower(), resource, str(status) if status else "error").inc()
+
+    @contextmanager
+    def asking_hub(self) -> Iterator[None]:
+        """Measures until the end, and hears of a Refusal."""
+        began, outcome = time.perf_counter(), OK
+        try:
+            yield
+        except Refusal as refusal:
+            outcome = refusal.code
+            raise
+        finally:
+            self._hubs.labels(outcome).observe(time.perf_counter() - began)
+
+
+class CountRequests:
+    """ASGI layer that counts answers by the route that gave them."""
+
+    def __init__(self, app: ASGIApp, metrics: DoorMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(route_of(scope), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_counted)
+
+
+def route_of(scope: Scope) -> str:
+    """The pattern of the path, of which there are few."""
+    return str(getattr(scope.get("route"), "path", NO_ROUTE))

@@ -1,0 +1,115 @@
+"""MegaScope through the door (docs/scope-protocol.md): who sees a job looks, who may update it generates and pins."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request, Security, WebSocket
+from starlette.responses import Response
+
+from megatronapp_operator.gateway import websocket_admission, websocket_proxy
+from megatronapp_operator.gateway.response_policy import ETAG
+from megatronapp_operator.gateway.routes import (
+    BEARER,
+    HUB_PROBLEMS,
+    MAX_BODY_BYTES,
+    OBJECT_BODY,
+    PROBLEMS,
+    CallerOf,
+    HubPath,
+    Name,
+    Namespace,
+    Word,
+    door_of,
+)
+from megatronapp_operator.gateway.schemas import Problem
+from megatronapp_operator.gateway.subject_access import Verb
+
+JOB = "/jobs/{namespace}/{name}/scope"
+MAX_RUN_BYTES = 1 << 20
+"""Of a new run: eight prompts of the longest kind."""
+Answers = dict[int | str, dict[str, Any]]
+RunId = Annotated[str, Path(max_length=64, pattern=f"^{Word}$")]
+Tag = Annotated[str | None, Header(alias="If-None-Match", max_length=200)]
+CONTROLS: Answers = {200: {}, 201: {}, 202: {}, 204: {}, **HUB_PROBLEMS}
+LOOKS: Answers = HUB_PROBLEMS | {
+    200: {"content": {"application/json": {}, "application/octet-stream": {}, "text/csv": {}}},
+    202: {},
+    304: {"description": "as it was"},
+}
+RESERVED: Answers = HUB_PROBLEMS | {501: {"model": Problem}}
+
+router = APIRouter(prefix="/api/v1", dependencies=[Security(BEARER)], responses=PROBLEMS, tags=["scope"])
+sockets = APIRouter(prefix="/api/v1")
+
+
+@router.get(JOB, response_model=None, responses={200: {}, **HUB_PROBLEMS})
+async def hello(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """The model of the job, and what the caller is: viewer or controller."""
+    door = door_of(request)
+    job = await door.gate.admit(caller, Verb.GET, namespace, name)
+    return await door.ask_hub(caller, job, "scope", role=await door.gate.role(caller, job))
+
+
+@router.post(f"{JOB}/runs", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
+async def start_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """Generate from some prompts."""
+    return await _control(request, caller, (namespace, name), "runs", most=MAX_RUN_BYTES)
+
+
+@router.patch(f"{JOB}/runs/{{run}}", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
+async def change_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
+    """Look at something else from the next step on."""
+    return await _control(request, caller, (namespace, name), f"runs/{run}", most=MAX_BODY_BYTES)
+
+
+@router.delete(f"{JOB}/runs/{{run}}", response_model=None, responses=CONTROLS)
+async def cancel_run(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
+    """End a run."""
+    return await _control(request, caller, (namespace, name), f"runs/{run}")
+
+
+@router.post(f"{JOB}/runs/{{run}}/pca", response_model=None, openapi_extra=OBJECT_BODY, responses=CONTROLS)
+async def refit(request: Request, caller: CallerOf, namespace: Namespace, name: Name, run: RunId) -> Response:
+    """New axes."""
+    return await _control(request, caller, (namespace, name), f"runs/{run}/pca", most=MAX_BODY_BYTES)
+
+
+@router.post(f"{JOB}/perturbations", response_model=None, responses=RESERVED)
+@router.patch(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
+@router.delete(f"{JOB}/perturbations", response_model=None, include_in_schema=False)
+@router.post(f"{JOB}/training", response_model=None, responses=RESERVED)
+@router.patch(f"{JOB}/training", response_model=None, include_in_schema=False)
+@router.delete(f"{JOB}/training", response_model=None, include_in_schema=False)
+async def reserved(request: Request, caller: CallerOf, namespace: Namespace, name: Name) -> Response:
+    """Not there yet; the hub says so."""
+    return await _control(request, caller, (namespace, name), request.url.path.rpartition("/")[2])
+
+
+@router.get(f"{JOB}/{{path:path}}", response_model=None, responses=LOOKS)
+async def look(
+    *,
+    request: Request,
+    caller: CallerOf,
+    namespace: Namespace,
+    name: Name,
+    path: HubPath,
+    if_none_match: Tag = None,
+) -> Response:
+    """What the hub tells at `/api/v1/scope/{path}`, with the same query: runs, tiles, exact numbers, sessions."""
+    door = door_of(request)
+    job = await door.gate.admit(caller, Verb.GET, namespace, name)
+    tag = if_none_match if ETAG.fullmatch(if_none_match or "") else None
+    return await door.ask_hub(caller, job, f"scope/{path}", request.url.query, tag=tag)
+
+
+@sockets.websocket(JOB)
+async def watch(socket: WebSocket, namespace: Namespace, name: Name) -> None:
+    """The hub's frames of MegaScope, subprotocol `megatronapp.scope.1`."""
+    await websocket_admission.welcome(socket, door_of(socket), namespace, name, websocket_proxy.SCOPE_RULES)
+
+
+async def _control(
+    request: Request, caller: CallerOf, place: tuple[str, str], path: str, *, most: int | None = None
+) -> Response:
+    door = door_of(request)
+    job = await door.gate.control(caller, *place)
+    return await door.control_hub(caller, job, f"scope/{path}", request=request, most=most)

@@ -1,0 +1,120 @@
+"""Who a caller is, and what they may do: asked of the cluster, by TokenReview and SubjectAccessReview."""
+
+import asyncio
+import base64
+import dataclasses
+import enum
+import json
+from typing import Any
+
+from megatronapp_common.job.crd import PLURAL
+from megatronapp_common.names import GROUP
+from megatronapp_operator.backends.kubernetes.client.api import Api, Object, Resource
+from megatronapp_operator.gateway.ttl_cache import Cache
+
+TOKEN_REVIEWS = Resource("authentication.k8s.io/v1", "tokenreviews")
+ACCESS_REVIEWS = Resource("authorization.k8s.io/v1", "subjectaccessreviews")
+AUDIENCE = "megatronapp.io/door"
+"""Of tokens that were made for the door, and that nothing else takes."""
+KEEP_S = 10.0
+"""How long a verdict of the cluster holds: so long may a token live on after it was taken back."""
+MAX_TOKENS = 2_000
+"""Whose verdicts are kept: anybody may show tokens, and each has up to 8 KiB."""
+AT_ONCE = 16
+"""TokenReviews at the same time: anybody may cause them."""
+
+
+class Verb(enum.StrEnum):
+    """What a caller would do with MegatronJobs."""
+
+    GET = "get"
+    """See a job."""
+    LIST = "list"
+    """See which jobs there are."""
+    UPDATE = "update"
+    """Make ranks of a job slow, generate with its model, and pin heads."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class User:
+    """A user of the cluster, with all that its authorisers look at."""
+
+    name: str
+    uid: str = ""
+    groups: tuple[str, ...] = ()
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Right:
+    """A verb on the MegatronJobs of a namespace ("": of all), or on one of them."""
+
+    verb: Verb
+    namespace: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        job = f" {self.name!r}" if self.name else ""
+        where = f"namespace {self.namespace!r}" if self.namespace else "all namespaces"
+        return f"{self.verb} {PLURAL}.{GROUP}{job} in {where}"
+
+
+class Reviews:
+    """Asks the cluster. Every method raises ApiError if it does not answer."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._users = Cache(self._review_token, ttl_s=KEEP_S, size=MAX_TOKENS)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._rights = Cache(self._review_right, ttl_s=KEEP_S)
+
+    async def user_of(self, token: str) -> User | None:
+        """Whose token it is; None if the cluster does not know it."""
+        return await self._users.get(token)
+
+    async def allows(self, user: User, right: Right) -> bool:
+        """Whether the user may."""
+        return await self._rights.get((user, right))
+
+    async def _review_token(self, token: str) -> User | None:
+        ours = AUDIENCE in audiences_of(token)
+        spec: dict[str, Any] = {"token": token} | ({"audiences": [AUDIENCE]} if ours else {})
+        async with self._turns:
+            status = await self._ask(TOKEN_REVIEWS, "TokenReview", spec)
+        if not status.get("authenticated") or (ours and AUDIENCE not in status.get("audiences", ())):
+            return None
+        return _user(status.get("user", {}))
+
+    async def _review_right(self, question: tuple[User, Right]) -> bool:
+        user, right = question
+        attributes = {"group": GROUP, "resource": PLURAL, "verb": right.verb.value, "namespace": right.namespace}
+        attributes |= {"name": right.name} if right.name else {}
+        spec = {
+            "user": user.name,
+            "uid": user.uid,
+            "groups": list(user.groups),
+            "extra": {key: list(values) for key, values in user.extra},
+            "resourceAttributes": attributes,
+        }
+        status = await self._ask(ACCESS_REVIEWS, "SubjectAccessReview", spec)
+        return bool(status.get("allowed"))
+
+    async def _ask(self, resource: Resource, kind: str, spec: dict[str, Any]) -> Object:
+        question = {"apiVersion": resource.api_version, "kind": kind, "metadata": {}, "spec": spec}
+        status: Object = (await self._api.create(resource, question)).get("status", {})
+        return status
+
+
+def audiences_of(token: str) -> list[str]:
+    """For whom a token says that it was made (RFC 7519). Unproved: it only tells what to ask the cluster."""
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(token.split(".")[1] + "=="))
+        named = claims["aud"]
+    except (IndexError, KeyError, TypeError, ValueError, RecursionError):
+        return []
+    return [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)]
+
+
+def _user(document: Object) -> User:
+    extra = ((key, tuple(values)) for key, values in sorted(document.get("extra", {}).items()))
+    return User(document.get("username", ""), document.get("uid", ""), tuple(document.get("groups", ())), tuple(extra))

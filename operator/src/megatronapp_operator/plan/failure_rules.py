@@ -1,0 +1,224 @@
+"""Failure rules: the user's in their order, then our own."""
+
+import dataclasses
+
+from megatronapp_common.names import ExitCode
+from megatronapp_common.text.re2 import matches
+from megatronapp_operator.plan import outcome
+from megatronapp_operator.plan.observed import Worker, WorkerPhase
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.spec import Match, Rule
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction
+
+DISRUPTIONS = frozenset({"DisruptionTarget", "TerminationTarget"})
+"""The only conditions of a failed pod that rules are asked about, Kubernetes' and Kueue's: the cluster took it away."""
+
+DEVICE_CODES = frozenset({201, 202})
+"""Exit codes of a GPU or driver that is broken, as DLRover has them."""
+
+ACTIONS = {
+    ExitCode.USAGE: FailureAction.FAIL_JOB,
+    ExitCode.DATA: FailureAction.FAIL_JOB,
+    ExitCode.NOT_FINITE: FailureAction.FAIL_JOB,  # a resume is bit-equal, so it would come to the same NaN
+    ExitCode.SUPERSEDED: FailureAction.FAIL_JOB,  # a restart would take the directory back from its new owner
+    ExitCode.PREEMPTED: FailureAction.RESTART_IGNORE_MAX,
+}
+"""What our own exit codes lead to."""
+
+REFUSED_BY_NODE = "OutOf", "UnexpectedAdmissionError"
+"""How the reason of a pod begins that the kubelet did not take although the scheduler sent it there (OutOfcpu,
+OutOfnvidia.com/gpu): the plugin of a device is broken, or not back yet after a restart of the machine."""
+
+HOPELESS_CODES = frozenset({1, 2})
+HOPELESS_S = 60.0
+"""Programs that end with these codes so soon after their start have wrong arguments, which no restart heals."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a rule may ask about a failure."""
+
+    worker: int
+    reason: str
+    message: str
+    code: int | None = None
+    """None: it left no exit code; no rule about codes fits then."""
+    signal: int | None = None
+    disrupted: str | None = None
+
+
+def evidence_of(worker: Worker) -> Evidence:
+    """What is known of a worker that failed."""
+    end = outcome.outcome_of(worker)
+    return Evidence(
+        worker=worker.index,
+        reason=end.reason,
+        message=end.message,
+        code=end.code,
+        signal=end.signal,
+        disrupted=worker.disrupted,
+    )
+
+
+def fits(match: Match, found: Evidence) -> bool:
+    """Whether all that the rule asks holds."""
+    return (
+        (not match.exit_codes or found.code in match.exit_codes)
+        and (not match.not_exit_codes or (found.code not in {None, 0, *match.not_exit_codes}))
+        and (not match.signals or found.signal in match.signals)
+        and (not match.reasons or bool({found.reason, found.disrupted} & set(match.reasons)))
+        and (match.message_regex is None or matches(match.message_regex, found.message))
+        and (not match.condition_types or (_names_disruption(match) and found.disrupted is not None))
+        and (not match.workers or found.worker in match.workers)
+    )
+
+
+def _names_disruption(match: Match) -> bool:
+    return not DISRUPTIONS.isdisjoint(match.condition_types)
+
+
+def asked_for(rules: tuple[Rule, ...], found: Evidence) -> FailureAction | None:
+    """The action of the first of the user's rules that fits."""
+    return next((rule.action for rule in rules if fits(rule.match, found)), None)
+
+
+def ignored(draft: Draft, worker: Worker) -> bool:
+    """Whether the user wants nothing to be made of the failure of this worker."""
+    rules = draft.job.spec.policy.rules
+    if all(rule.action is not FailureAction.IGNORE for rule in rules):  # a gang may have thousands of workers
+        return False
+    return asked_for(rules, evidence_of(worker)) is FailureAction.IGNORE
+
+
+def culprits(draft: Draft) -> tuple[Worker, ...]:
+    """Workers whose failure counts, most likely culprit first."""
+    return tuple(one for one in outcome.failed(draft.gang) if not ignored(draft, one))
+
+
+def judged(draft: Draft, worker: Worker) -> Failure:
+    """The failure that this worker, the first one, is the evidence of."""
+    action = asked_for(draft.job.spec.policy.rules, evidence_of(worker)) or _own_rules(draft, worker)
+    return _possible(draft, outcome.failure_of(worker, draft.job.spec.name, draft.now, action))
+
+
+def judged_lost(draft: Draft, failure: Failure, disrupted: str | None = None) -> Failure:
+    """The same of a worker that is gone with all that it knew: a preemption, unless the user wants something else."""
+    assert failure.worker is not None
+    found = Evidence(worker=failure.worker, reason=failure.reason, message=failure.message, disrupted=disrupted)
+    asked = asked_for(draft.job.spec.policy.rules, found)
+    if asked is None or asked is FailureAction.IGNORE:  # a gang does not go on without one
+        return _possible(draft, failure)
+    return _possible(draft, dataclasses.replace(failure, action=asked))
+
+
+def _possible(draft: Draft, failure: Failure) -> Failure:
+    """Without a machine that may be excluded, or the list of them, an exclusion is a restart."""
+    if failure.action is not FailureAction.EXCLUDE_AND_RESTART:
+        return failure
+    limits = draft.job.spec.policy.exclusion
+    if failure.node is not None and limits.enabled and failure.node not in limits.allowed:
+        return failure
+    return dataclasses.replace(failure, action=FailureAction.RESTART)
+
+
+def _own_rules(draft: Draft, worker: Worker) -> FailureAction:
+    code = outcome.outcome_of(worker).code
+    if worker.disrupted is not None or _deleted_first(worker):
+        return FailureAction.RESTART_IGNORE_MAX
+    if outcome.suspicion(worker) and any(one.taken for one in draft.gang):
+        return FailureAction.RESTART_IGNORE_MAX
+    if code in DEVICE_CODES or _refused(worker):
+        return FailureAction.EXCLUDE_AND_RESTART
+    known = next((action for own, action in ACTIONS.items() if own == code), None)
+    if known is not None:
+        return known
+    if _peer_taken(draft):
+        return FailureAction.RESTART_IGNORE_MAX
+    return FailureAction.FAIL_JOB if _hopeless(draft) else FailureAction.RESTART
+
+
+def _deleted_first(worker: Worker) -> bool:
+    """Whether it was deleted before it ended. The plan deletes no worker of an attempt that it still judges, so a
+    queue, an autoscaler or a hand did; its exit code only says what it had to save."""
+    deletion = worker.deletion
+    return deletion is not None and (worker.finished_at is None or deletion.since <= worker.finished_at)
+
+
+def _refused(worker: Worker) -> bool:
+    """Whether the kubelet did not take it; a program that ran may give such a reason, too."""
+    never_ran = worker.started_at is None and worker.finished_at is None
+    return never_ran and outcome.outcome_of(worker).reason.startswith(REFUSED_BY_NODE)
+
+
+def _peer_taken(draft: Draft) -> bool:
+    """Whether a failure that says nothing is what becomes of a rank whose peer the cluster takes away: NCCL aborts
+    it."""
+    return any(one.disrupted is not None or one.unreachable_since is not None for one in draft.gang)
+
+
+def silent(draft: Draft) -> tuple[Worker, ...]:
+    """Workers on one machine that still seem to run, although all others have ended because they lost somebody.
+
+    Not while several machines are left (they may still be ending), nor where one beside them was seen to end: its
+    kubelet has said so.
+    """
+    quiet, ended = _may_be_silent(draft), [one for one in draft.gang if not one.live]
+    lost = all(one.phase is WorkerPhase.FAILED and outcome.suspicion(one) for one in ended)
+    nodes = {one.node for one in quiet}
+    if not lost or len(nodes) != 1 or len(quiet) + len(ended) < draft.job.spec.workers:
+        return ()
+    return () if nodes & {one.node for one in ended} else quiet
+
+
+def _may_be_silent(draft: Draft) -> tuple[Worker, ...]:
+    """Where somebody is known to be taken away, there is nothing to find out."""
+    if any(one.taken for one in draft.gang):
+        return ()
+    return tuple(one for one in draft.gang if one.phase is WorkerPhase.RUNNING and one.node is not None)
+
+
+def settles_at(draft: Draft, culprit: Worker) -> float | None:
+    """Until when to wait for the ends of the others before this one is judged; None: it can be judged now.
+
+    The victims' launchers may report before the culprit's does (`outcome.settles_at`), and one on a machine that is
+    gone never does; only when all have ended at once it is known that their arguments are wrong.
+    """
+    policy = draft.job.spec.policy
+    settle_s = max(policy.settle_s, policy.silent_s) if _may_be_silent(draft) else policy.settle_s
+    at = outcome.settles_at(culprits(draft), draft.gang, settle_s)
+    if at is None and any(one.live for one in draft.gang) and _begins(draft) and _ended_at_once(culprit):
+        at = (culprit.finished_at or 0.0) + policy.settle_s
+    return at
+
+
+def _begins(draft: Draft) -> bool:
+    """Whether this is the first gang, and it has not trained yet."""
+    return draft.status.restarts == 0 and not draft.status.trains
+
+
+def _hopeless(draft: Draft) -> bool:
+    """Whether the whole first gang ended at once, before it trained, as programs with wrong arguments do.
+
+    A single worker that ends so proves less than several on different machines: it gets one more attempt.
+    """
+    if draft.job.spec.workers == 1:
+        first = _ended_the_same_before(draft)
+    else:
+        first = _begins(draft) and len(draft.gang) >= draft.job.spec.workers
+    return first and all(_ended_at_once(one) for one in draft.gang)
+
+
+def _ended_the_same_before(draft: Draft) -> bool:
+    """Whether this is the second gang of a job that has never trained, and the first ended with the same exit code."""
+    status, codes = draft.status, {outcome.outcome_of(one).code for one in draft.gang}
+    if status.restarts != 1 or status.condition(ConditionType.RUNNING) is not None or not status.failures:
+        return False
+    return status.failures[-1].exit_code in codes
+
+
+def _ended_at_once(worker: Worker) -> bool:
+    end = worker.outcome
+    if end is None or end.code not in HOPELESS_CODES or end.signal is not None or end.reason == outcome.NOT_STARTED:
+        return False
+    started, finished = worker.started_at, worker.finished_at
+    return started is not None and finished is not None and finished - started <= HOPELESS_S

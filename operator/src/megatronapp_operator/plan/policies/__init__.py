@@ -1,0 +1,1 @@
+"""Policies: what the plan does about one concern each."""

@@ -1,0 +1,207 @@
+"""The gang: created all together, judged by its first failed worker, never mixed with another attempt."""
+
+from megatronapp_operator.plan import failure_rules, outcome, reasons
+from megatronapp_operator.plan.actions import CreateWorker, EnsureHub, EnsureSecret, EventType
+from megatronapp_operator.plan.observed import HubPhase, Worker, WorkerPhase
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies.lifecycle import complete
+from megatronapp_operator.plan.policies.placement import release, waits_for_machines
+from megatronapp_operator.plan.policies.restart import attempt_failed, backoff_s, reset_budget, restart_at
+from megatronapp_operator.plan.spec import Backoff, JobSpec, SuccessPolicy
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+HUB_BACKOFF = Backoff(initial_s=1.0, max_s=60.0)
+
+
+def created(draft: Draft) -> bool:
+    """Acknowledge a new job."""
+    if draft.status.condition(ConditionType.CREATED) is None:
+        message = f"accepted: {draft.job.spec.workers_words}"
+        draft.set_condition(ConditionType.CREATED, True, reasons.JOB_CREATED, message)
+        draft.event(EventType.NORMAL, reasons.JOB_CREATED, message)
+    return False
+
+
+def judge_success(draft: Draft) -> bool:
+    """With Rank0 the success of the worker that holds rank 0 ends the job: the others have their time to stop."""
+    spec, status = draft.job.spec, draft.status
+    if spec.success is not SuccessPolicy.RANK0 or status.is_true(ConditionType.FAILURE_TARGET):
+        return False
+    first = status.rank_zero if spec.rank_zero is None else spec.rank_zero
+    if status.phase is Phase.SUSPENDED or first not in status.succeeded:
+        return False
+    forced = draft.job.stop is not None and draft.job.stop.force
+    for worker in draft.live:
+        draft.delete(worker, 0.0 if forced else spec.policy.grace_s)
+    if not draft.live:
+        complete(draft, reasons.RANK0_SUCCEEDED, f"worker {first}, which holds rank 0, ended with success")
+    return True
+
+
+def judge_end(draft: Draft) -> bool:
+    """Act on workers of this attempt that have ended."""
+    gang, culprits = draft.gang, failure_rules.culprits(draft)
+    if not culprits:
+        if len(gang) < draft.job.spec.workers or any(one.live for one in gang):
+            return False
+        message = f"{draft.job.spec.all_workers_words} ended with success"
+        complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
+        return True
+    settle_at = failure_rules.settles_at(draft, culprits[0])
+    if settle_at is not None and draft.now < settle_at:
+        draft.wake(settle_at)
+        return True
+    _judge(draft, culprits[0])
+    return True
+
+
+def _judge(draft: Draft, culprit: Worker) -> None:
+    """Act on the worker that failed first; one that only lost a peer tells nothing if the peer has vanished."""
+    if waits_for_machines(draft, culprit):
+        release(draft, reasons.UNSCHEDULABLE, "the workers that were placed gave up to wait for the others")
+    elif outcome.suspicion(culprit) == 0 or not (judge_missing(draft) or _judge_silent(draft)):
+        reset_budget(draft, until=culprit.finished_at or draft.now)
+        attempt_failed(draft, failure_rules.judged(draft, culprit))
+
+
+def judge_missing(draft: Draft) -> bool:
+    """A worker that ran and is not there any more was lost with all that it knew."""
+    if draft.status.running_time is None:
+        return False
+    missing = outcome.missing(draft.gang, draft.job.spec.workers)
+    if not missing:
+        return False
+    reset_budget(draft, until=draft.now)
+    attempt_failed(draft, failure_rules.judged_lost(draft, outcome.lost(missing, draft.status.attempt, draft.now)))
+    return True
+
+
+def judge_lost_node(draft: Draft) -> bool:
+    """A worker that somebody asked to go and that does not, or whose machine does not answer: the gang is lost."""
+    for worker in draft.gang:
+        at = draft.lost_at(worker) if worker.live else None
+        if at is None:
+            continue
+        if draft.now >= at:
+            _give_up(draft, worker, outcome.out_of_reach(worker, draft.now, draft.job.spec.policy.lost_worker_s))
+            return True
+        draft.wake(at)
+    return False
+
+
+def _judge_silent(draft: Draft) -> bool:
+    """Of a worker on a machine that is gone nothing is heard, for a while not even that; its peers only lost it."""
+    found = failure_rules.silent(draft)
+    if found:
+        _give_up(draft, found[0], outcome.silent(found[0], draft.now))
+    return bool(found)
+
+
+def _give_up(draft: Draft, worker: Worker, failure: Failure) -> None:
+    reset_budget(draft, until=draft.now)
+    attempt_failed(draft, failure_rules.judged_lost(draft, failure, worker.disrupted))
+
+
+def clear_stale(draft: Draft) -> bool:
+    """Remove workers of older attempts; nothing is created while one is left."""
+    stale = [one for one in draft.observed.workers if one.attempt != draft.status.attempt]
+    for worker in stale:
+        draft.delete(worker, _stale_grace_s(draft, stale))
+    return bool(stale)
+
+
+def _stale_grace_s(draft: Draft, stale: list[Worker]) -> float:
+    """After a preemption the others may still be writing the checkpoint that was agreed, unless one has lost a peer.
+
+    What was released never trained: it gives back what it holds at once.
+    """
+    last, policy = draft.status.failures[-1:], draft.job.spec.policy
+    if draft.status.released:
+        return 0.0
+    parted = any(outcome.suspicion(one) for one in outcome.failed(stale))
+    preempted = bool(last) and last[0].action is FailureAction.RESTART_IGNORE_MAX
+    return policy.grace_s if preempted and not parted else policy.failed_grace_s
+
+
+def ensure_hub(draft: Draft) -> bool:
+    """Keep secret and hub alive while the job lives; a hub that keeps dying is started less and less often."""
+    if not draft.observed.secret:
+        draft.actions.append(EnsureSecret())
+    if not draft.job.spec.hub:
+        return False
+    hub = draft.observed.hub
+    at = draft.now
+    if hub is not None:
+        if hub.deletion is not None:
+            at = hub.deletion.since + hub.deletion.grace_s + draft.job.spec.policy.lost_worker_s
+        elif hub.phase is not HubPhase.ENDED:
+            return False
+        else:
+            at = (draft.now if hub.ended_at is None else hub.ended_at) + backoff_s(HUB_BACKOFF, hub.starts)
+    if draft.now < at:
+        draft.wake(at)
+    else:
+        draft.actions.append(EnsureHub())
+    return False
+
+
+def create(draft: Draft) -> bool:
+    """Create what is missing of the gang, all at once, after the back-off."""
+    at = restart_at(draft)
+    if draft.now < at:
+        draft.wake(at)
+        return True
+    for index in outcome.missing(draft.gang, draft.job.spec.workers):
+        draft.actions.append(CreateWorker(index=index, attempt=draft.status.attempt))
+    if draft.status.attempt_time is None:
+        start_time = draft.now if draft.status.start_time is None else draft.status.start_time
+        draft.update(attempt_time=draft.now, start_time=start_time)
+        message = f"attempt {draft.status.attempt}: {draft.job.spec.workers_words}"
+        draft.event(EventType.NORMAL, reasons.GANG_CREATED, message)
+    if draft.status.phase not in {Phase.RESTARTING, Phase.RUNNING}:
+        queued = draft.job.spec.gang and draft.status.scheduled_time is None
+        draft.update(phase=Phase.QUEUED if queued else Phase.STARTING)
+    return False
+
+
+def running(draft: Draft) -> bool:
+    """Notice that the whole gang runs, and that it trains; until then the job starts, whatever its processes do."""
+    up = {one.index for one in draft.gang if one.phase is WorkerPhase.RUNNING} | set(draft.status.succeeded)
+    if len(up) < draft.job.spec.workers:
+        return False
+    if draft.status.running_time is None:
+        draft.update(running_time=draft.now, released=0)
+    if draft.status.phase is not Phase.RUNNING:
+        spec = draft.job.spec
+        gang = f"{spec.all_workers_words} of attempt {draft.status.attempt}"
+        if draft.status.trains:
+            _enter_running(draft, reasons.SERVING if spec.serves else reasons.TRAINING_BEGAN, f"{gang} {_does(spec)}")
+        elif _silent_for_long(draft):
+            silence = f"no progress was told for {draft.job.spec.policy.silent_start_s:g} s"
+            work = "serving" if spec.serves else "training"
+            _enter_running(draft, reasons.NO_PROGRESS_PAGE, f"{gang}: {silence}; {work} is taken to have begun")
+    reset_budget(draft, until=draft.now)
+    return False
+
+
+def _does(spec: JobSpec) -> str:
+    """What the workers do, as a verb behind their number."""
+    verb = "serve" if spec.serves else "train"
+    return f"{verb}s" if spec.workers == 1 else verb
+
+
+def _enter_running(draft: Draft, reason: str, message: str) -> None:
+    draft.update(phase=Phase.RUNNING)
+    draft.set_condition(ConditionType.RUNNING, True, reason, message)
+    draft.clear_condition(ConditionType.RESTARTING, reason, message)
+    draft.event(EventType.NORMAL, "Running", message)
+
+
+def _silent_for_long(draft: Draft) -> bool:
+    """Whether a gang that has gathered says nothing, not even that it starts: then its page cannot be made."""
+    if draft.status.told is not None or draft.status.running_time is None or draft.observed.missing:
+        return False
+    at = draft.status.running_time + draft.job.spec.policy.silent_start_s
+    if draft.now < at:
+        draft.wake(at)
+    return draft.now >= at

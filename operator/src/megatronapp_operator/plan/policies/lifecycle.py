@@ -1,0 +1,234 @@
+"""The ends of a job: terminal guard, failing, deletion, stop on request, suspension."""
+
+import dataclasses
+
+from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan.actions import DeleteHub, DeleteJob, EventType
+from megatronapp_operator.plan.observed import HubPhase, Worker
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies.initialize import stop_init
+from megatronapp_operator.plan.policies.restart import next_attempt, record
+from megatronapp_operator.plan.spec import CleanPodPolicy, Stop
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Failure, FailureAction, Phase
+
+
+def guard_terminal(draft: Draft) -> bool:
+    """A job that has ended never starts anything again: only cleaning up is left."""
+    if draft.status.phase not in TERMINAL_PHASES:
+        return False
+    policy = draft.job.spec.policy
+    all_go = policy.clean is CleanPodPolicy.ALL
+    for worker in draft.observed.workers if all_go else _holding(draft):
+        draft.delete(worker, 0 if _forced(draft) else policy.failed_grace_s)
+    stop_init(draft, ended_too=all_go)
+    _retire_hub(draft)
+    _expire(draft)
+    return True
+
+
+def _expire(draft: Draft) -> None:
+    """Delete the job object when its time after the end is over, and nothing of it runs any more."""
+    ttl_s = draft.job.spec.policy.ttl_s
+    if ttl_s is None or _holding(draft):
+        return
+    at = (draft.status.completion_time or 0.0) + ttl_s
+    if draft.now < at:
+        draft.wake(at)
+    else:
+        draft.actions.append(DeleteJob())
+
+
+def _holding(draft: Draft) -> list[Worker]:
+    """Workers that keep a machine, and be it for an agent that does not know that all is over."""
+    return [one for one in draft.observed.workers if one.live or one.occupies]
+
+
+def delete_job(draft: Draft) -> bool:
+    """The object is going: everything of it goes, the hub at once."""
+    if not draft.job.deletion_requested:
+        return False
+    for worker in draft.observed.workers:
+        draft.delete(worker, 0 if _forced(draft) else draft.job.spec.policy.grace_s)
+    stop_init(draft, ended_too=True)
+    _delete_hub(draft)
+    return True
+
+
+def guard_stopped(draft: Draft) -> bool:
+    """A job that was stopped rests, whatever else is asked for, until it is planned without that wish."""
+    if draft.job.stop is None or draft.status.phase is not Phase.SUSPENDED:
+        return False
+    for worker in draft.live:
+        draft.delete(worker, _stopping_grace_s(draft))
+    stop_init(draft)
+    _delete_hub(draft)
+    return True
+
+
+def stop_on_request(draft: Draft) -> bool:
+    """Somebody asked the job to end now: it is suspended if its ranks could save or nothing ran, else it fails.
+
+    A job that is failing already goes on failing.
+    """
+    stop = draft.job.stop
+    if stop is None or draft.status.is_true(ConditionType.FAILURE_TARGET):
+        return False
+    asked = draft.status.condition(ConditionType.SUSPENDED)
+    if asked is None or asked.reason != stop.reason:
+        draft.set_condition(ConditionType.SUSPENDED, False, stop.reason, stop.message)
+        draft.event(EventType.NORMAL, stop.reason, stop.message)
+    for worker in draft.live:
+        draft.delete(worker, _stopping_grace_s(draft))
+    stop_init(draft)
+    if not draft.live:
+        _end_stopping(draft, stop)
+    return True
+
+
+def _end_stopping(draft: Draft, stop: Stop) -> None:
+    """No worker is left: what they left behind says what became of the job."""
+    failure = _stop_failure(draft)
+    if failure is not None:
+        record(draft, failure)
+        message = f"{stop.message}; {failure.message}"
+        end(draft, Phase.FAILED, ConditionType.FAILED, stop.reason, message)
+        draft.event(EventType.WARNING, "Failed", message)
+        _retire_hub(draft)
+    elif draft.gang and outcome.succeeded(draft.gang):
+        message = f"{draft.job.spec.all_workers_words} ended with success"
+        complete(draft, reasons.ALL_WORKERS_SUCCEEDED, message)
+    else:
+        _rest(draft, stop.reason, stop.message)
+        draft.event(
+            EventType.NORMAL, reasons.SUSPENDED, f"{stop.message}; it goes on where it was when it is started again"
+        )
+        _delete_hub(draft)
+
+
+def _stop_failure(draft: Draft) -> Failure | None:
+    """Why the workers did not stop in order; None if they did, or if none of this attempt was started yet."""
+    spec, status = draft.job.spec, draft.status
+    unsaved = [one for one in outcome.failed(draft.gang) if not outcome.preempted([one])]
+    missing = [] if status.attempt_time is None else outcome.missing(draft.gang, spec.workers)
+    if unsaved:
+        failure = outcome.failure_of(unsaved[0], spec.name, draft.now, FailureAction.FAIL_JOB)
+    elif missing:
+        failure = outcome.lost(missing, status.attempt, draft.now)
+    else:
+        return None
+    return dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
+
+
+def _rest(draft: Draft, reason: str, message: str) -> None:
+    draft.update(phase=Phase.SUSPENDED)
+    draft.set_condition(ConditionType.SUSPENDED, True, reason, message)
+    for gone in (
+        ConditionType.PODS_SCHEDULED, ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.STALLED,
+    ):  # fmt: skip
+        draft.clear_condition(gone, reason, message)
+
+
+def finish_failing(draft: Draft) -> bool:
+    """Stop the workers of a job that is going to fail, and fail it when none is left."""
+    target = draft.status.condition(ConditionType.FAILURE_TARGET)
+    if target is None or not target.status:
+        return False
+    for worker in draft.live:
+        draft.delete(worker, _failing_grace_s(draft))
+    stop_init(draft)
+    if draft.live:
+        return True
+    end(draft, Phase.FAILED, ConditionType.FAILED, target.reason, target.message)
+    draft.event(EventType.WARNING, "Failed", target.message)
+    _retire_hub(draft)
+    return True
+
+
+def complete(draft: Draft, reason: str, message: str) -> None:
+    """The job has succeeded. A wish to stop that came too late is told no more: nothing was interrupted."""
+    end(draft, Phase.SUCCEEDED, ConditionType.COMPLETE, reason, message)
+    if draft.status.condition(ConditionType.SUSPENDED) is not None:
+        draft.set_condition(ConditionType.SUSPENDED, False, reason, message)
+    draft.event(EventType.NORMAL, "Completed", message)
+    _retire_hub(draft)
+
+
+def end(draft: Draft, phase: Phase, kind: ConditionType, reason: str, message: str) -> None:
+    """Enter a terminal phase."""
+    draft.update(phase=phase, completion_time=draft.now)
+    draft.set_condition(kind, True, reason, message)
+    for gone in (ConditionType.RUNNING, ConditionType.RESTARTING, ConditionType.SUSPENDED, ConditionType.STALLED):
+        draft.clear_condition(gone, reason, message)
+
+
+def suspend(draft: Draft) -> bool:
+    """Stop the gang, keep the job; when it is resumed, a new attempt starts outside the budget."""
+    if not draft.job.spec.suspend:
+        return False
+    for worker in draft.observed.workers:
+        draft.delete(worker, draft.job.spec.policy.grace_s)
+    stop_init(draft)
+    if draft.status.phase is Phase.SUSPENDED:
+        _retire_hub(draft, since=_suspended_since(draft))
+        return True
+    _forget_gang(draft)
+    _rest(draft, reasons.SUSPENDED, "spec.suspend is true")
+    draft.event(EventType.NORMAL, reasons.SUSPENDED, "the workers are being stopped")
+    return True
+
+
+def _suspended_since(draft: Draft) -> float:
+    condition = draft.status.condition(ConditionType.SUSPENDED)
+    return draft.now if condition is None else condition.since
+
+
+def resume(draft: Draft) -> bool:
+    """A job that rests is to go on: a new attempt follows, and its clocks begin anew."""
+    if draft.status.phase is Phase.SUSPENDED and not draft.job.spec.suspend:
+        _forget_gang(draft)
+        draft.update(phase=Phase.PENDING)
+        draft.clear_condition(ConditionType.SUSPENDED, reasons.RESUMED, "the job was resumed")
+    return False
+
+
+def _forget_gang(draft: Draft) -> None:
+    """What ran is stale from now on, and its time does not count."""
+    if draft.status.attempt_time is not None:
+        next_attempt(draft)
+    draft.update(start_time=None, active_s=0.0, last_restart_time=None, released=0, denied_time=None)
+
+
+def _forced(draft: Draft) -> bool:
+    return draft.job.stop is not None and draft.job.stop.force
+
+
+def _stopping_grace_s(draft: Draft) -> float:
+    return 0.0 if _forced(draft) else draft.job.spec.policy.grace_s
+
+
+def _failing_grace_s(draft: Draft) -> float:
+    """A gang whose time is over is well, and saves; one that has failed cannot."""
+    target = draft.status.condition(ConditionType.FAILURE_TARGET)
+    well = target is not None and target.reason == reasons.DEADLINE_EXCEEDED
+    return _stopping_grace_s(draft) if well or draft.job.stop is not None else draft.job.spec.policy.failed_grace_s
+
+
+def _retire_hub(draft: Draft, *, since: float | None = None) -> None:
+    """Keep the pages open for a while after the end or `since`, unless somebody asked for the end."""
+    ended = draft.status.completion_time if since is None else since
+    assert ended is not None
+    until = ended + draft.job.spec.hub_retain_s
+    if draft.job.stop is not None or draft.now >= until:
+        _delete_hub(draft)
+    elif _hub_lives(draft):
+        draft.wake(until)
+
+
+def _delete_hub(draft: Draft) -> None:
+    hub = draft.observed.hub
+    if hub is not None and _hub_lives(draft) and not hub.deleting:
+        draft.actions.append(DeleteHub())
+
+
+def _hub_lives(draft: Draft) -> bool:
+    return draft.observed.hub is not None and draft.observed.hub.phase is not HubPhase.ENDED

@@ -1,0 +1,225 @@
+"""Placing the gang: what has machines, what may never be accepted, and when a gang that is half there is let go.
+
+Two jobs that each hold half of the machines wait for each other for ever. So a gang that does not become whole gives
+back what it has, and comes again after a pause that grows and differs between jobs.
+"""
+
+import dataclasses
+
+from megatronapp_common.names import ExitCode
+from megatronapp_operator.plan import outcome, reasons
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.observed import Refusal, Worker
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies import exclusion
+from megatronapp_operator.plan.policies.restart import attempt_failed, next_attempt, release_at
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+LASTING = frozenset(
+    {reasons.UNSCHEDULABLE, reasons.QUOTA_EXCEEDED, reasons.POD_FORBIDDEN, reasons.POD_DENIED, reasons.POD_INVALID}
+)
+"""Reasons that are told until the gang is whole, also while it is tried again."""
+
+
+def placed(draft: Draft) -> None:
+    """Notice which workers of the gang have machines."""
+    status, gang = draft.status, draft.gang
+    if status.attempt_time is None or status.scheduled_time is not None:
+        return
+    wanted = draft.job.spec.workers
+    if len(gang) >= wanted:
+        forget_denial(draft)
+    found = sum(_has_machine(one) for one in gang)
+    if found and status.holding_time is None:
+        draft.update(holding_time=draft.now)
+    if not any(one.unplaced for one in gang):
+        draft.update(unplaced_time=None)
+    elif status.unplaced_time is None:
+        draft.update(unplaced_time=draft.now)
+    if found >= wanted:
+        draft.update(scheduled_time=draft.now)
+        message = f"{draft.job.spec.all_workers_words} {'has a machine' if wanted == 1 else 'have machines'}"
+        draft.set_condition(ConditionType.PODS_SCHEDULED, True, reasons.ALL_SCHEDULED, message)
+    elif gang:
+        _tell_of_waiting(draft, f"{found} of {draft.job.spec.workers_words} placed")
+
+
+def judge_change(draft: Draft) -> bool:
+    """Workers of one attempt are made of one template: a gang that is not whole yet is made anew by a changed one.
+
+    After an edit at once: it is most likely meant for this gang, which does not come up. Where only another release of
+    the operator makes other workers of the same job, a gang whose workers are all there stays as it is.
+    """
+    made, status, spec = draft.observed.made, draft.status, draft.job.spec
+    if made is None or made.attempt != status.attempt or made.template == spec.template:
+        return False
+    edited = made.generation not in {0, spec.generation}
+    if status.attempt_time is None or status.running_time is not None:
+        return False
+    if not edited and len(draft.gang) >= spec.workers:
+        return False
+    why = "the job was edited" if edited else "this release of the operator makes other workers"
+    message = f"{why} before attempt {status.attempt} ran whole: its workers are made anew"
+    draft.update(phase=Phase.PENDING)
+    next_attempt(draft)
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reasons.GANG_OUTDATED, message)
+    draft.event(EventType.NORMAL, reasons.GANG_OUTDATED, message)
+    return True
+
+
+def judge_refusal(draft: Draft) -> bool:
+    """Act on a pod that the API server did not take. What a job has run with before is never refused for good."""
+    refusal = draft.observed.refusal
+    if refusal is None or refusal.attempt != draft.status.attempt or draft.status.running_time is not None:
+        return False
+    has_run = draft.status.condition(ConditionType.RUNNING) is not None
+    if not has_run and (refusal.final or _denied_for_long(draft, refusal)):
+        attempt_failed(draft, _failure(draft, refusal.reason, refusal.message))
+    else:
+        release(draft, refusal.reason, refusal.message)
+    return True
+
+
+def forget_denial(draft: Draft) -> None:
+    """Pods of the job are accepted: what was denied before is not counted against those that follow."""
+    if draft.status.denied_time is not None:
+        draft.update(denied_time=None)
+
+
+def _denied_for_long(draft: Draft, refusal: Refusal) -> bool:
+    """Whether a new job has been denied its pods for the start deadline. A quota denies nothing: its time is free."""
+    if not refusal.denied:
+        draft.update(denied_time=None)
+        return False
+    since, limit = draft.status.denied_time, draft.job.spec.policy.start_deadline_s
+    if since is None:
+        draft.update(denied_time=draft.now)
+        return False
+    return limit is not None and draft.now >= since + limit
+
+
+def judge_start(draft: Draft) -> bool:
+    """The gang did not come up in time: without machines it comes again, with machines something is wrong for good."""
+    limit, status = draft.job.spec.policy.start_deadline_s, draft.status
+    if limit is None or status.attempt_time is None or status.running_time is not None:
+        return False
+    if not draft.job.spec.gang and _judge_outdated(draft):
+        return True
+    since = _begins_at(draft) or (status.holding_time if draft.job.spec.gang else status.attempt_time)
+    if since is None:
+        return _judge_queue(draft, limit)
+    if status.scheduled_time is not None and any(one.preparing for one in draft.gang):
+        return False  # it is whole, and brings its data
+    if draft.now < since + limit:
+        draft.wake(since + limit)
+        return False
+    if status.scheduled_time is None or _lost_since(draft):
+        exclusion.readmit(draft, only_slow=not status.released)  # others when the pause before has brought no room
+        release(draft, reasons.UNSCHEDULABLE, f"{_unplaced(draft)} no machine within {limit:g} s{_avoided(draft)}")
+    else:
+        message = f"{_unstarted(draft)} did not start within {limit:g} s{_waiting(draft)}"
+        failure = _failure(draft, reasons.START_DEADLINE_EXCEEDED, message)
+        if status.restarts or status.condition(ConditionType.RUNNING) is not None:  # its image and volumes were right
+            failure = dataclasses.replace(failure, action=FailureAction.RESTART)
+        attempt_failed(draft, failure)
+    return True
+
+
+def _judge_outdated(draft: Draft) -> bool:
+    """Make a gang without machines anew if its workers avoid one that the job does not exclude any more."""
+    nodes = exclusion.outdated(draft) if draft.status.scheduled_time is None else []
+    if nodes:
+        message = f"{_unplaced(draft)} no machine, and {', '.join(nodes)} may be used again"
+        release(draft, reasons.NODE_READMITTED, message)
+    return bool(nodes)
+
+
+def _judge_queue(draft: Draft, limit: float) -> bool:
+    """Judge a gang without machines. It may wait in a queue for ever, but not because it avoids a machine needlessly.
+
+    Its workers must be made anew to get one back, which costs the place in the queue. So that is done only after a
+    scheduler has found no room for the start deadline. As for a gang that holds machines, a machine that has failed is
+    given back after another one.
+    """
+    since, excluded = draft.status.unplaced_time, draft.status.excluded_nodes
+    if since is None:
+        return False
+    due = since + limit
+    if not exclusion.outdated(draft):
+        if not excluded:
+            return False
+        due += 0.0 if any(map(exclusion.is_slow, excluded)) else limit
+    if draft.now < due:
+        draft.wake(due)
+        return False
+    if not _judge_outdated(draft):
+        node = exclusion.readmit(draft, only_slow=False)
+        message = f"{_unplaced(draft)} no machine for {draft.now - since:.0f} s, so {node} may be used again"
+        release(draft, reasons.UNSCHEDULABLE, f"{message}{_avoided(draft)}")
+    return True
+
+
+def _begins_at(draft: Draft) -> float | None:
+    """When the last worker had its machine and its initializers behind it; None: some have no machine."""
+    if draft.status.scheduled_time is None:
+        return None
+    return max([draft.status.scheduled_time, *(one.prepared_at for one in draft.gang if one.prepared_at is not None)])
+
+
+def _lost_since(draft: Draft) -> bool:
+    """Whether a worker that had a machine has none any more: it was preempted, or its machine is gone."""
+    gone = len(draft.gang) < draft.job.spec.workers
+    return gone or any(not _has_machine(one) or one.taken for one in draft.gang)
+
+
+def waits_for_machines(draft: Draft, culprit: Worker) -> bool:
+    """Whether a launcher gave up to gather only because others of its gang have no machines."""
+    code = outcome.outcome_of(culprit).code
+    return code == ExitCode.RENDEZVOUS and draft.status.scheduled_time is None
+
+
+def release(draft: Draft, reason: str, message: str) -> None:
+    """Give back all that the gang holds; it comes again as a new attempt, outside of the budget."""
+    draft.update(released=draft.status.released + 1, released_time=draft.now, phase=Phase.PENDING)
+    next_attempt(draft)
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
+    pause = release_at(draft) - draft.now
+    draft.event(EventType.WARNING, reason, f"{message}; all workers are released, next try in {pause:.0f} s")
+
+
+def _has_machine(worker: Worker) -> bool:
+    return worker.scheduled or not worker.live
+
+
+def _tell_of_waiting(draft: Draft, message: str) -> None:
+    old = draft.status.condition(ConditionType.PODS_SCHEDULED)
+    if old is not None and not old.status and old.reason in LASTING and draft.status.released:
+        return
+    reason = reasons.QUEUED if draft.job.spec.gang else reasons.SCHEDULING
+    draft.set_condition(ConditionType.PODS_SCHEDULED, False, reason, message)
+
+
+def _unplaced(draft: Draft) -> str:
+    missing = draft.job.spec.workers - sum(_has_machine(one) for one in draft.gang)
+    return f"{missing} of {draft.job.spec.workers_words} had"
+
+
+def _avoided(draft: Draft) -> str:
+    names = ", ".join(one.node for one in draft.status.excluded_nodes)
+    return f" (without the excluded {names})" if names else ""
+
+
+def _unstarted(draft: Draft) -> str:
+    missing = draft.job.spec.workers - draft.status.replicas.running - draft.status.replicas.succeeded
+    return f"{missing} of {draft.job.spec.workers_words}"
+
+
+def _waiting(draft: Draft) -> str:
+    """Why the first worker that waits does so."""
+    found = next((one for one in draft.gang if one.waiting is not None), None)
+    return "" if found is None else f"; worker {found.index}: {found.waiting}"
+
+
+def _failure(draft: Draft, reason: str, message: str) -> Failure:
+    attempt, action = draft.status.attempt, FailureAction.FAIL_JOB
+    return Failure(time=draft.now, attempt=attempt, reason=reason, message=message, action=action)

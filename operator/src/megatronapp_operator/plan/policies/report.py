@@ -1,0 +1,261 @@
+"""What the status tells beside the life of the job: replicas, ends, progress, stalls, hub, slow ranks."""
+
+import dataclasses
+from collections import Counter
+
+from megatronapp_operator.plan import failure_rules, outcome, reasons
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.observed import HubPhase, Observed, Progress, SlowRank, WorkerPhase
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.status import TERMINAL_PHASES, ConditionType, Phase, Replicas
+from megatronapp_operator.plan.worker_history import first_ends
+
+NAMED_STATES = frozenset({"confirmed", "recovering"})
+"""Verdicts that count; a suspect may still turn out to be noise."""
+
+SAME_TROUBLE = {"ErrImagePull": "ImagePullBackOff"}
+"""Words of a kubelet that take turns while one trouble lasts, and the one that it is told by."""
+
+NAMED = 8
+"""So many workers are named in a message."""
+
+HANG = "hang"
+"""Cause of verdicts about ranks that stand still: these are stalls, not slowness."""
+
+
+def volumes(draft: Draft) -> None:
+    """Say what is wrong with the volume claims. Nothing is held back for it: all workers may be on one node."""
+    trouble = draft.observed.volumes
+    if trouble is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if not trouble:
+        if draft.status.condition(ConditionType.VOLUMES_SHARED) is not None:
+            draft.set_condition(ConditionType.VOLUMES_SHARED, True, reasons.VOLUMES_FIT, "all workers can mount them")
+        return
+    known = draft.status.condition(ConditionType.VOLUMES_SHARED)
+    if known is None or known.message != trouble:
+        draft.event(EventType.WARNING, reasons.VOLUMES_UNFIT, trouble)
+    draft.set_condition(ConditionType.VOLUMES_SHARED, False, reasons.VOLUMES_UNFIT, trouble)
+
+
+def replicas(draft: Draft) -> None:
+    """Count the workers of the current attempt."""
+    found = Counter(one.phase for one in draft.gang)
+    draft.update(
+        generation=draft.job.spec.generation,
+        replicas=Replicas(
+            desired=draft.job.spec.workers,
+            pending=found[WorkerPhase.PENDING],
+            running=found[WorkerPhase.RUNNING],
+            succeeded=found[WorkerPhase.SUCCEEDED],
+            failed=found[WorkerPhase.FAILED],
+        ),
+    )
+
+
+def ends(draft: Draft) -> None:
+    """Keep how workers of this attempt ended; one whose failure is ignored counts as if it had succeeded."""
+    if draft.status.phase in TERMINAL_PHASES:
+        return
+    failed = outcome.failed(draft.gang)
+    fine = {one.index for one in failed if failure_rules.ignored(draft, one)}
+    fine |= {one.index for one in draft.gang if one.phase is WorkerPhase.SUCCEEDED}
+    draft.update(succeeded=tuple(sorted(fine)), ended=first_ends(tuple(one for one in failed if one.index not in fine)))
+
+
+def rank_zero(draft: Draft) -> None:
+    """Keep which worker holds rank 0: the table that says so may go with the launchers."""
+    found = draft.observed.rank_zero
+    if found is not None and draft.job.spec.rank_zero is None and draft.status.phase not in TERMINAL_PHASES:
+        draft.update(rank_zero=found)
+
+
+def removals(draft: Draft) -> None:
+    """Say which workers were killed and do not go, and what holds them: until they do, nothing comes in their place."""
+    killed = [one for one in draft.observed.workers if one.deletion is not None and one.deletion.grace_s == 0]
+    due = {one: one.deletion.since + draft.job.spec.policy.lost_worker_s for one in killed if one.deletion is not None}
+    held = [one for one in killed if draft.now >= due[one]]
+    later = [at for at in due.values() if draft.now < at]
+    if later:
+        draft.wake(min(later))
+    if not held:
+        draft.clear_condition(ConditionType.REMOVAL_BLOCKED, reasons.WORKERS_GONE, "all workers that were killed went")
+        return
+    names = ", ".join(str(one.index) for one in held[:NAMED]) + (" and others" if len(held) > NAMED else "")
+    finalizers = ", ".join(sorted({name for one in held for name in one.held_by}))
+    why = f"finalizers hold it: {finalizers}" if finalizers else "the cluster does not say why"
+    limit = draft.job.spec.policy.lost_worker_s
+    message = f"worker {names} is still there {limit:g} s after it was killed; {why}"
+    if not draft.status.is_true(ConditionType.REMOVAL_BLOCKED):
+        draft.event(EventType.WARNING, reasons.WORKERS_HELD, message)
+    draft.set_condition(ConditionType.REMOVAL_BLOCKED, True, reasons.WORKERS_HELD, message)
+
+
+def progress(draft: Draft) -> None:
+    """Take over newer progress, and remember on our own clock when it went on."""
+    new, old = draft.observed.progress, draft.status.progress
+    if new is None or (old is not None and _before(new, old)) or new.attempt > draft.status.attempt:
+        return
+    if old is None or _mark(new) != _mark(old):
+        draft.update(progress_time=draft.now)
+    told_at = None if new.updated_at is None else float(int(new.updated_at))  # as it is written down
+    draft.update(progress=dataclasses.replace(new, updated_at=told_at))
+
+
+def stalls(draft: Draft) -> None:
+    """Show ranks that the hub found hung; the progress deadline alone restarts.
+
+    A hub that says nothing takes nothing back, and what it said last of a job stays after the job's end.
+    """
+    if draft.observed.hung_ranks is not None and draft.status.phase not in TERMINAL_PHASES:
+        draft.update(hung_ranks=draft.observed.hung_ranks)
+    if draft.status.phase in TERMINAL_PHASES | {Phase.SUSPENDED}:
+        return
+    if draft.status.running_time is None:
+        if all(one.attempt == draft.status.attempt for one in draft.observed.workers):
+            draft.clear_condition(ConditionType.STALLED, reasons.WORKERS_GONE, "the workers that stalled were removed")
+        return
+    ranks = draft.status.hung_ranks
+    known = draft.status.condition(ConditionType.STALLED)
+    if not ranks:
+        if known is None or known.reason != reasons.PROGRESS_UNKNOWN or _heard_since(draft, known.since):
+            draft.clear_condition(ConditionType.STALLED, reasons.PROGRESSING, "all ranks make progress")
+        return
+    message = f"no progress of rank {', '.join(map(str, ranks))}"
+    if known is None or not known.status or known.reason != reasons.RANK_HUNG:
+        draft.event(EventType.WARNING, reasons.RANK_HUNG, message)
+    draft.set_condition(ConditionType.STALLED, True, reasons.RANK_HUNG, message)
+
+
+def shared_memory(draft: Draft) -> None:
+    """Report shared memory without room. Training goes on without the rings and pages that do not fit."""
+    full = draft.observed.full_shared_memory
+    if full is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if not full:
+        message = "shared memory has room again"
+        draft.clear_condition(ConditionType.SHARED_MEMORY_FULL, reasons.SHARED_MEMORY_FREE, message)
+        return
+    hint = "traces, progress or data loaders may be missing what does not fit; raise spec.shm.sizeLimit or free some"
+    message = f"{'; '.join(full)}: {hint}"
+    if not draft.status.is_true(ConditionType.SHARED_MEMORY_FULL):
+        draft.event(EventType.WARNING, reasons.SHARED_MEMORY_FULL, message)
+    draft.set_condition(ConditionType.SHARED_MEMORY_FULL, True, reasons.SHARED_MEMORY_FULL, message)
+
+
+def _heard_since(draft: Draft, since: float) -> bool:
+    """True if there was an answer after a condition changed, whose time is kept in whole seconds."""
+    return draft.observed.heard is None or draft.observed.heard >= since + 1.0
+
+
+def hub(draft: Draft) -> None:
+    """Say why the hub does not start, once for each reason. Nothing is held back for it: training needs no hub."""
+    found, known = draft.observed.hub, draft.status.condition(ConditionType.HUB_READY)
+    if found is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    if found.phase is HubPhase.READY:
+        if known is not None and not known.status:
+            draft.set_condition(ConditionType.HUB_READY, True, reasons.HUB_RUNS, "the hub runs")
+            draft.event(EventType.NORMAL, reasons.HUB_RUNS, "the hub runs")
+        return
+    if found.waiting is None:
+        return
+    word = found.waiting.partition(":")[0]
+    reason = SAME_TROUBLE.get(word, word)
+    message = f"the hub does not start, and training goes on without it: {found.waiting}"
+    if known is None or known.status or known.reason != reason:
+        draft.event(EventType.WARNING, reasons.HUB_NOT_RUNNING, message)
+        draft.set_condition(ConditionType.HUB_READY, False, reason, message)
+
+
+def tokens(draft: Draft) -> None:
+    """Report that hub and launcher cannot be read for want of their key: they run well until the next attempt."""
+    known = draft.status.condition(ConditionType.TOKEN_ACCEPTED)
+    if draft.status.phase in TERMINAL_PHASES:
+        return
+    if not draft.observed.locked:
+        if known is not None and not known.status and _heard_since(draft, known.since):
+            message = "hub and launcher accept the operator's token"
+            draft.set_condition(ConditionType.TOKEN_ACCEPTED, True, reasons.TOKEN_ACCEPTED, message)
+        return
+    reason, cause = _lock(draft.observed)
+    message = (
+        f"{cause}; progress and verdicts cannot be read, and training goes on; write the key that the job was started "
+        "with behind the new one into the chart's key Secret, or let the job take the new key with its next attempt"
+    )
+    if known is None or known.status or known.reason != reason:
+        draft.event(EventType.WARNING, reason, message)
+    draft.set_condition(ConditionType.TOKEN_ACCEPTED, False, reason, message)
+
+
+def _lock(observed: Observed) -> tuple[str, str]:
+    """Reason and words for hub and launcher that cannot be read."""
+    if observed.unknown_key is not None:
+        cause = f"the job was started with the installation key {observed.unknown_key}, which is not in the key file"
+        return reasons.KEY_UNKNOWN, cause
+    verb = "refuses" if len(observed.token_refused) == 1 else "refuse"
+    names = " and the ".join(observed.token_refused)
+    cause = f"the {names} {verb} the operator's token: the job was started with another installation key"
+    return reasons.TOKEN_REFUSED, cause
+
+
+def slow_ranks(draft: Draft) -> None:
+    """Take over the hub's verdicts, under the same rules."""
+    found = draft.observed.slow_ranks
+    if found is None or draft.status.phase in TERMINAL_PHASES:
+        return
+    before, named = _named(draft.status.slow_ranks), _named(found)
+    draft.update(slow_ranks=found, slow_node=_word_for(named[0]) if named else None)
+    _tell_of_verdicts(draft, before, named)
+    if not named:
+        draft.clear_condition(ConditionType.SLOW_NODE_DETECTED, reasons.NONE_SLOW, "no rank, link or node is slow now")
+        return
+    draft.set_condition(ConditionType.SLOW_NODE_DETECTED, True, named[0].cause.capitalize(), sentences(found))
+
+
+def sentences(verdicts: tuple[SlowRank, ...]) -> str:
+    """The message of the condition: what the verdicts say, but those about ranks that hang."""
+    return " ".join(one.sentence for one in _named(verdicts))
+
+
+def _named(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    return tuple(one for one in verdicts if one.state in NAMED_STATES and one.cause != HANG)
+
+
+def _word_for(verdict: SlowRank) -> str:
+    """The subject for a table's column."""
+    if verdict.node is not None:
+        return verdict.node
+    if verdict.subject == "worker" and verdict.worker is not None:
+        return f"worker {verdict.worker}"
+    if verdict.subject == "link":
+        return f"link {'-'.join(map(str, verdict.ranks))}"
+    return f"rank {verdict.ranks[0]}" if verdict.ranks else verdict.subject
+
+
+def _tell_of_verdicts(draft: Draft, before: tuple[SlowRank, ...], now: tuple[SlowRank, ...]) -> None:
+    """One event for each verdict that came, and one when it has gone from the list again."""
+    for one in _without(now, before):
+        draft.event(EventType.WARNING, reasons.SLOW_NODE_DETECTED, one.sentence)
+    for one in _without(before, now):
+        draft.event(EventType.NORMAL, reasons.SLOW_NODE_CLEARED, f"no longer: {one.sentence}")
+
+
+def _without(verdicts: tuple[SlowRank, ...], others: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    ids = {one.id for one in others}
+    return tuple(one for one in verdicts if one.id not in ids)
+
+
+def _before(new: Progress, old: Progress) -> bool:
+    """Whether a page says what was before another one, as that of a hub does whose agent has died.
+
+    By its time alone where it is not further on: the clock of a machine may be set back.
+    """
+    if new.attempt != old.attempt or new.updated_at is None or old.updated_at is None:
+        return new.attempt < old.attempt
+    return new.iteration <= old.iteration and new.updated_at < old.updated_at
+
+
+def _mark(page: Progress) -> tuple[int, int, str]:
+    """What must change for a job to be alive; an evaluation or a checkpoint is a sign of life, too."""
+    return page.attempt, page.iteration, page.state

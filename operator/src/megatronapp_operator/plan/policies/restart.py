@@ -1,0 +1,132 @@
+"""Restart policy: back-off, budget and its reset, and the two ways in which an attempt ends badly."""
+
+import dataclasses
+import hashlib
+
+from megatronapp_operator.plan import reasons
+from megatronapp_operator.plan.actions import EventType
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies import exclusion
+from megatronapp_operator.plan.spec import Backoff
+from megatronapp_operator.plan.status import FAILURES_KEPT, ConditionType, Failure, FailureAction, Phase, Status
+from megatronapp_operator.plan.worker_history import micros
+
+COUNTED = frozenset({FailureAction.RESTART, FailureAction.EXCLUDE_AND_RESTART})
+"""Restarts that the budget bounds."""
+RELEASE_BACKOFF = Backoff(initial_s=15.0, max_s=600.0)
+"""Pause after a gang was released, times 0.5 to 1.5."""
+
+
+def backoff_s(backoff: Backoff, counted: int) -> float:
+    """Pause in seconds before the restart that is number `counted` of the budget (from 1; 0: a preemption)."""
+    exponent = min(max(counted - 1, 0), 64)  # 2 ** 64 seconds pass every cap, and floats do not overflow
+    return min(backoff.max_s, backoff.initial_s * backoff.factor**exponent)
+
+
+def restart_at(draft: Draft) -> float:
+    """When the next gang may be created."""
+    if draft.status.last_restart_time is None:
+        return release_at(draft)
+    policy, status = draft.job.spec.policy, draft.status
+    lately = taken_away_since(status, draft.status.last_restart_time - policy.reset_after_s)
+    pause = backoff_s(policy.backoff, max(status.restarts_towards_max, lately))
+    return max(draft.status.last_restart_time + pause, release_at(draft))
+
+
+def taken_away_since(status: Status, since: float) -> int:
+    """How many of the kept failures since then were outside of the budget: no budget ends a job that meets them again
+    and again, so the pause at least must grow."""
+    return sum(one.action is FailureAction.RESTART_IGNORE_MAX and one.time > since for one in status.failures)
+
+
+def release_at(draft: Draft) -> float:
+    """When a gang that was released may come again: later each time, and not when other jobs do."""
+    status = draft.status
+    if not status.released or status.released_time is None:
+        return draft.now
+    pause = backoff_s(RELEASE_BACKOFF, status.released) * (0.5 + jitter(draft.job.spec.uid, status.attempt))
+    return status.released_time + pause
+
+
+def jitter(uid: str, attempt: int) -> float:
+    """A number from 0 up to 1 that is the same for every plan of an attempt, and differs between jobs."""
+    digest = hashlib.sha256(f"{uid}/{attempt}".encode()).digest()
+    return int.from_bytes(digest[:4]) / 2**32
+
+
+def reset_budget(draft: Draft, until: float) -> None:
+    """Make the budget whole after a long healthy run of this attempt that lasted until `until`."""
+    status = draft.status
+    if status.running_time is None or status.restarts_towards_max == 0:
+        return
+    reset_at = status.running_time + draft.job.spec.policy.reset_after_s
+    if until >= reset_at:
+        draft.update(restarts_towards_max=0)
+    elif draft.now < reset_at:
+        draft.wake(reset_at)
+
+
+def attempt_failed(draft: Draft, failure: Failure) -> None:
+    """Record the failure and do what it asks for, within the budget."""
+    spent = draft.status.restarts_towards_max >= draft.job.spec.policy.max_restarts
+    if failure.action in COUNTED and spent:
+        failure = dataclasses.replace(failure, action=FailureAction.FAIL_JOB)
+        record(draft, failure)
+        limit = draft.job.spec.policy.max_restarts
+        fail_job(draft, reasons.BACKOFF_LIMIT_EXCEEDED, f"restarted {limit} times already; {failure.message}")
+        return
+    record(draft, failure)
+    if failure.action is FailureAction.FAIL_JOB:
+        fail_job(draft, failure.reason, failure.message)
+        return
+    _restart(draft, failure)
+
+
+def fail_job(draft: Draft, reason: str, message: str) -> None:
+    """Decide that the job fails; it *is* failed when no worker is left."""
+    draft.set_condition(ConditionType.FAILURE_TARGET, True, reason, message)
+
+
+def next_attempt(draft: Draft) -> None:
+    """Count the attempt up; workers of the old one are stale from now on."""
+    held_since = draft.status.holding_time
+    held_s = 0.0 if held_since is None else max(0.0, draft.now - held_since)
+    draft.update(
+        active_s=micros(draft.status.active_s + held_s),
+        attempt=draft.status.attempt + 1,
+        attempt_time=None,
+        holding_time=None,
+        unplaced_time=None,
+        scheduled_time=None,
+        running_time=None,
+        hung_ranks=(),
+        succeeded=(),
+        rank_zero=None,
+        ended=(),
+    )
+
+
+def record(draft: Draft, failure: Failure) -> None:
+    """Keep a failure in the status, and tell people."""
+    draft.update(failures=(*draft.status.failures, failure)[-FAILURES_KEPT:])
+    draft.event(EventType.WARNING, failure.reason, failure.message)
+
+
+def _restart(draft: Draft, failure: Failure) -> None:
+    counts = failure.action in COUNTED
+    status = draft.status
+    if failure.action is FailureAction.EXCLUDE_AND_RESTART and failure.node is not None:
+        exclusion.exclude(draft, failure.node, failure.reason)
+    draft.update(
+        phase=Phase.RESTARTING,
+        restarts=status.restarts + 1,
+        restarts_towards_max=status.restarts_towards_max + int(counts),
+        last_restart_time=draft.now,
+        released=0,
+    )
+    next_attempt(draft)
+    draft.set_condition(ConditionType.RESTARTING, True, failure.reason, failure.message)
+    draft.clear_condition(ConditionType.RUNNING, failure.reason, failure.message)
+    pause = restart_at(draft) - draft.now
+    message = f"attempt {draft.status.attempt} starts in {pause:.0f} s, when the old workers are gone"
+    draft.event(EventType.NORMAL, "Restarting", message)

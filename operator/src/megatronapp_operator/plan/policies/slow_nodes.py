@@ -1,0 +1,101 @@
+"""Machines that the hub has confirmed to be slow, and what the job chose to do about them."""
+
+from megatronapp_operator.plan import reasons
+from megatronapp_operator.plan.observed import SlowRank
+from megatronapp_operator.plan.plan_builder import Draft
+from megatronapp_operator.plan.policies import exclusion, report
+from megatronapp_operator.plan.policies.restart import attempt_failed
+from megatronapp_operator.plan.spec import SlowNodeAction
+from megatronapp_operator.plan.status import ConditionType, Failure, FailureAction, Phase
+
+CONFIRMED = "confirmed"
+NODE_SUBJECTS = frozenset({"rank", "worker", "node"})
+"""Subjects with one machine; a link has two, and which of them is the cause is not known."""
+NODE_CAUSES = frozenset({"compute", "host"})
+"""Causes that stay with a machine."""
+
+
+def slow_nodes(draft: Draft) -> bool:
+    """Do what the job chose about machines that are confirmed to be slow.
+
+    A full list takes no more of them: a restart for a slow machine counts against no budget, so the list is its bound.
+    """
+    policy, limits = draft.job.spec.slow_node, draft.job.spec.policy.exclusion
+    if policy.action is SlowNodeAction.REPORT or not limits.enabled or draft.status.phase is not Phase.RUNNING:
+        return False
+    found = _nodes(draft)
+    room = max(0, limits.max_nodes - len(draft.status.excluded_nodes))
+    _explain(draft, [*_tolerated(draft), *_beyond_limit(draft, list(found)[room:])])
+    taken = dict(list(found.items())[:room])
+    for node in taken:
+        exclusion.exclude(draft, node, reasons.SLOW_NODE_DETECTED)
+    if not taken or policy.action is not SlowNodeAction.EXCLUDE_AND_RESTART:
+        return False
+    attempt_failed(draft, _failure(draft, taken))
+    return True
+
+
+def _nodes(draft: Draft) -> dict[str, SlowRank]:
+    """Machines that are slow enough, for long enough, and may be excluded, with the first verdict about each."""
+    excluded = {one.node for one in (*draft.status.excluded_nodes, *draft.status.tolerated_nodes)}
+    excluded |= draft.job.spec.policy.exclusion.allowed
+    found: dict[str, SlowRank] = {}
+    for one in draft.status.slow_ranks:
+        node = _node_of(draft, one)
+        if node is not None and node not in excluded and _bad_enough(draft, one):
+            found.setdefault(node, one)
+    return found
+
+
+def _node_of(draft: Draft, verdict: SlowRank) -> str | None:
+    """The machine of a verdict about this attempt; in another attempt the same worker is somewhere else."""
+    if verdict.subject not in NODE_SUBJECTS or verdict.since_attempt not in {None, draft.status.attempt}:
+        return None
+    if verdict.node is not None:
+        return verdict.node
+    return next((one.node for one in draft.gang if one.index == verdict.worker), None)
+
+
+def _bad_enough(draft: Draft, verdict: SlowRank) -> bool:
+    policy = draft.job.spec.slow_node
+    if verdict.state != CONFIRMED or verdict.cause not in NODE_CAUSES or verdict.since_time is None:
+        return False
+    if verdict.slowdown is None or verdict.slowdown < policy.min_slowdown:
+        return False
+    at = verdict.since_time + policy.min_s
+    if draft.now < at:
+        draft.wake(at)
+    return draft.now >= at
+
+
+def _beyond_limit(draft: Draft, nodes: list[str]) -> list[str]:
+    limit = f"runPolicy.nodeExclusion.maxNodes ({draft.job.spec.policy.exclusion.max_nodes}) is reached"
+    return [f"Not excluded, because {limit}: {', '.join(nodes)}."] if nodes else []
+
+
+def _tolerated(draft: Draft) -> list[str]:
+    tolerated = {one.node for one in draft.status.tolerated_nodes}
+    named = sorted(tolerated & {_node_of(draft, one) for one in draft.status.slow_ranks})
+    return [f"Not excluded, because the gang found no room without: {', '.join(named)}."] if named else []
+
+
+def _explain(draft: Draft, notes: list[str]) -> None:
+    """Say in the condition why slow machines stay. The message is made anew: the hub may not answer for hours."""
+    condition = draft.status.condition(ConditionType.SLOW_NODE_DETECTED)
+    if condition is not None and condition.status:
+        message = " ".join([report.sentences(draft.status.slow_ranks), *notes])
+        draft.set_condition(condition.type, True, condition.reason, message)
+
+
+def _failure(draft: Draft, nodes: dict[str, SlowRank]) -> Failure:
+    """Nothing has failed; the gang saves and goes on elsewhere."""
+    node, verdict = next(iter(nodes.items()))
+    return Failure(
+        time=draft.now,
+        attempt=draft.status.attempt,
+        reason=reasons.SLOW_NODE_EXCLUDED,
+        message=f"{', '.join(nodes)} excluded: {verdict.sentence}",
+        action=FailureAction.RESTART_IGNORE_MAX,
+        worker=verdict.worker,
+        node=node,
+    )

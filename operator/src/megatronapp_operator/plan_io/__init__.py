@@ -1,0 +1,1 @@
+"""Conversion between the MegatronJob resource and the plan's types."""

@@ -1,0 +1,182 @@
+"""Reading what ranks and hub say: progress and verdicts. What cannot be read counts as not said.
+
+Neither decides over the life of a job, so a page or an answer of a shape that we do not know must not end the backend.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatronapp_common.errors import PageError
+from megatronapp_common.pages import PageReader
+from megatronapp_common.room import Room
+from megatronapp_common.text.terminal import one_line
+from megatronapp_operator.plan import Progress
+from megatronapp_operator.plan.observed import Control, SlowRank
+from megatronapp_operator.plan.policies.controls import KEPT
+from megatronapp_operator.plan_io.status_document import seconds_of
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading a document of a wrong shape raises."""
+
+
+MAX_VERDICTS, MAX_HUNG = 64, 1024
+"""So many are taken over: a status has its limits, and whoever has their job under control can write any number."""
+MAX_TEXT = 1024
+MAX_VERDICT_BYTES = 256 << 10
+"""Of all verdicts in a status, of which the store behind the API server takes a million and a half."""
+MAX_INT64 = (1 << 63) - 1
+END_OF_TIME_S = 253_402_300_800.0
+"""The year 10000, for which RFC 3339 has no digits."""
+MAX_ROOMS = 16
+MAX_CONTROLS, MAX_WHO, MAX_WHAT = KEPT, 256, 512
+MAX_CONTROL_ID = (1 << 53) - 1
+"""Hubs number by milliseconds since 1970; what is above no JSON reader agrees about."""
+STATES = frozenset({"starting", "training", "evaluating", "saving", "done", "serving"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The hub's summary."""
+
+    attempt: int = 0
+    """The newest attempt that the hub knows of; hung ranks are of this one."""
+    progress: Progress | None = None
+    slow_ranks: tuple[SlowRank, ...] = ()
+    hung_ranks: tuple[int, ...] = ()
+    full_shared_memory: tuple[str, ...] | None = None
+    """One sentence for each worker without room; None: hubs of older releases do not report it."""
+    controls: tuple[Control, ...] = ()
+
+
+def read_summary(document: Any) -> Summary | None:  # noqa: ANN401 - JSON of another process
+    """The answer to GET /api/v1/summary, or None if it is none."""
+    try:
+        return Summary(
+            attempt=_whole(document["attempt"]),
+            progress=read_progress(document["progress"]),
+            slow_ranks=_in_bounds(tuple(_verdict(entry) for entry in document["slowRanks"][:MAX_VERDICTS])),
+            hung_ranks=tuple(_whole(rank) for rank in document["hungRanks"][:MAX_HUNG]),
+            full_shared_memory=read_rooms(document.get("fullSharedMemory")),
+            controls=read_controls(document.get("actions", ())),
+        )
+    except UNREADABLE:
+        return None
+
+
+def read_rooms(entries: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - JSON of another process
+    """A sentence for each worker whose shared memory is full; None where nothing can be read."""
+    try:
+        return tuple(
+            _text(one_line(f"worker {int(entry['worker'])} on {entry['node']}: {Room.from_json(entry)}"))
+            for entry in entries[:MAX_ROOMS]
+        )
+    except UNREADABLE:
+        return None
+
+
+def read_page(page: PageReader) -> Progress | None:
+    """The progress on a page that may not be there (yet, or any more)."""
+    try:
+        return read_progress(page.read())
+    except (PageError, *UNREADABLE):
+        return None
+
+
+def read_progress(page: Mapping[str, Any] | None) -> Progress | None:
+    """Progress from a progress page or the hub's copy of it; None where it does not say how far it is.
+
+    Raises one of UNREADABLE for a document of another shape.
+    """
+    if page is None or page.get("iteration") is None:
+        return None
+    return Progress(
+        attempt=_whole(page.get("attempt") or 0),
+        iteration=_whole(page["iteration"]),
+        total_iterations=_count(page.get("totalIterations")),
+        state=page["state"] if page.get("state") in STATES else "training",
+        loss=_finite(page.get("loss")),
+        learning_rate=_finite(page.get("learningRate")),
+        grad_norm=_finite(page.get("gradNorm")),
+        tokens_per_second=_finite(page.get("tokensPerSecond")),
+        tflops_per_gpu=_finite(page.get("tflopsPerGpu")),
+        seconds_left=_finite(page.get("secondsLeft")),
+        consumed_samples=_count(page.get("consumedSamples")),
+        validation_loss=_finite(page.get("validationLoss")),
+        updated_at=None if page.get("updatedAt") is None else _moment(seconds_of(page["updatedAt"])),
+    )
+
+
+def read_controls(entries: Any) -> tuple[Control, ...]:  # noqa: ANN401 - JSON of another process
+    """The newest control actions, each once, oldest first; none where they cannot be read. Older hubs tell none."""
+    found = {}
+    try:
+        for entry in entries[-MAX_CONTROLS:]:
+            number, who, what = int(entry["id"]), one_line(str(entry["who"])), one_line(str(entry["what"]))
+            found[number] = Control(id=number, text=f"{who[:MAX_WHO]} {what[:MAX_WHAT]}")
+    except UNREADABLE:
+        return ()
+    return tuple(found[number] for number in sorted(found) if 0 <= number <= MAX_CONTROL_ID)
+
+
+def newest(pages: Iterable[Progress | None]) -> Progress | None:
+    """The one that is furthest on."""
+    found = [page for page in pages if page is not None]
+    return max(found, key=lambda page: (page.attempt, page.iteration, page.updated_at or 0.0), default=None)
+
+
+def _finite(value: float | None) -> float | None:
+    """The number, or None for NaN and Inf, which a page may hold and JSON has no word for. Raises TypeError."""
+    if isinstance(value, bool):
+        raise TypeError("a boolean is no number")
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _whole(value: int) -> int:
+    """A whole number that fits an int64 of the status. Raises OverflowError, TypeError, ValueError."""
+    found = int(value)
+    if abs(found) > MAX_INT64:
+        raise OverflowError(f"{found} does not fit 64 bits")
+    return found
+
+
+def _count(value: int | None) -> int | None:
+    return None if value is None else _whole(value)
+
+
+def _text(value: str) -> str:
+    """What people are shown, in bounds."""
+    return str(value)[:MAX_TEXT]
+
+
+def _moment(time: float | None) -> float | None:
+    """Seconds since the epoch, to the microsecond, as a status keeps them; None for a time that no calendar has."""
+    return None if time is None or not 0 <= time < END_OF_TIME_S else round(time, 6)
+
+
+def _in_bounds(verdicts: tuple[SlowRank, ...]) -> tuple[SlowRank, ...]:
+    """The first verdicts that fit together into a status."""
+    sizes = itertools.accumulate(len(json.dumps(dataclasses.asdict(one))) for one in verdicts)
+    return tuple(one for one, size in zip(verdicts, sizes, strict=True) if size <= MAX_VERDICT_BYTES)
+
+
+def _verdict(entry: Mapping[str, Any]) -> SlowRank:
+    subject, effect, since = entry["subject"], entry.get("effect") or {}, entry.get("since") or {}
+    return SlowRank(
+        id=_text(entry["id"]),
+        subject=_text(subject["type"]),
+        ranks=tuple(_whole(rank) for rank in subject["ranks"][:MAX_HUNG]),
+        cause=_text(entry["cause"]),
+        state=_text(entry["state"]),
+        sentence=_text(entry["sentence"]),
+        worker=_count(subject.get("worker")),
+        node=None if subject.get("node") is None else _text(subject["node"]),
+        since_attempt=_count(since.get("attempt")),
+        since_step=_count(since.get("step")),
+        since_time=_moment(since.get("time")),
+        slowdown=_finite(effect.get("slowdown")),
+        seconds_per_step=_finite(effect.get("secondsPerStep")),
+    )
