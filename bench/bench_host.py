@@ -23,7 +23,7 @@ from plain_megatron import Layout, PlainTraining, Shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatronapp_trainer.config import parse
-from megatronapp_trainer.groups import destroy_groups
+from megatronapp_trainer.parallel.groups import destroy_groups
 
 STEPS_OF_BLOCK = 2
 WARM = 3

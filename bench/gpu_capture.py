@@ -41,18 +41,18 @@ from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.generate.build import build_model, generation_layout
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.events import TokenEvent
-from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.plan import Output, Plan, Segment
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.settle import settle
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.commands import BeginRun
-from megatronapp_trainer.scope.leader import ScopeLeader
-from megatronapp_trainer.scope.open import SOCKET, Scope, open_scope
-from megatronapp_trainer.serve.looking import Looking
+from megatronapp_trainer.inference.build import build_model, generation_layout
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import TokenEvent
+from megatronapp_trainer.inference.gc_freeze import settle
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.step_plan import Output, Plan, Segment
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.scope.assemble import SOCKET, Scope, open_scope
+from megatronapp_trainer.scope.capture.commands import BeginRun
+from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
+from megatronapp_trainer.serve.scope.capture_gateway import Looking
 
 GOALS = {"idle": 0.995, "lite": 0.95, "summary": 0.95, "pinned": 0.90}
 """Least share of tokens per second that is left."""

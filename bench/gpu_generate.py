@@ -29,15 +29,15 @@ from exact_bounds import binomial_at_least
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
-from megatronapp_trainer.generate.build import build_model, generation_layout, open_gang
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.events import TokenEvent
-from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.plan import Output, Plan, Segment
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.stage import Options
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import TokenEvent
+from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.step_plan import Output, Plan, Segment
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.parallel.layout import Layout
 
 BOUND_FP32, BOUND_BF16 = 1e-3, 0.25
 """Deviations of a logit by which the two may differ. A wrong mask or position moves logits by more than one."""

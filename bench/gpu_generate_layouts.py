@@ -19,12 +19,12 @@ from gpu_ranks import give_up_after, run_ranks
 
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.generate.build import build_model, generation_layout, open_gang
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.events import TokenEvent
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.stage import Options
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import TokenEvent
+from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 
 LAYOUTS = {"one": (1, 1), "TP2": (2, 1), "PP2": (1, 2), "TP2xPP2": (2, 2), "TP4": (4, 1), "PP4": (1, 4)}
 VOCABULARY, NEW = 512, 64

@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from plain_megatron import Layout, PlainTraining, Shape
 
-from megatronapp_trainer.batch import Batch, DataIterators
 from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.data.microbatches import Batch, DataIterators
+from megatronapp_trainer.data.mock_data import mock_sample
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.loop import Trainer
-from megatronapp_trainer.metrics import flops_per_token, flops_per_token_full_attention
-from megatronapp_trainer.mock import mock_sample
-from megatronapp_trainer.setup import Run, build_run, layout_of
-from megatronapp_trainer.signals import StopWish
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.training.build import Run, build_run, layout_of
+from megatronapp_trainer.training.loop import Trainer
+from megatronapp_trainer.training.metrics import flops_per_token, flops_per_token_full_attention
+from megatronapp_trainer.training.signals import StopWish
 
 WARM, MEASURED = 5, 10
 BLOCKS, BLOCK_STEPS = 12, 10
@@ -188,7 +188,7 @@ def time_plain(training: PlainTraining) -> float:
 def measure_tracing(shape: Shape, layout: Layout, samples: Samples) -> dict[str, Any]:
     """Seconds per step with the tracer and without, in alternating blocks of one run."""
     from megatronapp_trainer import scan
-    from megatronapp_trainer.observe import RunContext
+    from megatronapp_trainer.hooks.step_observer import RunContext
 
     config = parse([*arguments(shape, layout, "torch", 10_000), "--trace"])
     run, plain, _, wish = ours(config, samples)

@@ -28,15 +28,15 @@ from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture
 from megatronapp_trainer.config import parse
 from megatronapp_trainer.device import prepare_device
-from megatronapp_trainer.generate.build import build_model, generation_layout, open_gang
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.events import TokenEvent
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.stage import Options
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.scope.leader import ScopeLeader
-from megatronapp_trainer.scope.publisher import Job
-from megatronapp_trainer.scope.session import CaptureSession
+from megatronapp_trainer.inference.build import build_model, generation_layout, open_gang
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import TokenEvent
+from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
+from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.transfer.publisher import Job
 
 RUN = "0" * 12
 TOLERANCE = 1e-3

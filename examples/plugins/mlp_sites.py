@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.scope.sites import register_site
+from megatronapp_trainer.hooks.sites import register_site
 
 
 def gate(inputs: tuple[Any, ...], _output: Any) -> torch.Tensor:  # noqa: ANN401 - of megatron-core

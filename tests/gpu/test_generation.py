@@ -18,7 +18,7 @@ from generating_ranks import (
     prompts,
 )
 
-from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.inference.request import GenerationRequest
 
 RunRanks = Callable[..., list[Any]]
 Tokens = list[list[int]]

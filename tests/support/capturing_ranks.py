@@ -12,12 +12,12 @@ from plain_sites import SeenGpt
 from megatronapp_common.frames import Frame, FrameType, decode, encode
 from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
 from megatronapp_common.scope.protocol_requests import Capture, Probe
-from megatronapp_trainer.generate.events import Event
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.scope.commands import SetBasis
-from megatronapp_trainer.scope.leader import ScopeLeader
-from megatronapp_trainer.scope.publisher import Job, Numbers
-from megatronapp_trainer.scope.session import CaptureSession
+from megatronapp_trainer.inference.events import Event
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.capture.commands import SetBasis
+from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
+from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.transfer.publisher import Job, Numbers
 
 RUN = "0123456789ab"
 LENGTHS = (3, 21, 9)

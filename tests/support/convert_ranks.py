@@ -8,7 +8,7 @@ TRAINING = "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --finetun
 def configure(flags: list[str]) -> tuple[Any, Any]:
     """Configuration and layout of this rank."""
     from megatronapp_trainer.config import parse
-    from megatronapp_trainer.setup import layout_of
+    from megatronapp_trainer.training.build import layout_of
 
     config = parse([*TRAINING.split(), *flags])
     return config, layout_of(config)
@@ -17,7 +17,7 @@ def configure(flags: list[str]) -> tuple[Any, Any]:
 def loaded_logits(config: Any, layout: Any, device: Any, tokens: Any) -> Any:
     """[B, S, padded V] of the checkpoint that --load names, on the last stage; None on the others."""
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
-    from megatronapp_trainer.setup import build_run, vocab_size_of
+    from megatronapp_trainer.training.build import build_run, vocab_size_of
 
     run = build_run(config, layout, device, vocab_size=vocab_size_of(config))
     assert CheckpointManager(config, layout).load(run.state)

@@ -39,10 +39,10 @@ def train(flags: str) -> dict[str, Any]:
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
@@ -91,7 +91,7 @@ def _adam(optimizer: Any) -> dict[str, Any]:
 
 def train_without_fusing(flags: str) -> dict[str, Any]:
     """Train with torch's Adam as megatron-core makes it."""
-    from megatronapp_trainer import optimizer_kernels
+    from megatronapp_trainer.training import optimizer_kernels
 
     optimizer_kernels.fuse_adam = lambda optimizer: None
     return train(flags)
@@ -99,7 +99,7 @@ def train_without_fusing(flags: str) -> dict[str, Any]:
 
 def _observer(config: Any, layout: Any, run: Any, device: Any) -> Any:
     from megatronapp_trainer import scan
-    from megatronapp_trainer.observe import RunContext
+    from megatronapp_trainer.hooks.step_observer import RunContext
 
     return scan.start(
         RunContext(

@@ -12,15 +12,15 @@ from plain_gpt import PlainGpt, Shape
 
 from megatronapp_trainer.config import TrainerConfig, parse
 from megatronapp_trainer.device import Device, prepare_device
-from megatronapp_trainer.generate.build import build_model, generation_layout, load_weights, open_gang
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.events import Event, FinishedEvent, PromptEvent, TokenEvent
-from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.sampling import gumbel_noise, noise_keys
-from megatronapp_trainer.generate.stage import Options
-from megatronapp_trainer.groups import destroy_groups, initialize_groups
-from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.inference.build import build_model, generation_layout, load_weights, open_gang
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.model.sampling import gumbel_noise, noise_keys
+from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+from megatronapp_trainer.parallel.layout import Layout
 
 VOCABULARY = 120
 BASE = (

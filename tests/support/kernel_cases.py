@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.scope import attention
-from megatronapp_trainer.scope.attention import Rule
-from megatronapp_trainer.scope.look import MEASURES, codes
+from megatronapp_trainer.scope.capture import attention_recompute
+from megatronapp_trainer.scope.capture.attention_recompute import Rule
+from megatronapp_trainer.scope.capture.reductions import MEASURES, codes
 
 CASES = (
     # layers, sequences, heads, key heads, channels, keys, window
@@ -26,8 +26,8 @@ def check(kernels: Any, sizes: tuple[Any, ...], dtype: torch.dtype, device: torc
     positions = torch.randint(0, length, (batch,), generator=source).to(device)
     positions[0] = length - 1 if batch == 1 else 0
     keys, rule = cache[:, :batch, :length], Rule(scale=channels**-0.5, window=window)
-    chances = attention.probabilities(query[:, :, None], keys, positions[:, None], rule)
-    wanted = attention.head_measures(chances, positions[:, None], rule)
+    chances = attention_recompute.probabilities(query[:, :, None], keys, positions[:, None], rule)
+    wanted = attention_recompute.head_measures(chances, positions[:, None], rule)
     planes = kernels.head_measures(query, keys, positions, rule)
     for name, plane in zip(MEASURES, planes, strict=True):
         torch.testing.assert_close(plane.transpose(0, 1), wanted[name].squeeze(2), atol=1e-5, rtol=1e-5)
@@ -56,7 +56,7 @@ def main() -> None:
     if not has_gpu:
         assert os.environ["TRITON_INTERPRET"] == "1"
         let_the_interpreter_loop()
-    from megatronapp_trainer.scope import kernels
+    from megatronapp_trainer.scope.capture import attention_kernels as kernels
 
     for sizes in CASES:
         for dtype in (torch.float32, torch.bfloat16 if has_gpu else torch.float16):

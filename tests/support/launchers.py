@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from megatronapp_common.web.tokens import new_secret
-from megatronapp_trainer.launch import address
+from megatronapp_trainer.launch.config import address
 
 DEADLINE_S = 90.0
 

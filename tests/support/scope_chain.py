@@ -60,7 +60,7 @@ def words_of(folder: str, variant: str, layout: str = "TP1 PP1") -> list[str]:
 
 def serve_rank(folder: str, variant: str, layout: str, stop: str) -> int:
     """One rank of the server, whole, until the pipe `stop` is opened to write; its exit code."""
-    from megatronapp_trainer.serve.program import main
+    from megatronapp_trainer.serve.rank_main import main
 
     def wait() -> None:
         pathlib.Path(stop).read_bytes()
@@ -76,8 +76,8 @@ def plain_sites(folder: str, variant: str, texts: list[list[int]]) -> list[dict[
     from generating_ranks import plain_of
     from plain_sites import SeenGpt
 
-    from megatronapp_trainer.groups import destroy_groups
-    from megatronapp_trainer.serve.program import load
+    from megatronapp_trainer.parallel.groups import destroy_groups
+    from megatronapp_trainer.serve.rank_main import load
     from megatronapp_trainer.serve.settings import configure, read_command
 
     command = read_command(words_of(folder, variant))

@@ -7,14 +7,14 @@ from typing import Any
 
 import httpx
 
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.settle import settle
-from megatronapp_trainer.serve.desk import Desk
-from megatronapp_trainer.serve.program import describe
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.gc_freeze import settle
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.serve.app import create_app
+from megatronapp_trainer.serve.rank_main import describe
+from megatronapp_trainer.serve.request_broker import Desk
 from megatronapp_trainer.serve.settings import Command
-from megatronapp_trainer.serve.tally import Tally
-from megatronapp_trainer.serve.web import create_app
+from megatronapp_trainer.serve.statistics import Tally
 
 MOST_OPEN = 8
 

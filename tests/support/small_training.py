@@ -32,8 +32,8 @@ def prepare(flags: str) -> Any:
 
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.setup import build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.parallel.groups import initialize_groups
+    from megatronapp_trainer.training.build import build_run, layout_of, vocab_size_of
 
     config = parse(flags.split())
     layout = layout_of(config)
@@ -55,9 +55,9 @@ def resumed(flags: str) -> tuple[Any, Any]:
 
 def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, reporter: Any = None) -> Any:
     """The `Trainer` of a run, from the sample on where its state is."""
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.build import build_iterators
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     iterators = iterators or build_iterators(run.config, run.layout, run.state.consumed_samples)
     return Trainer(run, iterators, stop_wish=StopWish(), reporter=reporter, checkpoints=checkpoints)
@@ -65,7 +65,7 @@ def trainer_of(run: Any, *, iterators: Any = None, checkpoints: Any = None, repo
 
 def train(run: Any, *, iterators: Any = None, checkpoints: Any = None) -> Recorder | None:
     """Train to the end; what the reporting rank has seen, None on the others."""
-    from megatronapp_trainer.groups import destroy_groups
+    from megatronapp_trainer.parallel.groups import destroy_groups
 
     recorder = Recorder() if run.layout.is_reporter else None
     trainer_of(run, iterators=iterators, checkpoints=checkpoints, reporter=recorder).train()

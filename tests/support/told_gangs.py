@@ -16,7 +16,7 @@ from operator_play import KEY
 from megatronapp_common.names import LABEL_JOB, STATUS_PORT
 from megatronapp_common.web.tokens import Role, derive, job_secret
 from megatronapp_operator.backends.kubernetes.client.api import Object, connect
-from megatronapp_trainer.launch.board import Board, Phase
+from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
 
 ADDRESSES = iter(f"127.{70 + os.getpid() % 50}.{os.getpid() % 251}.{last}" for last in range(1, 255))
 

@@ -37,9 +37,9 @@ _LENGTH = struct.Struct("<Q")
 _OUTPUT_CHARACTERS = 4000
 _IMPORTED_LATE = (
     "megatronapp_trainer.checkpoint.manager",
-    "megatronapp_trainer.launch.address",
-    "megatronapp_trainer.loop",
-    "megatronapp_trainer.setup",
+    "megatronapp_trainer.launch.config.address",
+    "megatronapp_trainer.training.loop",
+    "megatronapp_trainer.training.build",
     "pytest",
     "torch._dynamo",
     "torch.onnx",
@@ -180,7 +180,7 @@ def serve(path: str, *, devices: bool) -> None:
     """Import, then fork a handler for each request, for ever."""
 
     from megatronapp_trainer.device import cpu
-    from megatronapp_trainer.quiet import importing_megatron
+    from megatronapp_trainer.utils.silence_megatron import importing_megatron
 
     if not devices:
         cpu.install()
@@ -210,7 +210,7 @@ def serve(path: str, *, devices: bool) -> None:
 
 def _handle(connection: socket.socket) -> None:
     """Run one request and answer it. The port at which its ranks meet is held until they have ended."""
-    from megatronapp_trainer.launch.address import held_port
+    from megatronapp_trainer.launch.config.address import held_port
 
     request: Request = _receive(connection)
     with tempfile.TemporaryDirectory() as directory, held_port("127.0.0.1") as port:

@@ -18,8 +18,8 @@ from megatronapp_operator.backends.kubernetes.hub_poller import MAX_BYTES, POLL_
 from megatronapp_operator.backends.kubernetes.observe import Contact, Gathering, Told, observe
 from megatronapp_operator.backends.kubernetes.pod_record import Container, PodRecord
 from megatronapp_operator.keys import KeyRing, key_id
-from megatronapp_trainer.launch.board import Board
-from megatronapp_trainer.launch.board import Phase as LauncherPhase
+from megatronapp_trainer.launch.rendezvous.gang_status import Board
+from megatronapp_trainer.launch.rendezvous.gang_status import Phase as LauncherPhase
 
 pytestmark = pytest.mark.asyncio
 KEY = "cd" * 32

@@ -13,9 +13,9 @@ from megatronapp_common.names import Env, RankOrder
 from megatronapp_common.web.tokens import Role, derive
 from megatronapp_operator.backends.kubernetes import render
 from megatronapp_operator.backends.kubernetes.render import Attempt
-from megatronapp_trainer.launch.interface import attachment
+from megatronapp_trainer.launch.config.interface import attachment
+from megatronapp_trainer.launch.config.settings import Settings
 from megatronapp_trainer.launch.main import build_parser as launcher_parser
-from megatronapp_trainer.launch.settings import Settings
 
 FIELDS = {
     "status.podIP": "10.1.2.3",

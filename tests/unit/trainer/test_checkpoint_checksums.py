@@ -146,7 +146,7 @@ def test_what_cannot_be_read_or_is_unknown_is_a_flaw(tmp_path: pathlib.Path) -> 
 
 def test_a_short_fault_of_the_file_system_is_outlasted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"1234")
-    monkeypatch.setattr("megatronapp_trainer.files.time.sleep", lambda _: None)
+    monkeypatch.setattr("megatronapp_trainer.utils.atomic_files.time.sleep", lambda _: None)
     faults = [errno.ESTALE, errno.EIO]
     opened = pathlib.Path.open
 

@@ -20,7 +20,7 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.files import patiently
+from megatronapp_trainer.utils.atomic_files import patiently
 
 
 def manifest(iteration: int, attempt: int = 0) -> Manifest:
@@ -202,7 +202,7 @@ def test_a_short_fault_of_the_file_system_is_outlasted(
 ) -> None:
     claim = claimed(directory)
     final = write(directory, 3, claim)
-    monkeypatch.setattr("megatronapp_trainer.files.time.sleep", lambda _: None)
+    monkeypatch.setattr("megatronapp_trainer.utils.atomic_files.time.sleep", lambda _: None)
     read_bytes, faults = pathlib.Path.read_bytes, [number, number]
 
     def faulty(self: pathlib.Path) -> bytes:
@@ -217,7 +217,7 @@ def test_a_short_fault_of_the_file_system_is_outlasted(
 
 
 def test_a_lasting_fault_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatronapp_trainer.files.time.sleep", lambda _: None)
+    monkeypatch.setattr("megatronapp_trainer.utils.atomic_files.time.sleep", lambda _: None)
     tries: list[int] = []
 
     def failing(number: int) -> None:

@@ -129,7 +129,7 @@ def test_what_lies_in_the_directory(run_ranks: RunRanks, tmp_path: pathlib.Path)
 
 def learn_on(folder: str) -> list[str]:
     """text_tokens.json of a model, of it fine-tuned, and once that was gone on with."""
-    from megatronapp_trainer.groups import destroy_groups
+    from megatronapp_trainer.parallel.groups import destroy_groups
 
     first, second = pathlib.Path(folder) / "first", pathlib.Path(folder) / "second"
     found: list[str] = []
@@ -157,8 +157,9 @@ def pretrain_and_count(flags: str, folder: str) -> tuple[list[float], int]:
     warnings.simplefilter("ignore")
     import torch
 
-    from megatronapp_trainer import loop, pretrain
+    from megatronapp_trainer import pretrain
     from megatronapp_trainer.config import parse
+    from megatronapp_trainer.training import loop
 
     gpt: Any = importlib.import_module("megatronapp_trainer.models.gpt")
     drawn, weights = 0, list[float]()

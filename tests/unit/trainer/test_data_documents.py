@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatronapp_trainer.data import tokenizer as tokenizers
-from megatronapp_trainer.data.documents import EncodeOptions, Encoder, Parsed, parse
-from megatronapp_trainer.data.sources import START, Batch, Chunk, Format
+from megatronapp_trainer.data.prepare.documents import EncodeOptions, Encoder, Parsed, parse
+from megatronapp_trainer.data.prepare.sources import START, Batch, Chunk, Format
 
 
 def chunk(payload: bytes, *, kind: Format = Format.JSONL, first_line: int = 1, closes: bool = True) -> Chunk:

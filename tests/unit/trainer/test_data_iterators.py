@@ -23,7 +23,7 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with tokenizer.json and the corpora a and b."""
-    from megatronapp_trainer.data.prepare import PrepareOptions, prepare
+    from megatronapp_trainer.data.prepare.prepare import PrepareOptions, prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(3)
@@ -64,7 +64,7 @@ def open_iterators(
 
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
-    from megatronapp_trainer.setup import layout_of
+    from megatronapp_trainer.training.build import layout_of
 
     config = parse(flags.split())
     if not dist.is_initialized():

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_trainer.data import cli, pool, prepare, sources
+from megatronapp_trainer.data import cli
 from megatronapp_trainer.data import tokenizer as tokenizers
 from megatronapp_trainer.data.corpus_check import inspect_corpus
-from megatronapp_trainer.data.progress import progress
+from megatronapp_trainer.data.prepare import pool, prepare, sources
+from megatronapp_trainer.data.prepare.progress import progress
 
 WORDS = ["stage", "rank", "step", "loss", "gradient", "pipeline", "tensor", "micro", "batch", "optimizer"]
 
@@ -274,7 +275,7 @@ def test_two_runs_for_one_output(run: Run, tmp_path: pathlib.Path, capsys: Any) 
 
 def test_a_full_disk(run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """What is there is kept, and the next run goes on."""
-    from megatronapp_trainer.data.corpus import CorpusFiles
+    from megatronapp_trainer.data.prepare.corpus import CorpusFiles
 
     def full(*_args: object, **_keywords: object) -> None:
         raise OSError(28, "No space left on device", "corpus.bin")
@@ -294,7 +295,7 @@ def test_a_full_disk(run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 def test_a_disk_that_fills_later(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    from megatronapp_trainer.data.corpus import CorpusFiles
+    from megatronapp_trainer.data.prepare.corpus import CorpusFiles
 
     def full(*_args: object, **_keywords: object) -> None:
         raise OSError(28, "No space left on device", "corpus.idx")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatronapp_trainer.data import sources
-from megatronapp_trainer.data.sources import DEFAULT_PATTERNS, START, Batch, Format, batches, find_sources
+from megatronapp_trainer.data.prepare import sources
+from megatronapp_trainer.data.prepare.sources import DEFAULT_PATTERNS, START, Batch, Format, batches, find_sources
 from megatronapp_trainer.errors import DataError
 
 

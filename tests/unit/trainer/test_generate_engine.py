@@ -26,13 +26,13 @@ from generating_ranks import (
 )
 
 from megatronapp_trainer.errors import CheckpointError, UsageError
-from megatronapp_trainer.generate.build import checkpoint_config, generation_layout
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.errors import CacheTooLargeError, EngineLostError, QueueFullError, RequestError
-from megatronapp_trainer.generate.events import Event, FinishedEvent, PromptEvent, TokenEvent
-from megatronapp_trainer.generate.gang import Gang
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.stage import Options
+from megatronapp_trainer.inference.build import checkpoint_config, generation_layout
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.errors import CacheTooLargeError, EngineLostError, QueueFullError, RequestError
+from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.model_runner import Options
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.worker_group import Gang
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.generate.graph import Graphs
-from megatronapp_trainer.generate.recent import Recent
+from megatronapp_trainer.inference.lru import Recent
+from megatronapp_trainer.inference.model.cuda_graphs import Graphs
 
 
 @given(st.lists(st.integers(0, 6)), st.integers(1, 4))

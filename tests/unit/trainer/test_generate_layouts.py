@@ -25,10 +25,10 @@ from generating_ranks import (
 )
 from plain_gpt import PlainGpt
 
-from megatronapp_trainer.generate.build import build_model, checkpoint_config, load_weights
-from megatronapp_trainer.generate.graph import Graphs
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.watch import Sight
+from megatronapp_trainer.inference.build import build_model, checkpoint_config, load_weights
+from megatronapp_trainer.inference.forward_observer import Sight
+from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+from megatronapp_trainer.inference.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
 
@@ -237,10 +237,10 @@ def train(flags: str) -> None:
     """A few steps, saved."""
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = config_of(flags)
     layout = layout_of(config)

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.generate.cache import CacheShape, check_room
-from megatronapp_trainer.generate.channel import _packed, _unpacked
-from megatronapp_trainer.generate.errors import CacheTooLargeError, QueueFullError, RequestError
-from megatronapp_trainer.generate.lull import Lull
-from megatronapp_trainer.generate.measures import Measurer
-from megatronapp_trainer.generate.plan import Output, Sampling
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.generate.sampling import _kept, choose, gumbel_noise, noise_keys, read
-from megatronapp_trainer.generate.sequences import MOST_AHEAD, Board
-from megatronapp_trainer.generate.text import TextStream
+from megatronapp_trainer.inference.detokenizer import TextStream
+from megatronapp_trainer.inference.errors import CacheTooLargeError, QueueFullError, RequestError
+from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.inference.model.kv_cache import CacheShape, check_room
+from megatronapp_trainer.inference.model.sampling import _kept, choose, gumbel_noise, noise_keys, read
+from megatronapp_trainer.inference.model.token_statistics import Measurer
+from megatronapp_trainer.inference.rank_channel import _packed, _unpacked
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.scheduler import MOST_AHEAD, Board
+from megatronapp_trainer.inference.step_plan import Output, Sampling
 
 
 @pytest.mark.parametrize(

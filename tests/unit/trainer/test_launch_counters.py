@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from megatronapp_common.trace import RECORD, Counter, Kind
 from megatronapp_native import RingReader
-from megatronapp_trainer.launch import counters, devices
-from megatronapp_trainer.launch.counters import CounterThread, Pressure, RunQueue, Sampler
-from megatronapp_trainer.launch.devices import DeviceReader, visible_devices
+from megatronapp_trainer.launch.preflight import gpu_counters
+from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader, visible_devices
+from megatronapp_trainer.launch.reporting import counters
+from megatronapp_trainer.launch.reporting.counters import CounterThread, Pressure, RunQueue, Sampler
 
 SECOND = 10**9
 
@@ -83,7 +84,7 @@ def test_devices_are_read_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_a_device_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", driver(broken=("nvmlDeviceGetPowerUsage",)))
     reader = DeviceReader({})
-    assert {counter for counter, _, _ in reader.sample()} == set(devices.READERS) - {Counter.GPU_POWER_W}
+    assert {counter for counter, _, _ in reader.sample()} == set(gpu_counters.READERS) - {Counter.GPU_POWER_W}
 
 
 def test_a_process_that_ends_while_its_threads_are_listed(
@@ -164,7 +165,7 @@ def test_thread_writes_and_closes_its_ring(tmp_path: pathlib.Path, monkeypatch: 
     sampler = Sampler(lambda: {0: os.getpid()}, DeviceReader({}))
     with CounterThread(path, attempt=3, metadata={"worker": 1}, sampler=sampler):
         reader = RingReader(str(path))
-        while reader.info().head < len(devices.READERS):
+        while reader.info().head < len(gpu_counters.READERS):
             time.sleep(0.01)
     info = reader.info()
     assert (info.closed, info.attempt, info.metadata) == (True, 3, b'{"worker": 1}')

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.launch import echo
-from megatronapp_trainer.launch.echo import LONGEST_LINE, Echo, Follower
+from megatronapp_trainer.launch.reporting import log_relay
+from megatronapp_trainer.launch.reporting.log_relay import LONGEST_LINE, Echo, Follower
 
 
 def repeated(tmp_path: pathlib.Path, logs: dict[int, bytes]) -> bytes:
@@ -41,7 +41,7 @@ def test_all_that_is_in_the_logs_is_repeated_with_its_rank(tmp_path: pathlib.Pat
 def test_a_long_log_and_a_long_line_lose_nothing(tmp_path: pathlib.Path) -> None:
     many = b"".join(b"line %d\n" % number for number in range(200_000))  # more than is read at once
     out = repeated(tmp_path, {1: many + b"x" * (3 * LONGEST_LINE + 5)}).splitlines()
-    assert len(many) > echo.READ_BYTES
+    assert len(many) > log_relay.READ_BYTES
     prefix = len(b"[rank 1] ")
     assert b"".join(line[prefix:] + b"\n" for line in out[:200_000]) == many
     assert sum(len(line) - prefix for line in out[200_000:]) == 3 * LONGEST_LINE + 5
@@ -66,7 +66,7 @@ def test_lines_do_not_depend_on_when_they_are_read(
 
 
 def test_a_stdout_that_takes_nothing_holds_nobody_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(echo, "FINISH_S", 0.2)
+    monkeypatch.setattr(log_relay, "FINISH_S", 0.2)
     path = tmp_path / "rank-0.log"
     path.write_bytes(b"y" * 100 + b"\n")
     with path.open("ab") as rank:

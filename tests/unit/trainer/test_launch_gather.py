@@ -13,14 +13,15 @@ from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RendezvousError, StoppedError, UsageError
-from megatronapp_trainer.launch import address, member, messages
-from megatronapp_trainer.launch.board import Board
-from megatronapp_trainer.launch.coordinator import Coordinator
-from megatronapp_trainer.launch.gang import gone
-from megatronapp_trainer.launch.member import Member, join_gang
-from megatronapp_trainer.launch.messages import Expected, Join, News, Notice, Stop
-from megatronapp_trainer.launch.settings import Endpoint
-from megatronapp_trainer.launch.wire import Wire
+from megatronapp_trainer.launch.config import address
+from megatronapp_trainer.launch.config.settings import Endpoint
+from megatronapp_trainer.launch.rendezvous import member, messages
+from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
+from megatronapp_trainer.launch.rendezvous.gang_status import Board
+from megatronapp_trainer.launch.rendezvous.member import Member, join_gang
+from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, News, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
+from megatronapp_trainer.launch.rendezvous.session import gone
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"

@@ -9,11 +9,11 @@ import pytest
 
 from megatronapp_common.names import Env
 from megatronapp_trainer.errors import RendezvousError, UsageError
-from megatronapp_trainer.launch import interface
-from megatronapp_trainer.launch.environment import rank_environment
-from megatronapp_trainer.launch.interface import Place, attachment, find_place, pick_interface
-from megatronapp_trainer.launch.messages import Join
-from megatronapp_trainer.launch.table import build_table
+from megatronapp_trainer.launch.config import interface
+from megatronapp_trainer.launch.config.interface import Place, attachment, find_place, pick_interface
+from megatronapp_trainer.launch.ranks.environment import rank_environment
+from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.rank_table import build_table
 
 FOUND = {"lo": ("127.0.0.1",), "eth0": ("10.0.0.5", "10.0.0.6"), "ib1": ("192.168.1.5",), "ib0": (), "v6": ()}
 

@@ -18,7 +18,7 @@ from launchers import Gang, wait_until
 from megatronapp_common.names import ExitCode
 from megatronapp_common.pages import PageWriter
 from megatronapp_common.web.tokens import Role, derive, read_secret
-from megatronapp_trainer.launch import address
+from megatronapp_trainer.launch.config import address
 
 pytestmark = pytest.mark.process
 BOTH = {0: [0, 1], 1: [2, 3]}

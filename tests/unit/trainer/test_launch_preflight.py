@@ -11,13 +11,13 @@ from ports import held_ports
 from refusals import first_refusal
 
 from megatronapp_common.names import ExitCode, RankOrder
-from megatronapp_trainer.launch import machine, preflight, reach
-from megatronapp_trainer.launch.briefing import Briefing
-from megatronapp_trainer.launch.gang import Alone
-from megatronapp_trainer.launch.interface import Place
-from megatronapp_trainer.launch.messages import Join, News, Notice, Stop
-from megatronapp_trainer.launch.outcome import STOPPED, Outcome
-from megatronapp_trainer.launch.wanted import Preflight
+from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.preflight import machine, reachability, run
+from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, Outcome
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.messages import Join, News, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.session import Alone
 
 PLACE = Place(address="127.0.0.2", door="127.0.0.2")
 DEADLINE_S = 30.0
@@ -117,14 +117,14 @@ def briefing(ports: dict[int, int]) -> Briefing:
 
 async def looked(found: Briefing, tmp_path: pathlib.Path, **changes: Any) -> Outcome | None:
     wanted = Preflight(**{"timeout_s": 0.1, **changes})
-    return await preflight.look(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
+    return await run.look(wanted, found, uid="u", index=0, place=PLACE, shm=tmp_path)
 
 
 @pytest.mark.asyncio
 async def test_who_answers_as_the_right_worker_is_reached(tmp_path: pathlib.Path) -> None:
     async with (
-        reach.answering("127.0.0.3", reach.answer("u", 2, 1)) as right,
-        reach.answering("127.0.0.4", reach.answer("u", 1, 2)) as older,
+        reachability.answering("127.0.0.3", reachability.answer("u", 2, 1)) as right,
+        reachability.answering("127.0.0.4", reachability.answer("u", 1, 2)) as older,
     ):
         assert await looked(briefing({0: 5, 1: right, 2: 0}), tmp_path) is None
         stale = await looked(briefing({0: 5, 1: right, 2: older}), tmp_path)
@@ -152,7 +152,7 @@ async def test_a_worker_that_begins_to_answer_late_is_reached(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(reach.answer("u", 2, 1))
+        writer.write(reachability.answer("u", 2, 1))
         writer.close()
 
     refused = first_refusal(monkeypatch)
@@ -192,7 +192,7 @@ async def test_what_others_tell_ends_the_looking(news: list[News], outcome: Outc
     for one in news:
         gang.news.put_nowait(one)
     async with asyncio.timeout(DEADLINE_S):
-        assert await preflight.unless_told(gang, never) == outcome  # type: ignore[arg-type]
+        assert await run.unless_told(gang, never) == outcome  # type: ignore[arg-type]
     await asyncio.gather(never, return_exceptions=True)
     assert never.cancelled()
 
@@ -208,5 +208,5 @@ async def test_what_was_heard_meanwhile_is_not_forgotten() -> None:
             await asyncio.sleep(0)
         return None
 
-    assert await preflight.unless_told(gang, asyncio.create_task(fine())) is None
+    assert await run.unless_told(gang, asyncio.create_task(fine())) is None
     assert gang.news.get_nowait() == done

@@ -17,7 +17,8 @@ from launchers import DEADLINE_S, Gang, alive, wait_until
 from megatronapp_common.names import ExitCode
 from megatronapp_common.trace import RECORD, Counter, Kind
 from megatronapp_native import RingReader
-from megatronapp_trainer.launch import address, process
+from megatronapp_trainer.launch.config import address
+from megatronapp_trainer.launch.ranks import process
 
 pytestmark = pytest.mark.process
 
@@ -222,7 +223,7 @@ def test_missing_settings_are_a_usage_error_with_a_record(gang: Gang) -> None:
 
 def test_a_port_in_use_ends_the_gathering(gang: Gang) -> None:
     host, _, port = gang.coordinator.rpartition(":")
-    from megatronapp_trainer.launch.settings import Endpoint
+    from megatronapp_trainer.launch.config.settings import Endpoint
 
     with address.listening_socket(Endpoint(host=host, port=int(port)), host):
         gang.start({}, only=0)

@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 
 from megatronapp_common.names import Env, ExitCode, RankOrder
 from megatronapp_trainer.errors import MessageError, RefusedError, UsageError
-from megatronapp_trainer.launch import address, messages, outcome
-from megatronapp_trainer.launch.briefing import Briefing
-from megatronapp_trainer.launch.environment import rank_environment
-from megatronapp_trainer.launch.evidence import Event, RankEnd, Standing, judge
-from megatronapp_trainer.launch.interface import Place
-from megatronapp_trainer.launch.messages import Expected, Join, Notice, Stop
-from megatronapp_trainer.launch.outcome import Outcome
-from megatronapp_trainer.launch.settings import Settings
-from megatronapp_trainer.launch.table import RankTable, build_table
-from megatronapp_trainer.launch.wanted import Preflight
+from megatronapp_trainer.launch.config import address
+from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.config.settings import Settings
+from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.ranks import outcome
+from megatronapp_trainer.launch.ranks.environment import rank_environment
+from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, Standing, judge
+from megatronapp_trainer.launch.ranks.outcome import Outcome
+from megatronapp_trainer.launch.rendezvous import messages
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.rank_table import RankTable, build_table
 
 TOKEN = "ab" * 32
 PLACE = Place(address="10.0.0.2", door="10.0.0.2")

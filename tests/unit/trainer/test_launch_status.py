@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatronapp_trainer.errors import RendezvousError
-from megatronapp_trainer.launch import server
-from megatronapp_trainer.launch.board import Board, Phase
-from megatronapp_trainer.launch.messages import Join
-from megatronapp_trainer.launch.server import PATH, serving
-from megatronapp_trainer.launch.table import build_table
+from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
+from megatronapp_trainer.launch.rendezvous.messages import Join
+from megatronapp_trainer.launch.rendezvous.rank_table import build_table
+from megatronapp_trainer.launch.reporting import status_server
+from megatronapp_trainer.launch.reporting.status_server import PATH, serving
 
 TOKEN = "ab" * 32
 HOST = "127.0.0.2"
@@ -81,8 +81,8 @@ def test_there_is_nothing_else(port: int, method: str, path: str, status: int) -
 
 
 def test_the_silent_hold_nobody_up_and_are_closed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server._Handler, "timeout", 0.3)
-    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(server.MOST_CONNECTIONS - 1)]
+    monkeypatch.setattr(status_server._Handler, "timeout", 0.3)
+    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS - 1)]
     assert ask(port)[0] == 200
     for one in silent:
         assert one.recv(1) == b""
@@ -90,7 +90,7 @@ def test_the_silent_hold_nobody_up_and_are_closed(port: int, monkeypatch: pytest
 
 
 def test_too_many_at_once_are_closed_unanswered(port: int) -> None:
-    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(server.MOST_CONNECTIONS)]
+    silent = [socket.create_connection((HOST, port), timeout=30) for _ in range(status_server.MOST_CONNECTIONS)]
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         ask(port)
     for one in silent:

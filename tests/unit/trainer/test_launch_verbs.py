@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from megatronapp_trainer.launch import verbs
-from megatronapp_trainer.launch.machine import is_chosen
+from megatronapp_trainer.launch.preflight.machine import is_chosen
 
 SOURCE = """
 #include <stddef.h>

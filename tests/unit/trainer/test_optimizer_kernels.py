@@ -21,10 +21,10 @@ def prepared(flags: str) -> Any:
     warnings.simplefilter("ignore")
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)
@@ -65,7 +65,7 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 
-    from megatronapp_trainer import optimizer_kernels
+    from megatronapp_trainer.training import optimizer_kernels
 
     weights: list[list[torch.Tensor]] = []
     norms: list[list[float]] = []
@@ -74,9 +74,9 @@ def weights_with_and_without(flags: str) -> tuple[bool, list[float], list[float]
         if not weights:
             run, trainer = prepared(flags)
         else:
-            from megatronapp_trainer.loop import Trainer
-            from megatronapp_trainer.setup import build_iterators, build_run
-            from megatronapp_trainer.signals import StopWish
+            from megatronapp_trainer.training.build import build_iterators, build_run
+            from megatronapp_trainer.training.loop import Trainer
+            from megatronapp_trainer.training.signals import StopWish
 
             again = build_run(run.config, run.layout, run.device, vocab_size=64)
             trainer = Trainer(again, build_iterators(run.config, run.layout, 0), stop_wish=StopWish())

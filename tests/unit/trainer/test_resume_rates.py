@@ -30,8 +30,8 @@ def resume_of_earlier_release(folder: str, first: str, second: str) -> Any:
     """As `resume`, of a checkpoint as it was written before the groups of --decoupled-lr had a mark."""
     from megatron.core.optimizer import get_standard_config_overrides
 
-    from megatronapp_trainer import optim
     from megatronapp_trainer.checkpoint import schedules
+    from megatronapp_trainer.training import optimizer as optim
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim, "_group_overrides", get_standard_config_overrides)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.parallel.layout import Layout
 from megatronapp_trainer.scan.metadata import communicators, directed_pairs
 from megatronapp_trainer.scan.peers import Peers
 

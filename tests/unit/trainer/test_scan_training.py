@@ -49,11 +49,11 @@ def train(flags: list[str]) -> dict[str, Any]:
 
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.observe import RunContext
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.hooks.step_observer import RunContext
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = parse([*MODEL.split(), *flags])
     layout = layout_of(config)

@@ -14,7 +14,7 @@ def model() -> Any:
     from tokenizers import Tokenizer, decoders, models
 
     from megatronapp_trainer.data import tokenizer as ours
-    from megatronapp_trainer.serve.model import ServedModel
+    from megatronapp_trainer.serve.served_model import ServedModel
 
     vocab = {"a": 0, "b": 1, "<0xE3>": 2, "<0x61>": 3, "id:0": 4, "</s>": 5, "c": 6}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
@@ -46,9 +46,9 @@ def test_no_candidate_is_lost_where_texts_are_the_same(tokens: list[int]) -> Non
 
 def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
     """An answer, its ticket, and the tickets that were cancelled."""
-    from megatronapp_trainer.generate.request import GenerationRequest
-    from megatronapp_trainer.serve.completion import Answer
-    from megatronapp_trainer.serve.desk import Ticket
+    from megatronapp_trainer.inference.request import GenerationRequest
+    from megatronapp_trainer.serve.openai.completion import Answer
+    from megatronapp_trainer.serve.request_broker import Ticket
 
     cancelled: list[Any] = []
     requests = [GenerationRequest(id=f"r{index}", prompt=(1,)) for index in range(prompts)]
@@ -57,7 +57,7 @@ def answer_of(prompts: int) -> tuple[Any, Any, list[Any]]:
 
 
 def token(request_id: str, index: int) -> Any:
-    from megatronapp_trainer.generate.events import Candidate, TokenEvent
+    from megatronapp_trainer.inference.events import Candidate, TokenEvent
 
     top = (Candidate(token=3, logprob=-0.5), Candidate(token=0, logprob=-0.7))
     return TokenEvent(request_id=request_id, index=index, token=3, logprob=-0.5, candidates=top, text="a", logits=None)
@@ -75,9 +75,9 @@ def test_both_of_two_tokens_with_one_text_are_told() -> None:
 
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts: int) -> None:
-    from megatronapp_trainer.serve.completion import stream
-    from megatronapp_trainer.serve.desk import MOST_HELD
-    from megatronapp_trainer.serve.schemas import StreamOptions
+    from megatronapp_trainer.serve.openai.completion import stream
+    from megatronapp_trainer.serve.openai.schemas_completions import StreamOptions
+    from megatronapp_trainer.serve.request_broker import MOST_HELD
 
     async def left_unread() -> tuple[list[str], list[Any], Any]:
         answer, ticket, cancelled = answer_of(prompts)
@@ -95,10 +95,10 @@ def test_events_that_nobody_reads_are_bounded_and_end_with_their_reason(prompts:
 
 
 def test_a_prompt_with_its_candidates_is_written_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatronapp_trainer.generate.events import FinishedEvent
-    from megatronapp_trainer.serve.completion import Answer, stream, whole
-    from megatronapp_trainer.serve.model import Echo
-    from megatronapp_trainer.serve.schemas import Completion, StreamOptions
+    from megatronapp_trainer.inference.events import FinishedEvent
+    from megatronapp_trainer.serve.openai.completion import Answer, stream, whole
+    from megatronapp_trainer.serve.openai.schemas_completions import Completion, StreamOptions
+    from megatronapp_trainer.serve.served_model import Echo
 
     written: list[int] = []
     dump = Completion.model_dump_json

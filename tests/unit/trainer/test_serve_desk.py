@@ -12,15 +12,15 @@ from generating_ranks import VARIANTS, config_of, groups_of, model_of, open_engi
 
 from megatronapp_common.frames import decode, frame_length
 from megatronapp_common.scope.protocol_requests import RunRequest
-from megatronapp_trainer.generate.engine import Engine
-from megatronapp_trainer.generate.errors import QueueFullError
-from megatronapp_trainer.generate.events import FinishedEvent
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.scope.open import SOCKET, open_scope
-from megatronapp_trainer.serve import runs
-from megatronapp_trainer.serve.desk import MOST_PROBED, Desk, Ticket
-from megatronapp_trainer.serve.model import ServedModel
-from megatronapp_trainer.serve.tally import Tally
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.errors import QueueFullError
+from megatronapp_trainer.inference.events import FinishedEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.assemble import SOCKET, open_scope
+from megatronapp_trainer.serve.request_broker import MOST_PROBED, Desk, Ticket
+from megatronapp_trainer.serve.scope import detached_runs
+from megatronapp_trainer.serve.served_model import ServedModel
+from megatronapp_trainer.serve.statistics import Tally
 
 pytestmark = pytest.mark.torch
 
@@ -88,24 +88,24 @@ async def probes_apart(desk: Desk) -> None:
 
 
 async def running_kept(desk: Desk) -> None:
-    runs.KEPT = 2
+    detached_runs.KEPT = 2
     model = ServedModel(name="tiny", created=0, capacity=64, vocab_size=96, most_prompts=1, most_open=1, most_tokens=40)
-    known = runs.Runs(desk)
+    known = detached_runs.Runs(desk)
 
-    def start(name: str) -> runs.Record:
+    def start(name: str) -> detached_runs.Record:
         return known.start(name, RunRequest(prompts=("a",)), 0, model, [asked(f"{name}-0", 30)])
 
     start("first")
     second = start("second")
     known.cancel("second")
-    while second.state not in runs.ENDED:
+    while second.state not in detached_runs.ENDED:
         desk.step(0)
         await asyncio.sleep(0)
     start("third")
     start("fourth")
     assert [one.run for one in known.newest_first()] == ["fourth", "third", "first"]
     desk.close(QueueFullError("the test is over"))
-    while known.get("fourth").state not in runs.ENDED:
+    while known.get("fourth").state not in detached_runs.ENDED:
         await asyncio.sleep(0)
 
 

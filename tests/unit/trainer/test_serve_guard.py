@@ -22,9 +22,10 @@ MIB = 1 << 20
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A server of at most 8 requests and 16 connections; gives its port."""
-    from megatronapp_trainer.serve import protocol, web
-    from megatronapp_trainer.serve.desk import Desk
-    from megatronapp_trainer.serve.tally import Tally
+    from megatronapp_trainer.serve import app as web
+    from megatronapp_trainer.serve import bounded_protocols as protocol
+    from megatronapp_trainer.serve.request_broker import Desk
+    from megatronapp_trainer.serve.statistics import Tally
 
     monkeypatch.setattr(web, "SPARE_REQUESTS", 6)
     monkeypatch.setattr(web, "SPARE_CONNECTIONS", 8)
@@ -108,7 +109,7 @@ def test_strangers_whatever_they_do_give_their_places_and_who_has_the_token_does
 ) -> None:
     from starlette.requests import Request
 
-    from megatronapp_trainer.serve import guard
+    from megatronapp_trainer.serve import middleware
 
     reached = threading.Semaphore(0)
 
@@ -117,7 +118,7 @@ def test_strangers_whatever_they_do_give_their_places_and_who_has_the_token_does
         while not await request.is_disconnected():
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(guard, "OPEN", guard.OPEN | {"/route"})
+    monkeypatch.setattr(middleware, "OPEN", middleware.OPEN | {"/route"})
     port = serve(SECRET, route=route)
     key: dict[str, Any] = {"authorization": f"Bearer {KEY}"}
     with contextlib.ExitStack() as stack:
@@ -189,7 +190,7 @@ class Stalls:
     """Lets the time of the connection's reader run out whenever a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatronapp_trainer.serve.protocol import BoundedProtocol
+        from megatronapp_trainer.serve.bounded_protocols import BoundedProtocol
 
         self.lost = threading.Event()
         made, lost = BoundedProtocol.connection_made, BoundedProtocol.connection_lost

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatronapp_trainer.generate.errors import QueueFullError
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.serve.desk import Desk
+from megatronapp_trainer.inference.errors import QueueFullError
+from megatronapp_trainer.inference.request import GenerationRequest
 from megatronapp_trainer.serve.logprobs import MOST_ANSWER_LOGPROBS, MOST_OPEN_LOGPROBS, logprobs_held
-from megatronapp_trainer.serve.model import ServedModel
+from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
+from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.schemas import CompletionRequest
-from megatronapp_trainer.serve.schemas_chat import ChatRequest
-from megatronapp_trainer.serve.tally import Tally
+from megatronapp_trainer.serve.request_broker import Desk
+from megatronapp_trainer.serve.served_model import ServedModel
+from megatronapp_trainer.serve.statistics import Tally
 
 TOKENS = 1 << 12
 FITTING = MOST_ANSWER_LOGPROBS // (TOKENS * 2)

@@ -5,9 +5,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.generate.lull import Lull
-from megatronapp_trainer.serve.looking import Looking
+from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
+from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.serve.scope.capture_gateway import Looking
 
 
 class Told:

@@ -6,10 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from megatronapp_common.field_errors import describe
-from megatronapp_trainer.serve.model import ServedModel
+from megatronapp_trainer.serve.openai.schemas_chat import ChatRequest
+from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
 from megatronapp_trainer.serve.problems import UNION_TAGS
-from megatronapp_trainer.serve.schemas import CompletionRequest
-from megatronapp_trainer.serve.schemas_chat import ChatRequest
+from megatronapp_trainer.serve.served_model import ServedModel
 
 COMMON: dict[str, Any] = {
     "store": False,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatronapp_common.scope.protocol_requests import RunRequest
-from megatronapp_trainer.generate.errors import EngineLostError
-from megatronapp_trainer.generate.events import FinishedEvent, FinishReason, TokenEvent
-from megatronapp_trainer.generate.request import GenerationRequest
-from megatronapp_trainer.serve.desk import QueueEvent, Ticket
-from megatronapp_trainer.serve.model import new_seed
-from megatronapp_trainer.serve.runs import Record
+from megatronapp_trainer.inference.errors import EngineLostError
+from megatronapp_trainer.inference.events import FinishedEvent, FinishReason, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.request_broker import QueueEvent, Ticket
+from megatronapp_trainer.serve.scope.detached_runs import Record
+from megatronapp_trainer.serve.served_model import new_seed
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.torch]
 

@@ -4,8 +4,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from megatronapp_common.scope.protocol_requests import Sampling
-from megatronapp_trainer.serve.model import new_seed
-from megatronapp_trainer.serve.schemas import CompletionRequest, StreamOptions
+from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest, StreamOptions
+from megatronapp_trainer.serve.served_model import new_seed
 
 NULLABLE = (
     "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed",

@@ -55,8 +55,8 @@ def ask(root: str, flags: str, bodies: list[dict[str, Any]]) -> list[dict[str, A
     warnings.simplefilter("ignore")
     from serving_ranks import served
 
-    from megatronapp_trainer.groups import destroy_groups
-    from megatronapp_trainer.serve.program import load
+    from megatronapp_trainer.parallel.groups import destroy_groups
+    from megatronapp_trainer.serve.rank_main import load
     from megatronapp_trainer.serve.settings import configure, read_command
 
     words = f"--load {root}/ours --max-batch-size 2 --prefill-chunk 7 {flags}"
@@ -163,7 +163,7 @@ def asked_thrice(root: str, body: dict[str, Any]) -> list[Any]:
     """Without the prompt, with it, and with it as a stream."""
     from serving_ranks import served
 
-    from megatronapp_trainer.serve.program import load
+    from megatronapp_trainer.serve.rank_main import load
     from megatronapp_trainer.serve.settings import configure, read_command
 
     warnings.simplefilter("ignore")

@@ -13,13 +13,13 @@ from starlette.responses import PlainTextResponse
 
 from megatronapp_common.names import ExitCode
 from megatronapp_trainer.errors import CheckpointError, RendezvousError, UsageError
+from megatronapp_trainer.serve.app import check_address, listen
 from megatronapp_trainer.serve.check import find_problems
-from megatronapp_trainer.serve.guard import MOST_BYTES, BodyLimit, TokenGuard
-from megatronapp_trainer.serve.program import limits_of, main
-from megatronapp_trainer.serve.schemas import CompletionRequest
+from megatronapp_trainer.serve.middleware import MOST_BYTES, BodyLimit, TokenGuard
+from megatronapp_trainer.serve.openai.schemas_completions import CompletionRequest
+from megatronapp_trainer.serve.rank_main import limits_of, main
 from megatronapp_trainer.serve.settings import configure, read_command
-from megatronapp_trainer.serve.tally import Tally
-from megatronapp_trainer.serve.web import check_address, listen
+from megatronapp_trainer.serve.statistics import Tally
 
 STORED: dict[str, Any] = {
     "--num-layers": 4,
@@ -188,7 +188,7 @@ def test_a_long_prompt_is_judged_up_to_its_first_bad_token(prompt: Any) -> None:
 
 
 def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
-    from megatronapp_trainer.generate.events import TokenEvent
+    from megatronapp_trainer.inference.events import TokenEvent
 
     clock = itertools.count(0.0, 1.0)
     tally = Tally(lambda: next(clock))
@@ -199,7 +199,7 @@ def test_a_server_that_nobody_asks_for_its_speed_forgets_too() -> None:
 
 
 def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
-    from megatronapp_trainer.generate.events import FinishedEvent, FinishReason, TokenEvent
+    from megatronapp_trainer.inference.events import FinishedEvent, FinishReason, TokenEvent
 
     now = 10.0
     tally = Tally(lambda: now)
@@ -243,7 +243,7 @@ def test_waiting_first_and_further_tokens_are_timed_by_size() -> None:
 
 
 def test_tokens_per_second_forget_what_is_old() -> None:
-    from megatronapp_trainer.generate.events import FinishedEvent, TokenEvent
+    from megatronapp_trainer.inference.events import FinishedEvent, TokenEvent
 
     times = [1.0, 1.0, 2.0, 3.0, 3.0, 12.5]
     tally = Tally(lambda: times.pop(0) if times else 13.0)

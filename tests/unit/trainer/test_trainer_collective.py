@@ -16,7 +16,7 @@ def outcomes(failing_rank: int, kind: str) -> tuple[str, str, int | None]:
     import torch.distributed as dist
 
     from megatronapp_trainer import errors
-    from megatronapp_trainer.collective import broadcast_from_zero, on_all_ranks
+    from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

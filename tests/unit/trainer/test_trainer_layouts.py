@@ -46,10 +46,10 @@ def train(flags: str) -> tuple[list[float], list[float]] | None:
     warnings.simplefilter("ignore")
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)

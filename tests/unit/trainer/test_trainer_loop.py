@@ -83,7 +83,7 @@ class Observer:
 
 def prepared(flags: str) -> tuple[Any, Any]:
     """A run and its iterators on this rank."""
-    from megatronapp_trainer.setup import build_iterators
+    from megatronapp_trainer.training.build import build_iterators
 
     run = small_training.prepare(f"{MODEL} {flags}")
     return run, build_iterators(run.config, run.layout, 0)
@@ -91,8 +91,8 @@ def prepared(flags: str) -> tuple[Any, Any]:
 
 def train(flags: str) -> dict[str, Any]:
     """What a run told on this rank."""
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
@@ -111,10 +111,10 @@ def at_step(iterator: Iterator[Any], microbatches: int, step: int, act: Callable
 
 def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
     """Exit code and words of a run that was asked to stop and cannot save."""
-    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import UnsavedStopError
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared("")
     with StopWish() as wish, pytest.raises(UnsavedStopError) as caught:
@@ -124,9 +124,9 @@ def train_with_a_signal_and_no_checkpoints() -> tuple[int, str]:
 
 
 def train_with_a_signal_in_the_last_step() -> int:
-    from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared("--train-iters 2")
     with StopWish() as wish:
@@ -135,9 +135,9 @@ def train_with_a_signal_in_the_last_step() -> int:
 
 
 def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
-    from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(PP2)
     recorder: Any = Recorder()
@@ -151,9 +151,9 @@ def train_with_a_signal_on_rank_0() -> tuple[int, list[int], int]:
 
 def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[tuple[int, float, str]]]:
     """A signal on rank 0 at the third batch of the evaluation after step 2: code, saves, steps, batches, results."""
-    from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
@@ -176,9 +176,9 @@ def evaluate_with_a_signal(flags: str) -> tuple[int, list[int], int, int, list[t
 
 def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
     """A signal in the step before an evaluation: code, saves, states."""
-    from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared("--eval-iters 2 --eval-interval 2")
     recorder: Any = Recorder()
@@ -191,10 +191,10 @@ def stop_where_an_evaluation_is_due() -> tuple[int, list[int], list[str]]:
 
 def train_with_poisoned_weights() -> str:
     """Replica 1 computes NaN from step 2 on."""
-    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(PP2)
     if run.layout.is_first_stage and run.layout.data_rank == 1:
@@ -212,10 +212,10 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
     """In step 2 a gradient of replica 1 is NaN although its loss is finite: the error, saves, if weights are finite."""
     import torch
 
-    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.data.microbatches import DataIterators
     from megatronapp_trainer.errors import NotFiniteError
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(flags)
     if run.layout.data_rank == 1:
@@ -233,8 +233,8 @@ def train_with_poisoned_gradients(flags: str) -> tuple[str, list[int], bool]:
 
 def train_and_test(flags: str) -> Any:
     """States that a whole run goes through."""
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(flags)
     recorder: Any = Recorder()
@@ -245,9 +245,9 @@ def train_and_test(flags: str) -> Any:
 
 
 def observed(flags: str) -> tuple[list[tuple[str, str, int, int]], list[float], list[tuple[int, int]]]:
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.schedule import backward_order
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.pipeline.static import backward_order
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     run, iterators = prepared(flags)
     observer = Observer()
@@ -303,7 +303,7 @@ def local_attention_results(flags: str, masked: bool) -> list[list[Any]]:
 
 def feed_of_a_step(microbatches: int, flags: str = "") -> tuple[list[int], list[int], list[tuple[str, str, int, int]]]:
     """First tokens of what was read and of what two chunks took, in order, and the spans of that."""
-    from megatronapp_trainer.batch import Batch, BatchSource, ChunkFeed, StepFeed
+    from megatronapp_trainer.data.microbatches import Batch, BatchSource, ChunkFeed, StepFeed
 
     run, iterators = prepared(flags)
     read: list[int] = []

@@ -57,7 +57,7 @@ def with_documents(batches: Iterator[Any], replica: int, replicas: int) -> Itera
 
 def prepared(flags: str) -> tuple[Any, Iterator[Any]]:
     """A run whose batches hold documents, which samples of --mock-data do not."""
-    from megatronapp_trainer.setup import build_iterators
+    from megatronapp_trainer.training.build import build_iterators
 
     run = small_training.prepare(f"{MODEL} {flags}")
     data = dataclasses.replace(run.config.data, reset_position_ids=True, reset_attention_mask=True)
@@ -68,7 +68,7 @@ def prepared(flags: str) -> tuple[Any, Iterator[Any]]:
 
 def trained(flags: str) -> list[float] | None:
     """Losses and gradient norms of all steps, on the reporting rank."""
-    from megatronapp_trainer.batch import DataIterators
+    from megatronapp_trainer.data.microbatches import DataIterators
 
     run, batches = prepared(flags)
     recorder = small_training.train(run, iterators=DataIterators(train=batches, valid=None, test=None))

@@ -14,7 +14,7 @@ import pytest
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.pages import PageReader
 from megatronapp_trainer.checkpoint.directory import CheckpointDirectory, Claim
-from megatronapp_trainer.launch.address import held_port
+from megatronapp_trainer.launch.config.address import held_port
 
 pytestmark = pytest.mark.torch
 

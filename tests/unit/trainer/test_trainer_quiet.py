@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from megatronapp_trainer.quiet import importing_megatron, saving
+from megatronapp_trainer.utils.silence_megatron import importing_megatron, saving
 
 
 def told(here: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -52,5 +52,5 @@ def test_any_other_difference_is_told(here: dict[str, Any], caplog: pytest.LogCa
 
 def test_without_the_filter_megatron_speaks(caplog: pytest.LogCaptureFixture) -> None:
     """Or the filter is no longer needed."""
-    with mock.patch("megatronapp_trainer.quiet._tells_something", lambda _record: True):
+    with mock.patch("megatronapp_trainer.utils.silence_megatron._tells_something", lambda _record: True):
         assert len(told({"optimizer": {"param_state": None, "step": 3}}, caplog)) == 1

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from megatronapp_common.names import Env
 from megatronapp_common.pages import PageReader
 from megatronapp_common.trace import NO_MICROBATCH, Kind
-from megatronapp_trainer.batch_size import BatchSchedule
 from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.data.batch_size import BatchSchedule
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.layout import Layout, layout_from_environment
-from megatronapp_trainer.metrics import (
+from megatronapp_trainer.hooks.step_observer import ObserverTimers, StepMetrics
+from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.training.metrics import (
     flops_per_token,
     flops_per_token_full_attention,
     log_line,
@@ -29,8 +30,7 @@ from megatronapp_trainer.metrics import (
     perplexity,
     why_no_mfu,
 )
-from megatronapp_trainer.observe import ObserverTimers, StepMetrics
-from megatronapp_trainer.report import Reporter, open_events, open_progress
+from megatronapp_trainer.training.progress import Reporter, open_events, open_progress
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -383,7 +383,7 @@ def test_the_configuration_needs_no_torch() -> None:
 
 
 def test_mock_samples_do_not_depend_on_the_layout() -> None:
-    from megatronapp_trainer.mock import mock_batches
+    from megatronapp_trainer.data.mock_data import mock_batches
 
     config = config_of("--micro-batch-size 2")
 
@@ -444,7 +444,7 @@ def test_transformer_engine_is_refused_where_it_is_missing() -> None:
 def test_second_interrupt_does_not_wait() -> None:
     import signal
 
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.training.signals import StopWish
 
     before = signal.getsignal(signal.SIGTERM)
     with StopWish() as wish:

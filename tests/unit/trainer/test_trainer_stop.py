@@ -48,10 +48,10 @@ def evaluations(flags: str, split: str, before: int) -> list[list[tuple[int, flo
     from megatronapp_trainer.checkpoint.manager import CheckpointManager
     from megatronapp_trainer.config import parse
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     config = parse(f"{MODEL} {flags}".split())
     layout = layout_of(config)

@@ -37,8 +37,8 @@ def uneven(batches: Iterator[Any], replica: int, replicas: int) -> Iterator[Any]
 
 def train(flags: str) -> list[tuple[float, float]] | None:
     """Loss and gradient norm of each step, on the reporting rank."""
-    from megatronapp_trainer.batch import DataIterators
-    from megatronapp_trainer.setup import build_iterators
+    from megatronapp_trainer.data.microbatches import DataIterators
+    from megatronapp_trainer.training.build import build_iterators
 
     run = small_training.prepare(f"{MODEL} {flags}")
     layout = run.layout

@@ -25,7 +25,7 @@ from megatronapp_trainer.data.datasets import DatasetRequest, check_length, chec
 from megatronapp_trainer.data.request import dataset_request
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError, UsageError, UsageErrors
-from megatronapp_trainer.layout import check_divides
+from megatronapp_trainer.parallel.layout import check_divides
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatronapp_common.names import ExitCode
-from megatronapp_trainer.batch_size import with_steps
 from megatronapp_trainer.config import TrainerConfig, build_parser, parse
+from megatronapp_trainer.data.batch_size import with_steps
 from megatronapp_trainer.errors import CheckpointError, PeerLostError, RendezvousError, TrainerError
 
 if TYPE_CHECKING:
     from megatronapp_trainer.device import Device
-    from megatronapp_trainer.layout import Layout
-    from megatronapp_trainer.setup import Run
+    from megatronapp_trainer.parallel.layout import Layout
+    from megatronapp_trainer.training.build import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def pretrain(config: TrainerConfig) -> ExitCode:
     """Set up, train, evaluate, and tear down. Raises TrainerError."""
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import apply_deterministic_mode, destroy_groups, initialize_groups
-    from megatronapp_trainer.setup import layout_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import apply_deterministic_mode, destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import layout_of
+    from megatronapp_trainer.training.signals import StopWish
 
     layout = layout_of(config)
     with StopWish() as stop_wish, named_errors():
@@ -52,9 +52,9 @@ def pretrain(config: TrainerConfig) -> ExitCode:
 
 
 def _train(config: TrainerConfig, layout: "Layout", device: "Device", stop_wish: Any) -> ExitCode:  # noqa: ANN401
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.report import make_reporter
-    from megatronapp_trainer.setup import build_iterators, build_run, vocab_size_of
+    from megatronapp_trainer.training.build import build_iterators, build_run, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.progress import make_reporter
 
     reporter = make_reporter(config, layout)
     if reporter is not None:
@@ -100,7 +100,7 @@ def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not
     if not run.config.logging.trace:
         return None
     from megatronapp_trainer import scan
-    from megatronapp_trainer.observe import RunContext
+    from megatronapp_trainer.hooks.step_observer import RunContext
 
     context = RunContext(
         config=run.config,
@@ -116,7 +116,7 @@ def open_observer(run: "Run") -> Any | None:  # noqa: ANN401 - StepObserver, not
 @contextlib.contextmanager
 def named_errors() -> Iterator[None]:
     """Turn what torch says of peers and ports into errors of ours."""
-    from megatronapp_trainer.collective import says_lost_peer, says_port_in_use
+    from megatronapp_trainer.parallel.agreement import says_lost_peer, says_port_in_use
 
     try:
         yield

@@ -15,7 +15,8 @@ code      stands there                             NaN, infinities              
 
 Ties go to the even number. s is never below 2^-126, so that nothing is divided by 0. The two codes of probabilities
 have no byte to spare: what else a frame tells of such a row (`surprise`, `entropy`, as ``f32``) is NaN then, too.
-Ranks write the same bytes on their device (`megatronapp_trainer.scope.encode`), pages read them (`scope/codes.ts`):
+Ranks write the same bytes on their device (`megatronapp_trainer.scope.transfer.quantise`), pages read them
+(`scope/codes.ts`):
 tests/fixtures/scope/codes.json holds all three to it.
 """
 

@@ -282,7 +282,7 @@ def test_a_target_is_replaced_only_if_asked_for_and_only_conversions(hf: pathlib
 def test_a_conversion_that_fails_leaves_the_target_as_it_was(
     hf: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatronapp_trainer.convert.hf_folder import TensorFolder
+    from megatronapp_trainer.convert.huggingface.folder import TensorFolder
 
     convert(hf, tmp_path / "ours")
     before = {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}

@@ -54,7 +54,7 @@ def differences(root: str, flags: str) -> dict[str, float | None]:
 
     from megatronapp_trainer.checkpoint.arguments import model_flags
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 
     found: dict[str, float | None] = {}
     for index, name in enumerate(MODELS):
@@ -139,7 +139,7 @@ def resume(root: str) -> str:
     from megatronapp_trainer.checkpoint.directory import read_manifest
     from megatronapp_trainer.device import prepare_device
     from megatronapp_trainer.errors import CheckpointError
-    from megatronapp_trainer.groups import initialize_groups
+    from megatronapp_trainer.parallel.groups import initialize_groups
 
     ours = pathlib.Path(root) / "gpt2" / "ours"
     flags = model_flags(read_manifest(ours / "iter_0000000").arguments)

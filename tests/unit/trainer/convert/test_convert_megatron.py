@@ -33,7 +33,7 @@ def logits_here(found: list[tuple[str, list[str], str]]) -> list[Any]:
 
     warnings.simplefilter("ignore")
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
 
     outcome: list[Any] = []
     for load, flags, layout_flags in found:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert.families import FAMILIES
-from megatronapp_trainer.convert.keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import Keys
 from megatronapp_trainer.convert.rules import steps
 from megatronapp_trainer.convert.shape import Shape
 from megatronapp_trainer.errors import CheckpointError

@@ -38,8 +38,8 @@ def differences(root: str) -> dict[str, float | None]:
     from megatronapp_trainer.convert.job import convert
     from megatronapp_trainer.convert.options import Options
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.setup import build_run
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_run
 
     found: dict[str, float | None] = {}
     for name, flags in MODELS.items():

@@ -46,10 +46,10 @@ def train(*runs: str) -> list[list[float] | None]:
     """Losses of several runs in one process each after the other."""
     warnings.simplefilter("ignore")
     from megatronapp_trainer.device import prepare_device
-    from megatronapp_trainer.groups import destroy_groups, initialize_groups
-    from megatronapp_trainer.loop import Trainer
-    from megatronapp_trainer.setup import build_iterators, build_run, layout_of, vocab_size_of
-    from megatronapp_trainer.signals import StopWish
+    from megatronapp_trainer.parallel.groups import destroy_groups, initialize_groups
+    from megatronapp_trainer.training.build import build_iterators, build_run, layout_of, vocab_size_of
+    from megatronapp_trainer.training.loop import Trainer
+    from megatronapp_trainer.training.signals import StopWish
 
     losses: list[list[float] | None] = []
     for index, flags in enumerate(runs):

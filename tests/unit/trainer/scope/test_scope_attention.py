@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from megatronapp_common.filters.pixels import merges
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES
 from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.generate.plan import Plan, Segment
-from megatronapp_trainer.scope import attention
-from megatronapp_trainer.scope.attention import Atlas, Rule, bucket
-from megatronapp_trainer.scope.parts import ranges
-from megatronapp_trainer.scope.recipe import recipe_of, residual_measures
-from megatronapp_trainer.scope.runs import Row, Sizes, Stride, Tracked, tracked_run
-from megatronapp_trainer.scope.share import pixel_count
+from megatronapp_trainer.inference.step_plan import Plan, Segment
+from megatronapp_trainer.scope.capture import attention_recompute
+from megatronapp_trainer.scope.capture.attention_recompute import Atlas, Rule, bucket
+from megatronapp_trainer.scope.capture.capture_spec import recipe_of, residual_measures
+from megatronapp_trainer.scope.capture.rank_shard import pixel_count
+from megatronapp_trainer.scope.tracked_requests import Row, Sizes, Stride, Tracked, tracked_run
+from megatronapp_trainer.scope.transfer.part_frames import ranges
 
 LAYERS, TOKENS, CHANNELS = 3, 37, 16
 
@@ -44,12 +44,12 @@ def test_rows_are_the_formula(heads: int, groups: int, window: int | None, dtype
     query, keys = drawn(heads, groups, dtype)
     rule = Rule(scale=0.25, window=window)
     positions = torch.arange(TOKENS)[None]
-    found = attention.probabilities(query[:, None], keys[:, None], positions, rule)
+    found = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
     wanted = written_out(query, keys, window, 0.25)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found[:, 0].double(), wanted, atol=1e-5, rtol=0)
     seen = (wanted > 0).sum(-1)
-    measures = attention.head_measures(found, positions, rule)
+    measures = attention_recompute.head_measures(found, positions, rule)
     entropy = torch.special.entr(wanted).sum(-1) / seen.clamp(min=2).double().log()
     for name, expected in (("entropy", entropy), ("max", wanted.amax(-1)), ("sink", wanted[..., 0])):
         torch.testing.assert_close(measures[f"head.{name}"][:, 0].double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
@@ -58,7 +58,7 @@ def test_rows_are_the_formula(heads: int, groups: int, window: int | None, dtype
 def test_sixteen_bits_are_within_a_hundredth_of_a_model_of_thirty_two() -> None:
     query, keys = drawn(4, 2)
     wanted = written_out(query, keys, None, 0.25)
-    found = attention.probabilities(
+    found = attention_recompute.probabilities(
         query.bfloat16()[:, None], keys.bfloat16()[:, None], torch.arange(TOKENS)[None], Rule(scale=0.25, window=None)
     )
     torch.testing.assert_close(found[:, 0].double(), wanted, atol=1e-2, rtol=0)
@@ -69,7 +69,7 @@ def test_sixteen_bits_are_within_a_hundredth_of_a_model_of_thirty_two() -> None:
 def test_pictures_are_the_same_in_any_chunks_and_blocks(
     buffer: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "BUFFER_NUMBERS", buffer)
+    monkeypatch.setattr(attention_recompute, "BUFFER_NUMBERS", buffer)
     query, keys = drawn(4, 2)
     rule = Rule(scale=0.25, window=None)
     atlas = Atlas(LAYERS, 4, TOKENS, torch.device("cpu"))
@@ -86,15 +86,15 @@ def test_pictures_are_the_same_in_any_chunks_and_blocks(
 
 def test_a_long_prompt_needs_no_square_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    whole = attention.probabilities
+    whole = attention_recompute.probabilities
 
     def watched(*given: torch.Tensor | Rule) -> torch.Tensor:
         found = whole(*given)  # type: ignore[arg-type] # as it was called
         sizes.append(found.numel())
         return found
 
-    monkeypatch.setattr(attention, "BUFFER_NUMBERS", 1000)
-    monkeypatch.setattr(attention, "probabilities", watched)
+    monkeypatch.setattr(attention_recompute, "BUFFER_NUMBERS", 1000)
+    monkeypatch.setattr(attention_recompute, "probabilities", watched)
     query, keys = drawn(4, 2)
     Atlas(LAYERS, 4, TOKENS, torch.device("cpu")).add(query, keys, 0, Rule(scale=1.0, window=None))
     assert max(sizes) <= 1000
@@ -105,8 +105,8 @@ def test_no_value_is_read_from_the_device() -> None:
     meta = torch.device("meta")
     query, keys = (one.to(meta) for one in drawn(4, 2))
     positions, rule = torch.empty(1, TOKENS, dtype=torch.int64, device=meta), Rule(scale=1.0, window=5)
-    chances = attention.probabilities(query[:, None], keys[:, None], positions, rule)
-    assert attention.head_measures(chances, positions, rule)["head.max"].shape == (LAYERS, 1, TOKENS, 4)
+    chances = attention_recompute.probabilities(query[:, None], keys[:, None], positions, rule)
+    assert attention_recompute.head_measures(chances, positions, rule)["head.max"].shape == (LAYERS, 1, TOKENS, 4)
     Atlas(LAYERS, 4, TOKENS, meta).add(query, keys, 0, rule)
     residual_measures(query.flatten(2), query.flatten(2))
 

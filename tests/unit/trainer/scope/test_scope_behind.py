@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.generate.lull import Lull
-from megatronapp_trainer.scope.behind import Behind
+from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.scope.transfer.deferred_work import Behind
 
 STEPS = st.lists(st.tuples(st.booleans(), st.booleans()))
 """Whether a step decodes, and whether there is a lull in it."""

@@ -12,12 +12,12 @@ from megatronapp_analyzer.hub.scope.encode import attention_rows
 from megatronapp_analyzer.hub.scope.merge import Piece, merge, pieces_of
 from megatronapp_common.frames import Frame, FrameType, decode, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of, unpack
-from megatronapp_trainer.scope.cut import Sheet, cuts
-from megatronapp_trainer.scope.parcel import Arrival, Found, wrap
-from megatronapp_trainer.scope.parts import ATLAS, EVERY, Parts, Told, _frames, _whole
-from megatronapp_trainer.scope.publisher import Kind
-from megatronapp_trainer.scope.runs import Row
-from megatronapp_trainer.scope.template import VERSION
+from megatronapp_trainer.scope.tracked_requests import Row
+from megatronapp_trainer.scope.transfer.device_copy import Arrival, Found, wrap
+from megatronapp_trainer.scope.transfer.frame_template import VERSION
+from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY, Parts, Told, _frames, _whole
+from megatronapp_trainer.scope.transfer.publisher import Kind
+from megatronapp_trainer.scope.transfer.split_frames import Sheet, cuts
 
 HEADER: dict[str, Any] = {"rank": 0, "run": "r", "step": 1, "timeUs": 0, "more": False}
 SMALLEST = 1 << 10

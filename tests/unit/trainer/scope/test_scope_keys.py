@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.scope.collect import Collector, Values
-from megatronapp_trainer.scope.look import Looker, hooked
-from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
-from megatronapp_trainer.scope.share import Share
-from megatronapp_trainer.scope.sites import Axis, forget_site, register_site
+from megatronapp_trainer.hooks.hook_collector import Collector, Values
+from megatronapp_trainer.hooks.sites import Axis, forget_site, register_site
+from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, recipe_of
+from megatronapp_trainer.scope.capture.rank_shard import Share
+from megatronapp_trainer.scope.capture.reductions import Looker, hooked
 
 SHARE = Share(
     layers=(0, 2),

@@ -17,10 +17,10 @@ from megatronapp_common.filters.shard_plan import compile_plan, run
 from megatronapp_common.frames import FrameType, decode, encode
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture
-from megatronapp_trainer.scope.collect import Collector, Values
-from megatronapp_trainer.scope.recipe import Pixels, Recipe, recipe_of
-from megatronapp_trainer.scope.share import Share
-from megatronapp_trainer.scope.sites import Axis, forget_site, register_site
+from megatronapp_trainer.hooks.hook_collector import Collector, Values
+from megatronapp_trainer.hooks.sites import Axis, forget_site, register_site
+from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, recipe_of
+from megatronapp_trainer.scope.capture.rank_shard import Share
 
 HEADS, WIDTH, FFN, ROWS, LAYERS = 8, 4, 32, 3, (2, 5)
 ALONE = Share(

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from generating_ranks import VARIANTS, config_of, drain, groups_of, model_of, open_engine, prompts
 
-from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.inference.request import GenerationRequest
 
 pytestmark = pytest.mark.torch
 
 
 def generate(variant: str) -> tuple[list[str], int]:
     """Modules of MegaScope that were imported, and hooks on the model, after some tokens."""
-    import megatronapp_trainer.serve.program  # noqa: F401 - what serves must not bring it along
+    import megatronapp_trainer.serve.rank_main  # noqa: F401 - what serves must not bring it along
 
     with groups_of("") as (layout, device):
         config = config_of(variant)

@@ -6,7 +6,7 @@ import pytest
 
 pytestmark = pytest.mark.torch
 
-GOOD = "from megatronapp_trainer.scope.sites import register_site\nregister_site('mine', 'mlp')\n"
+GOOD = "from megatronapp_trainer.hooks.sites import register_site\nregister_site('mine', 'mlp')\n"
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_a_plugin_that_cannot_be_used_is_named_with_the_reason(
 def test_sites_of_a_plugin_are_known(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
+    from megatronapp_trainer.hooks.sites import forget_site, site_of
     from megatronapp_trainer.scope.plugins import load_plugins
-    from megatronapp_trainer.scope.sites import forget_site, site_of
 
     (folder / "plugin_that_works.py").write_text(GOOD)
     monkeypatch.delitem(sys.modules, "plugin_that_works", raising=False)
@@ -61,8 +61,8 @@ def test_the_example_names_its_plugin_which_registers_two_sites(monkeypatch: pyt
 
     from megatronapp_common.job import load_job
     from megatronapp_common.job.arguments import megatron_arguments
+    from megatronapp_trainer.hooks.sites import forget_site
     from megatronapp_trainer.scope.plugins import load_plugins
-    from megatronapp_trainer.scope.sites import forget_site
 
     root = pathlib.Path(__file__).parents[4]
     document = yaml.safe_load((root / "examples" / "scope-plugin-serve.yaml").read_text())

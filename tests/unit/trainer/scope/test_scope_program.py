@@ -16,9 +16,9 @@ from megatronapp_common.filters.reducers import NAMES, Reducer, parse_reducer
 from megatronapp_common.filters.shard_plan import Plan, compile_plan, run
 from megatronapp_common.scope.codes import Code, decode, encode
 from megatronapp_trainer.errors import TrainerError
-from megatronapp_trainer.scope import program as programs
-from megatronapp_trainer.scope.encode import DTYPES, encode_into
-from megatronapp_trainer.scope.program import DeviceProgram
+from megatronapp_trainer.scope.capture import device_program as programs
+from megatronapp_trainer.scope.capture.device_program import DeviceProgram
+from megatronapp_trainer.scope.transfer.quantise import DTYPES, encode_into
 
 CPU = torch.device("cpu")
 VECTORS = pathlib.Path(__file__).resolve().parents[3] / "fixtures" / "scope" / "codes.json"

@@ -19,9 +19,9 @@ from megatronapp_analyzer.hub.scope.numbering import Numbering, part_of
 from megatronapp_common.frames import Frame, FrameType, encode, frame_length
 from megatronapp_common.frames import decode as decoded
 from megatronapp_common.scope.protocol import MAX_PART_BYTES
-from megatronapp_trainer.generate.lull import Lull
-from megatronapp_trainer.scope import publisher as publishing
-from megatronapp_trainer.scope.publisher import (
+from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.scope.transfer import publisher as publishing
+from megatronapp_trainer.scope.transfer.publisher import (
     BOUND_BYTES,
     FRAME_COST,
     MOST_COMING,

@@ -17,13 +17,13 @@ from megatronapp_common.errors import ExpressionError
 from megatronapp_common.frames import Frame, FrameType, decode
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture, Probe
-from megatronapp_trainer.generate.events import Event, FinishedEvent, TokenEvent
-from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.hooks.sites import Axis, forget_site, known_sites, register_site, site_of
+from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
+from megatronapp_trainer.scope.capture.session import CaptureSession
 from megatronapp_trainer.scope.errors import CaptureError
-from megatronapp_trainer.scope.leader import ScopeLeader
-from megatronapp_trainer.scope.session import CaptureSession
-from megatronapp_trainer.scope.sites import Axis, forget_site, known_sites, register_site, site_of
-from megatronapp_trainer.serve.looking import Looking
+from megatronapp_trainer.serve.scope.capture_gateway import Looking
 
 pytestmark = pytest.mark.torch
 RunRanks = Callable[..., list[Any]]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_trainer.scope.share import pins_of
+from megatronapp_trainer.scope.capture.rank_shard import pins_of
 
 PINS = st.sets(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=16)
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatronapp_trainer.files import patiently
+from megatronapp_trainer.utils.atomic_files import patiently
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -5,8 +5,8 @@ from typing import Any
 
 from megatronapp_trainer.checkpoint import random_states, schedules
 from megatronapp_trainer.checkpoint.optimizer_state import finish_loading, prepare_to_load, prepare_to_save
-from megatronapp_trainer.layout import Layout
-from megatronapp_trainer.state import TrainState
+from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.parallel.layout import Layout
 
 _OPTIMIZER_FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

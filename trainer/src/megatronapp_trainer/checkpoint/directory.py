@@ -27,7 +27,7 @@ from typing import Any
 
 from megatronapp_trainer.checkpoint.checksums import WrittenFile, checksum_of
 from megatronapp_trainer.errors import StorageError, SupersededError
-from megatronapp_trainer.files import patiently, sync_directory, sync_file, write_atomically
+from megatronapp_trainer.utils.atomic_files import patiently, sync_directory, sync_file, write_atomically
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OWNER = "owner.json"

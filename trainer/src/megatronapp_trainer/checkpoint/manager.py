@@ -20,7 +20,11 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.storage import WriteFailedError, read, read_common, verify, write
-from megatronapp_trainer.collective import (
+from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data import text_tokens
+from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
+from megatronapp_trainer.parallel.agreement import (
     Agreement,
     broadcast_from_zero,
     on_all_ranks,
@@ -28,11 +32,7 @@ from megatronapp_trainer.collective import (
     rank,
     says_lost_peer,
 )
-from megatronapp_trainer.config import TrainerConfig
-from megatronapp_trainer.data import text_tokens
-from megatronapp_trainer.errors import CheckpointError, StorageError, SupersededError, TrainerError, UsageError
-from megatronapp_trainer.layout import Layout, environment_integer
-from megatronapp_trainer.state import TrainState
+from megatronapp_trainer.parallel.layout import Layout, environment_integer
 
 logger = logging.getLogger(__name__)
 

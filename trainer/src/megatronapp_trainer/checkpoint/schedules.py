@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatronapp_trainer.checkpoint.train_state import TrainState
 from megatronapp_trainer.config import OptimizerConfig, TrainerConfig
-from megatronapp_trainer.state import TrainState
 
 State = Mapping[str, float | str | None]
 """What `state_of` gives."""

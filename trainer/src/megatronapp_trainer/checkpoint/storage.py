@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from megatronapp_trainer.checkpoint.checksums import Ranges, WrittenFile, first_damage, has_blocks
 from megatronapp_trainer.checkpoint.directory import DATA_SUFFIX, BrokenCheckpointError, Manifest
 from megatronapp_trainer.checkpoint.writer import SummedWriter
-from megatronapp_trainer.collective import (
+from megatronapp_trainer.convert.store import StoredTensors
+from megatronapp_trainer.errors import CheckpointError
+from megatronapp_trainer.parallel.agreement import (
     Agreement,
     broadcast_from_zero,
     gather_from_all,
@@ -25,9 +27,7 @@ from megatronapp_trainer.collective import (
     rank,
     world_size,
 )
-from megatronapp_trainer.convert.store import StoredTensors
-from megatronapp_trainer.errors import CheckpointError
-from megatronapp_trainer.quiet import saving
+from megatronapp_trainer.utils.silence_megatron import saving
 
 _BACKEND = ("torch_dist", 1)
 

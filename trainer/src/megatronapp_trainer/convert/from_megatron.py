@@ -16,9 +16,10 @@ from megatronapp_trainer.checkpoint.directory import (
 )
 from megatronapp_trainer.checkpoint.foreign import Layout, answer, megatron_checkpoint
 from megatronapp_trainer.convert import store
-from megatronapp_trainer.convert.companions import copy_companions, read_origin, tokenizer_arguments
 from megatronapp_trainer.convert.dtypes import converted, name_of, torch_dtype
-from megatronapp_trainer.convert.from_hf import manifest_of, text_tokens_in
+from megatronapp_trainer.convert.huggingface.companions import copy_companions, read_origin, tokenizer_arguments
+from megatronapp_trainer.convert.huggingface.load import manifest_of, text_tokens_in
+from megatronapp_trainer.convert.huggingface.save import find_checkpoint
 from megatronapp_trainer.convert.megatron.arguments import (
     model_from,
     tokenizer_words,
@@ -31,7 +32,6 @@ from megatronapp_trainer.convert.megatron.weights import EMBEDDING, Expected, We
 from megatronapp_trainer.convert.megatron.weights import name_of as place_name
 from megatronapp_trainer.convert.options import OURS, Options, Summary
 from megatronapp_trainer.convert.shape import Shape
-from megatronapp_trainer.convert.to_hf import find_checkpoint
 from megatronapp_trainer.data import text_tokens
 from megatronapp_trainer.errors import CheckpointError, UsageError
 

@@ -12,14 +12,14 @@ from megatronapp_trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatronapp_trainer.checkpoint.foreign import CONVERT, megatron_checkpoint
-from megatronapp_trainer.convert.companions import check_tokenizer, is_written_by_us, tokenizer_note
-from megatronapp_trainer.convert.from_hf import open_source, write_ours
 from megatronapp_trainer.convert.from_megatron import notes, open_megatron, open_ours, write_weights
-from megatronapp_trainer.convert.hf_folder import is_hf_folder
+from megatronapp_trainer.convert.huggingface.companions import check_tokenizer, is_written_by_us, tokenizer_note
+from megatronapp_trainer.convert.huggingface.folder import is_hf_folder
+from megatronapp_trainer.convert.huggingface.load import open_source, write_ours
+from megatronapp_trainer.convert.huggingface.save import find_checkpoint, open_stored, write_hf
 from megatronapp_trainer.convert.options import HF, MEGATRON, OURS, Options, Summary
 from megatronapp_trainer.convert.shape import Shape
 from megatronapp_trainer.convert.target import whole_folder
-from megatronapp_trainer.convert.to_hf import find_checkpoint, open_stored, write_hf
 from megatronapp_trainer.errors import CheckpointError, UsageError
 
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 
 from megatronapp_trainer.errors import StorageError, UsageError
-from megatronapp_trainer.files import sync_directory, sync_file
+from megatronapp_trainer.utils.atomic_files import sync_directory, sync_file
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.batch import TOGETHER, Batch
 from megatronapp_trainer.data.datasets import SampleDataset
+from megatronapp_trainer.data.microbatches import TOGETHER, Batch
 from megatronapp_trainer.data.sampler import Sampler
 from megatronapp_trainer.errors import DataError
 

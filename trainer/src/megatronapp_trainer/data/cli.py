@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatronapp_trainer.data.prepare import PrepareOptions, Summary
+    from megatronapp_trainer.data.prepare.prepare import PrepareOptions, Summary
 
 _DESCRIPTION = """\
 Turn text into the token files that training reads: PREFIX_text_document.bin and .idx (Megatron's format).
@@ -150,7 +150,7 @@ def _positive(text: str) -> int:
 
 def run_prepare(args: argparse.Namespace) -> int:
     """Prepare, say what was made, and return the exit code: 0, 2 (flags), 65 (data), 67 (storage) or 130 (Ctrl-C)."""
-    from megatronapp_trainer.data.prepare import prepare
+    from megatronapp_trainer.data.prepare.prepare import prepare
     from megatronapp_trainer.errors import TrainerError, UsageError
 
     try:
@@ -175,8 +175,8 @@ def options_from(args: argparse.Namespace) -> "PrepareOptions":
     Raises:
         UsageError: the flags do not go together.
     """
-    from megatronapp_trainer.data.prepare import PrepareOptions
-    from megatronapp_trainer.data.sources import DEFAULT_PATTERNS, Format
+    from megatronapp_trainer.data.prepare.prepare import PrepareOptions
+    from megatronapp_trainer.data.prepare.sources import DEFAULT_PATTERNS, Format
 
     _check_tokenizer_flags(args)
     return PrepareOptions(

@@ -10,7 +10,7 @@ from megatronapp_trainer.data.corpus_check import CorpusFacts, check_vocabulary,
 from megatronapp_trainer.data.index_cache import cache_directory, staged, without_process_group
 from megatronapp_trainer.data.vocabulary import Vocabulary
 from megatronapp_trainer.errors import DataError, TrainerError
-from megatronapp_trainer.quiet import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import importing_megatron
 
 T = TypeVar("T")
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 
-from megatronapp_trainer.batch import Batch, DataIterators
-from megatronapp_trainer.collective import Agreement, on_all_ranks
 from megatronapp_trainer.config import TrainerConfig
 from megatronapp_trainer.data.batches import BatchStream
 from megatronapp_trainer.data.datasets import (
@@ -13,10 +11,12 @@ from megatronapp_trainer.data.datasets import (
     check_request,
     check_training_has_data,
 )
+from megatronapp_trainer.data.microbatches import Batch, DataIterators
 from megatronapp_trainer.data.request import dataset_request, sample_counts
 from megatronapp_trainer.data.sampler import Sampler
 from megatronapp_trainer.data.vocabulary import Vocabulary, load_vocabulary
-from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.parallel.agreement import Agreement, on_all_ranks
+from megatronapp_trainer.parallel.layout import Layout
 
 
 def vocabulary_size(config: TrainerConfig) -> int:

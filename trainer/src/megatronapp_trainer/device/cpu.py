@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatronapp_trainer.quiet import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import importing_megatron
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.quiet import importing_megatron
+from megatronapp_trainer.utils.silence_megatron import importing_megatron
 
 _NOISE = (
     "Please use DTensor instead",  # of sharded tensors, which its checkpoints are made of

@@ -17,22 +17,25 @@ from megatronapp_common.names import ExitCode
 from megatronapp_common.pid_namespace import pid_namespace
 from megatronapp_common.web.tokens import Role, derive, read_secret
 from megatronapp_trainer.errors import RendezvousError, StoppedError, TrainerError
-from megatronapp_trainer.launch import address, preflight, process, reach, shared_memory
-from megatronapp_trainer.launch.board import Board, Phase
-from megatronapp_trainer.launch.briefing import Briefing
-from megatronapp_trainer.launch.coordinator import Coordinator
-from megatronapp_trainer.launch.echo import Echo
-from megatronapp_trainer.launch.environment import rank_environment
-from megatronapp_trainer.launch.gang import Alone, Gang
-from megatronapp_trainer.launch.interface import Place, find_place
-from megatronapp_trainer.launch.member import join_gang
-from megatronapp_trainer.launch.messages import COORDINATOR, Expected, Join, Stop
-from megatronapp_trainer.launch.outcome import STOPPED, Outcome, notice_of
-from megatronapp_trainer.launch.progress import reported
-from megatronapp_trainer.launch.server import serving
-from megatronapp_trainer.launch.settings import Settings
-from megatronapp_trainer.launch.supervise import RankProcess, Supervisor
-from megatronapp_trainer.launch.table import RankTable
+from megatronapp_trainer.launch.config import address
+from megatronapp_trainer.launch.config.interface import Place, find_place
+from megatronapp_trainer.launch.config.settings import Settings
+from megatronapp_trainer.launch.preflight import reachability
+from megatronapp_trainer.launch.preflight import run as preflight
+from megatronapp_trainer.launch.ranks import process, shared_memory
+from megatronapp_trainer.launch.ranks.environment import rank_environment
+from megatronapp_trainer.launch.ranks.outcome import STOPPED, Outcome, notice_of
+from megatronapp_trainer.launch.ranks.supervisor import RankProcess, Supervisor
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.coordinator import Coordinator
+from megatronapp_trainer.launch.rendezvous.gang_status import Board, Phase
+from megatronapp_trainer.launch.rendezvous.member import join_gang
+from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, Expected, Join, Stop
+from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
+from megatronapp_trainer.launch.rendezvous.session import Alone, Gang
+from megatronapp_trainer.launch.reporting.log_relay import Echo
+from megatronapp_trainer.launch.reporting.progress import reported
+from megatronapp_trainer.launch.reporting.status_server import serving
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -117,8 +120,8 @@ class Launcher:
                 stack.enter_context(serving(self._board, token=token, address=place.door, port=settings.status_port))
             probe_port = 0
             if settings.preflight is not None:
-                line = reach.answer(settings.uid, settings.attempt, settings.index)
-                probe_port = await stack.enter_async_context(reach.answering(place.address, line))
+                line = reachability.answer(settings.uid, settings.attempt, settings.index)
+                probe_port = await stack.enter_async_context(reachability.answering(place.address, line))
             return await self._run_at(place, self._join(place, port, probe_port))
 
     async def _run_at(self, place: Place, join: Join) -> Outcome:
@@ -258,8 +261,8 @@ def _counters(settings: Settings, own: str, supervisor: Supervisor) -> contextli
     """Counters are sampled only where an agent may read them."""
     if not settings.hub_url:
         return contextlib.nullcontext()
-    from megatronapp_trainer.launch.counters import CounterThread, Sampler
-    from megatronapp_trainer.launch.devices import DeviceReader
+    from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
+    from megatronapp_trainer.launch.reporting.counters import CounterThread, Sampler
 
     devices = DeviceReader()
     metadata = {

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.launch import outcome, process
+from megatronapp_trainer.launch.config.settings import Settings
 from megatronapp_trainer.launch.launcher import Launcher, Options, refused
-from megatronapp_trainer.launch.outcome import Outcome
-from megatronapp_trainer.launch.settings import Settings
+from megatronapp_trainer.launch.ranks import outcome, process
+from megatronapp_trainer.launch.ranks.outcome import Outcome
 
 log = logging.getLogger(__name__)
 

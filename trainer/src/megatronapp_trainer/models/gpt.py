@@ -8,9 +8,9 @@ import torch
 from megatronapp_trainer.config import ModelConfig, TrainerConfig
 from megatronapp_trainer.device import Device
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.layout import Layout
 from megatronapp_trainer.models.initial import initialize_weights
 from megatronapp_trainer.models.layers import block_spec, resolve_implementation
+from megatronapp_trainer.parallel.layout import Layout
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatronapp_trainer.config import ModelConfig
-from megatronapp_trainer.layout import Layout
+from megatronapp_trainer.parallel.layout import Layout
 
 _LAYER = re.compile(r"(?<=\.layers\.)(\d+)(?=\.)")
 _ONES = re.compile(r"(layernorm|layer_norm)(\.|_)weight$")

@@ -14,7 +14,7 @@ from megatronapp_common.names import Env, ShmFile
 from megatronapp_common.pages import PageReader
 from megatronapp_common.trace import Flag
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.observe import RunContext
+from megatronapp_trainer.hooks.step_observer import RunContext
 from megatronapp_trainer.scan.cost import span_cost_ns
 from megatronapp_trainer.scan.device import DeviceRecorder
 from megatronapp_trainer.scan.faults import Fault, FaultPlan

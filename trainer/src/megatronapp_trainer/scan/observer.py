@@ -6,7 +6,7 @@ from typing import Any
 
 from megatronapp_common.pages import PageReader
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, Flag, Kind, Metric
-from megatronapp_trainer.observe import StepMetrics
+from megatronapp_trainer.hooks.step_observer import StepMetrics
 from megatronapp_trainer.scan.faults import FaultPlan
 from megatronapp_trainer.scan.metadata import GROUP_OF_KIND, Communicator
 from megatronapp_trainer.scan.p2p import TracedP2PCommunicator

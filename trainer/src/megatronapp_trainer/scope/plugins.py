@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 
 from megatronapp_trainer.errors import UsageError
-from megatronapp_trainer.scope.sites import registered
+from megatronapp_trainer.hooks.sites import registered
 
 FLAG = "--scope-plugins"
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import frame_of
-from megatronapp_trainer.generate.events import PromptEvent
-from megatronapp_trainer.scope.leader import TextOf, distributions
+from megatronapp_trainer.inference.events import PromptEvent
+from megatronapp_trainer.scope.capture.coordinator import TextOf, distributions
 
 
 def scores_frame(events: Sequence[PromptEvent], text_of: TextOf | None) -> Frame:

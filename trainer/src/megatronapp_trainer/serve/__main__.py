@@ -2,7 +2,7 @@
 
 import sys
 
-from megatronapp_trainer.serve.program import main
+from megatronapp_trainer.serve.rank_main import main
 
 if __name__ == "__main__":
     sys.exit(main())

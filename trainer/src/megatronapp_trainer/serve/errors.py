@@ -6,7 +6,7 @@ GenerationError
 └── StoppingError       1  the server was asked to stop
 """
 
-from megatronapp_trainer.generate.errors import GenerationError
+from megatronapp_trainer.inference.errors import GenerationError
 
 
 class NotReadyError(GenerationError):

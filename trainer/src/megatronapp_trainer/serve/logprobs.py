@@ -5,9 +5,9 @@ Each costs some hundred bytes until its answer is written: as an event, as a par
 
 from collections.abc import Sequence
 
-from megatronapp_trainer.generate.request import GenerationRequest
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.openai.schemas_completions import GenerationBody
 from megatronapp_trainer.serve.problems import ApiError
-from megatronapp_trainer.serve.schemas import GenerationBody
 
 MOST_ANSWER_LOGPROBS = 1 << 19
 """Of one answer: about 300 MB with one candidate for each token."""

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from megatronapp_common.field_errors import describe, place_of
-from megatronapp_trainer.generate.errors import EngineLostError, GenerationError, QueueFullError, RequestError
+from megatronapp_trainer.inference.errors import EngineLostError, GenerationError, QueueFullError, RequestError
 from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
 
 SEE = "See /openapi.json for what there is."

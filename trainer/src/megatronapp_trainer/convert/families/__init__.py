@@ -3,7 +3,7 @@
 from megatronapp_trainer.convert.families.family import HEAD, Family
 from megatronapp_trainer.convert.families.gpt2 import GPT2
 from megatronapp_trainer.convert.families.llama import LLAMA, MISTRAL, QWEN2
-from megatronapp_trainer.convert.keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import Keys
 
 __all__ = ["FAMILIES", "HEAD", "Family", "family_of"]
 

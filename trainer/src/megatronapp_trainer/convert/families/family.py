@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megatronapp_trainer.convert.keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import Keys
 from megatronapp_trainer.convert.rules import Rule
 from megatronapp_trainer.convert.shape import Shape
 

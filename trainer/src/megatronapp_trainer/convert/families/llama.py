@@ -8,7 +8,7 @@ from megatronapp_trainer.config import ModelConfig
 from megatronapp_trainer.convert import tensors
 from megatronapp_trainer.convert.families.family import HEAD, Family
 from megatronapp_trainer.convert.families.rope import read_rope, write_rope
-from megatronapp_trainer.convert.keys import Keys
+from megatronapp_trainer.convert.huggingface.config_keys import Keys
 from megatronapp_trainer.convert.rules import Part, Rule
 from megatronapp_trainer.convert.shape import Shape
 

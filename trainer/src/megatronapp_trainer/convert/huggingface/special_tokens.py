@@ -1,0 +1,93 @@
+"""Which tokens transformers puts around a text, and which end one, by the files of a Hugging Face folder.
+
+As transformers 5 does: the post-processor of tokenizer.json says what is added; where there are only vocab.json and
+merges.txt, add_bos_token and add_eos_token of tokenizer_config.json do. The tokens that end a text are those of
+generation_config.json, else of config.json.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from megatronapp_trainer.convert.huggingface.config_keys import Keys
+from megatronapp_trainer.convert.huggingface.folder import CONFIG
+from megatronapp_trainer.data import tokenizer as tokenizers
+from megatronapp_trainer.data.text_tokens import TextTokens
+from megatronapp_trainer.data.tokenizer import Tokenizer
+from megatronapp_trainer.errors import CheckpointError
+
+GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_SPECIAL_MAP = "special_tokens_map.json"
+
+
+def text_tokens_of(folder: pathlib.Path) -> TextTokens:
+    """What the files that lie in a folder say; files that are not there say nothing.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a key is no id of a token.
+        DataError: the tokenizer cannot be read.
+    """
+    before, after = _around(folder)
+    return TextTokens(before=before, after=after, ends=_ends(folder))
+
+
+def _around(folder: pathlib.Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if (folder / "tokenizer.json").is_file():
+        return _of_post_processor(tokenizers.load_file(folder))
+    if not (folder / "vocab.json").is_file() or not (folder / "merges.txt").is_file():
+        return (), ()
+    tokenizer = tokenizers.load_gpt2(folder / "vocab.json", folder / "merges.txt")
+    keys = _keys(folder / _TOKENIZER_CONFIG)
+    before, after = (
+        _named(tokenizer, folder, kind) if keys.yes(f"add_{kind}_token", False) else () for kind in ("bos", "eos")
+    )
+    return before, after
+
+
+def _of_post_processor(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What encoding adds to some text that holds no special token."""
+    text = "a"
+    plain = tokenizer.tokenize(text)
+    full = tokenizer.backend.encode(text, add_special_tokens=True).ids
+    places = [place for place in range(len(full)) if full[place : place + len(plain)] == plain]
+    if not plain or not places:
+        return (), ()
+    return tuple(full[: places[0]]), tuple(full[places[0] + len(plain) :])
+
+
+def _named(tokenizer: Tokenizer, folder: pathlib.Path, kind: str) -> tuple[int, ...]:
+    """The token that the tokenizer's settings call `bos` or `eos`; else its id in config.json; else none."""
+    for name in (_TOKENIZER_CONFIG, _SPECIAL_MAP):
+        given = _keys(folder / name).get(f"{kind}_token")
+        text = given.get("content") if isinstance(given, dict) else given
+        if isinstance(text, str):
+            found = tokenizer.vocab.get(text)
+            return () if found is None else (found,)
+    return _ids(_keys(folder / CONFIG), f"{kind}_token_id")[:1]
+
+
+def _ends(folder: pathlib.Path) -> tuple[int, ...]:
+    generation = _keys(folder / GENERATION)
+    return _ids(generation, "eos_token_id") or _ids(_keys(folder / CONFIG), "eos_token_id")
+
+
+def _ids(keys: Keys, key: str) -> tuple[int, ...]:
+    value = keys.get(key, [])
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in ids):
+        raise keys.refusal(key, value, "the id of a token, or a list of ids, is needed")
+    return tuple(one for one in ids if one >= 0)
+
+
+def _keys(path: pathlib.Path) -> Keys:
+    """A file of settings; nothing where there is none."""
+    if not path.is_file():
+        return Keys({}, str(path))
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); is the download complete?") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is no JSON object; is the download complete?")
+    return Keys(values, str(path))

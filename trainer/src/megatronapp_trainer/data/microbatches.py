@@ -1,0 +1,198 @@
+"""Microbatches: read once, shared within the tensor group, handed to each model chunk in order.
+
+G microbatches that travel together, P planes, B samples of a microbatch, S sequence.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import TypedDict
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_common.trace import Kind
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.hooks.step_observer import StepObserver
+from megatronapp_trainer.parallel.layout import Layout
+
+TOGETHER = 8
+"""Microbatches that are copied to the device, and sent to the tensor group, at once: each copy and each broadcast costs
+the host as much as several kernels of a layer, however small it is."""
+
+
+class Batch(TypedDict):
+    """One microbatch of this rank's replica, as it is read."""
+
+    tokens: torch.Tensor
+    """int64 [B, S]"""
+    labels: torch.Tensor
+    """int64 [B, S]"""
+    loss_mask: torch.Tensor
+    """float32 [B, S], 1 where the loss counts"""
+    position_ids: torch.Tensor
+    """int64 [B, S]"""
+    attention_mask: torch.Tensor | None
+    """bool [B, 1, S, S], true where not to look; None: plain causal"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataIterators:
+    """Endless iterators of microbatches on the CPU; None where a split holds nothing."""
+
+    train: Iterator[Batch]
+    valid: Iterator[Batch] | None
+    test: Iterator[Batch] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch of this rank's replica, on its device."""
+
+    tokens: torch.Tensor
+    """int64 [B, S]"""
+    labels: torch.Tensor
+    """int64 [B, S]"""
+    loss_mask: torch.Tensor
+    """float32 [B, S], 1 where the loss counts"""
+    loss_tokens: torch.Tensor
+    """float32 [], the sum of the loss mask"""
+    position_ids: torch.Tensor
+    """int64 [B, S]"""
+    attention_mask: torch.Tensor | None
+    """bool [B, 1, S, S], true where not to look; None: plain causal"""
+
+
+class BatchSource:
+    """Gives this rank's microbatches on its device; ranks of a tensor group receive them from the first of them."""
+
+    def __init__(self, config: TrainerConfig, layout: Layout, device: Device) -> None:
+        self._device = device
+        self._size = (config.training.micro_batch_size, config.model.seq_length)
+        self._causal_positions = torch.arange(self._size[1], device=device.torch_device).expand(self._size)
+        self._planes = 4 if config.data.reset_position_ids else 3
+        self._masked = config.data.reset_attention_mask
+        self._reads = layout.tensor_rank == 0
+        self._shares = layout.tensor_size > 1
+        self.together = 1 if self._masked or config.data.num_workers == 0 else TOGETHER
+        """Microbatches to read at once. A mask is as large as hundreds of other planes; and where no thread reads
+        ahead, the whole pipeline would wait for the first stage to read them all."""
+
+    def read(self, iterator: Iterator[Batch], count: int) -> list[Microbatch]:
+        """The next `count` microbatches of this iterator; collective over the tensor group."""
+        batches = list(itertools.islice(iterator, count)) if self._reads else []
+        planes_GPBS = self._broadcast(self._packed(batches), (count, self._planes, *self._size), torch.int64)
+        loss_mask_GBS = planes_GPBS[:, 2].float()
+        columns = (
+            planes_GPBS[:, 0].unbind(),
+            planes_GPBS[:, 1].unbind(),
+            loss_mask_GBS.unbind(),
+            loss_mask_GBS.sum((1, 2)).unbind(),
+            planes_GPBS[:, 3].unbind() if self._planes == 4 else [self._causal_positions] * count,
+            self._masks(batches, count),
+        )
+        return [Microbatch(*fields) for fields in zip(*columns, strict=True)]
+
+    def _packed(self, batches: list[Batch]) -> torch.Tensor | None:
+        """The planes that travel, int64 [G, P, B, S]; a loss mask holds only 0 and 1."""
+        if not batches:
+            return None
+        names = ("tokens", "labels", "loss_mask", "position_ids")[: self._planes]
+        planes = [batch[name].long() for batch in batches for name in names]  # type: ignore[literal-required]
+        return torch.stack(planes).view(len(batches), self._planes, *self._size)
+
+    def _masks(self, batches: list[Batch], count: int) -> list[torch.Tensor] | list[None]:
+        if not self._masked:
+            return [None] * count
+        (samples, length), found = self._size, [batch["attention_mask"] for batch in batches]
+        packed = torch.stack([mask.to(torch.uint8) for mask in found if mask is not None]) if found else None
+        return list(self._broadcast(packed, (count, samples, 1, length, length), torch.uint8).bool().unbind())
+
+    def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        here = (
+            torch.empty(shape, dtype=dtype, device=self._device.torch_device)
+            if tensor is None
+            else self._device.to_device(tensor)
+        )
+        if self._shares:
+            from megatron.core import parallel_state
+
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.broadcast(here, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+        return here
+
+
+class StepFeed:
+    """Hands every chunk the microbatches of a step in order, and reads each microbatch once, several at a time.
+
+    Under the interleaved schedule several chunks may need the same microbatch at different times.
+    """
+
+    def __init__(
+        self,
+        source: BatchSource,
+        iterator: Iterator[Batch],
+        num_microbatches: int,
+        *,
+        needed_by: frozenset[int],
+        observer: StepObserver | None,
+    ) -> None:
+        self._source = source
+        self._iterator = iterator
+        self._num_microbatches = num_microbatches
+        self._needed_by = needed_by
+        self._observer = observer
+        self._held: dict[int, tuple[Microbatch, int]] = {}
+        self._read = 0
+
+    def take(self, chunk: int, microbatch: int) -> Microbatch | None:
+        """This chunk's microbatch, or None if the chunk needs no data."""
+        if chunk not in self._needed_by:
+            return None
+        if self._read <= microbatch:
+            self._fetch(chunk, microbatch)
+        return self._release(microbatch)
+
+    def _fetch(self, chunk: int, microbatch: int) -> None:
+        """Read the next microbatches of the step, up to this one at least, and never one of the next step."""
+        if microbatch >= self._num_microbatches:
+            raise ValueError(f"microbatch {microbatch} was asked for in a step of {self._num_microbatches}")
+        if self._observer is not None:
+            self._observer.begin(Kind.DATA, chunk, microbatch)
+        while self._read <= microbatch:
+            count = min(self._source.together, self._num_microbatches - self._read)
+            for batch in self._source.read(self._iterator, count):
+                self._held[self._read] = (batch, len(self._needed_by))
+                self._read += 1
+        if self._observer is not None:
+            self._observer.end(Kind.DATA)
+
+    def _release(self, microbatch: int) -> Microbatch:
+        batch, users = self._held.pop(microbatch)
+        if users > 1:
+            self._held[microbatch] = (batch, users - 1)
+        return batch
+
+
+class ChunkFeed:
+    """What the schedules pass around as a chunk's data iterator."""
+
+    def __init__(self, feed: StepFeed, chunk: int) -> None:
+        self.chunk = chunk
+        self.microbatch = -1
+        self._feed = feed
+
+    def next(self) -> Microbatch | None:
+        """The chunk's next microbatch."""
+        self.microbatch += 1
+        return self._feed.take(self.chunk, self.microbatch)
+
+
+def chunks_that_need_data(config: TrainerConfig, layout: Layout) -> frozenset[int]:
+    """Chunks of this rank that read tokens (first), labels (last) or an attention mask (all)."""
+    if config.data.reset_attention_mask:
+        return frozenset(range(layout.virtual_size))
+    first = {0} if layout.is_first_stage else set()
+    last = {layout.virtual_size - 1} if layout.is_last_stage else set()
+    return frozenset(first | last)

@@ -1,0 +1,63 @@
+"""Training data without files: random tokens in which a model can find something.
+
+A sample is a function of (seed, split, global sample index) alone, so that every layout and every resume reads the
+same. With probability 0.75 a token follows from the one before it; the loss can fall to about a third of its start.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.microbatches import Batch, DataIterators
+from megatronapp_trainer.models.initial import generator_of
+from megatronapp_trainer.parallel.layout import Layout
+
+_FOLLOWS = 0.75
+
+
+def build_mock_iterators(config: TrainerConfig, layout: Layout, consumed_samples: int) -> DataIterators:
+    """Training, validation and test microbatches of this rank."""
+    return DataIterators(
+        train=mock_batches(config, layout, split=0, first_sample=consumed_samples),
+        valid=_endless_evaluations(config, layout, split=1),
+        test=_endless_evaluations(config, layout, split=2),
+    )
+
+
+def _endless_evaluations(config: TrainerConfig, layout: Layout, *, split: int) -> Iterator[Batch]:
+    """The microbatches of one evaluation, over and over, so that every evaluation sees the same samples."""
+    stride = config.training.micro_batch_size * layout.data_size
+    microbatches = config.logging.eval_iters * config.global_batch_size(layout.data_size) // stride
+    while True:
+        yield from itertools.islice(mock_batches(config, layout, split=split, first_sample=0), microbatches)
+
+
+def mock_batches(config: TrainerConfig, layout: Layout, *, split: int, first_sample: int) -> Iterator[Batch]:
+    """Microbatches in the order of Megatron's sampler: replicas take turns."""
+    size, seed = config.training.micro_batch_size, config.training.seed
+    vocab, length = config.data.vocab_size or 1, config.model.seq_length
+    sample = first_sample + layout.data_rank * size
+    while True:
+        rows = [mock_sample(f"{seed}:{split}:{sample + row}", vocab, length + 1) for row in range(size)]
+        tokens = torch.stack(rows)
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(size, length),
+            "position_ids": torch.arange(length).expand(size, -1),
+            "attention_mask": None,
+        }
+        sample += layout.data_size * size
+
+
+def mock_sample(key: str, vocab_size: int, length: int) -> torch.Tensor:
+    """One row of tokens, int64 [length]."""
+    generator = generator_of(key)
+    free = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
+    follows = (torch.rand(length, generator=generator) < _FOLLOWS).tolist()
+    tokens = free[:1]
+    for position in range(1, length):
+        tokens.append((tokens[-1] * 3 + 1) % vocab_size if follows[position] else free[position])
+    return torch.tensor(tokens)

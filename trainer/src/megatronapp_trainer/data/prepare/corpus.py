@@ -1,0 +1,186 @@
+"""Writes Megatron's .bin/.idx pair in one pass, so that a stopped run goes on where it was.
+
+While it grows, a corpus lives in `PREFIX.preparing/`: tokens go straight into what becomes the .bin file, document
+lengths into a file beside it, and a journal says, after both have reached the disk, up to where they are true and which
+input position that is. A restart cuts both files back to the journal. At the end `finished.json` says that the files
+are complete, and they are renamed into place, the .idx last, so that a reader never sees half a corpus.
+"""
+
+import json
+import os
+import pathlib
+from dataclasses import asdict, dataclass, field, replace
+from typing import IO, Any, Self
+
+import numpy as np
+
+from megatronapp_trainer.data.prepare.documents import Encoded, Result
+from megatronapp_trainer.data.prepare.sources import START, Batch, Position
+from megatronapp_trainer.utils.atomic_files import write_atomically
+from megatronapp_trainer.utils.silence_megatron import importing_megatron
+
+with importing_megatron():
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+JOURNAL = "journal.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Journal:
+    """State that is safely on disk. `documents` and `tokens` are per key; `fingerprint` names inputs and options."""
+
+    fingerprint: str
+    position: Position = START
+    documents: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    bad_lines: int = 0
+    empty_documents: int = 0
+
+
+def read_journal(directory: pathlib.Path, fingerprint: str) -> Journal | None:
+    """The journal in `directory` if it belongs to the same inputs and options."""
+    try:
+        stored: dict[str, Any] = json.loads((directory / JOURNAL).read_text(encoding="utf-8"))
+        journal = Journal(**{**stored, "position": Position(**stored["position"])})
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return journal if journal.fingerprint == fingerprint else None
+
+
+def write_journal(directory: pathlib.Path, journal: Journal) -> None:
+    """Replace the journal, safely on disk when this returns."""
+    write_atomically(directory / JOURNAL, json.dumps(asdict(journal)).encode())
+
+
+class _GrowingBuilder(IndexedDatasetBuilder):  # type: ignore[misc]  # megatron-core is untyped
+    """megatron-core's builder on a file that may hold documents already, fed with many documents at once."""
+
+    def __init__(self, data_file: IO[bytes], dtype: type[np.generic], lengths: list[int]) -> None:
+        # The parent's __init__ truncates its file; it does nothing but set these.
+        self.data_file = data_file
+        self.dtype = dtype
+        self.multimodal = False
+        self.sequence_lengths = lengths
+        self.document_indices = list(range(len(lengths) + 1))
+        self.sequence_modes = None
+
+    def add_encoded(self, encoded: Encoded) -> None:
+        """Append documents of one sequence each."""
+        self.data_file.write(encoded.ids)
+        first = len(self.sequence_lengths) + 1
+        self.sequence_lengths.extend(encoded.lengths.tolist())
+        self.document_indices.extend(range(first, first + len(encoded.lengths)))
+
+
+class CorpusWriter:
+    """One growing .bin/.idx pair. `documents` and `tokens` say how much of what lies there is true."""
+
+    def __init__(self, directory: pathlib.Path, key: str, dtype: str, *, documents: int, tokens: int) -> None:
+        self._index = directory / f"{key}.idx"
+        self._data = directory / f"{key}.bin"
+        numpy_type = np.dtype(dtype).type
+        self._lengths_file = _cut(directory / f"{key}.lengths", documents * np.dtype(np.int32).itemsize)
+        lengths = np.fromfile(directory / f"{key}.lengths", dtype=np.int32, count=documents).tolist()
+        data_file = _cut(self._data, tokens * np.dtype(dtype).itemsize)
+        self._builder = _GrowingBuilder(data_file, numpy_type, lengths)
+        self.documents = documents
+        self.tokens = tokens
+
+    def add(self, encoded: Encoded) -> None:
+        """Append the documents of one batch."""
+        self._builder.add_encoded(encoded)
+        self._lengths_file.write(encoded.lengths.tobytes())
+        self.documents += len(encoded.lengths)
+        self.tokens += int(encoded.lengths.sum())
+
+    def sync(self) -> None:
+        """Bring everything added so far to the disk."""
+        for stream in (self._builder.data_file, self._lengths_file):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def finish(self) -> None:
+        """Write the index; .bin and .idx are safely on disk when this returns."""
+        self.sync()
+        self._lengths_file.close()
+        self._builder.finalize(str(self._index))
+        with self._index.open("rb") as stream:
+            os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        """Let go of the files without finishing."""
+        self._builder.data_file.close()
+        self._lengths_file.close()
+
+
+def _cut(path: pathlib.Path, size_bytes: int) -> IO[bytes]:
+    """Open `path` for appending after its first `size_bytes`."""
+    stream = path.open("ab")
+    if stream.tell() < size_bytes:
+        stream.close()
+        raise OSError(f"{path} holds less than its journal says; remove {path.parent} and start again")
+    stream.truncate(size_bytes)
+    return stream
+
+
+class CorpusFiles:
+    """The growing files of all JSON keys of one preparation, with their journal."""
+
+    def __init__(self, directory: pathlib.Path, fingerprint: str, keys: tuple[str, ...], dtype: str) -> None:
+        self._directory = directory
+        self._journal = read_journal(directory, fingerprint) or Journal(fingerprint=fingerprint)
+        self._uncommitted_bytes = 0
+        self._writers = {
+            key: CorpusWriter(
+                directory,
+                key,
+                dtype,
+                documents=self._journal.documents.get(key, 0),
+                tokens=self._journal.tokens.get(key, 0),
+            )
+            for key in keys
+        }
+
+    @property
+    def position(self) -> Position:
+        """Where in the input to go on."""
+        return self._journal.position
+
+    def add(self, batch: Batch, result: Result, *, commit_bytes: int) -> None:
+        """Append the documents of a batch; commits once `commit_bytes` of input have been added since the last time."""
+        for key, encoded in result.encoded.items():
+            self._writers[key].add(encoded)
+        self._journal = replace(
+            self._journal,
+            position=batch.end,
+            bad_lines=self._journal.bad_lines + len(result.bad),
+            empty_documents=self._journal.empty_documents + result.empty,
+        )
+        self._uncommitted_bytes += batch.size_bytes
+        if self._uncommitted_bytes >= commit_bytes:
+            self.commit()
+
+    def commit(self) -> Journal:
+        """Make everything added so far safe on disk."""
+        for writer in self._writers.values():
+            writer.sync()
+        self._journal = replace(
+            self._journal,
+            documents={key: writer.documents for key, writer in self._writers.items()},
+            tokens={key: writer.tokens for key, writer in self._writers.items()},
+        )
+        write_journal(self._directory, self._journal)
+        self._uncommitted_bytes = 0
+        return self._journal
+
+    def finish(self) -> None:
+        """Write the indexes: per key `KEY.bin` and `KEY.idx` are complete, still in the working directory."""
+        for writer in self._writers.values():
+            writer.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for writer in self._writers.values():
+            writer.close()

@@ -1,0 +1,169 @@
+"""From raw bytes to documents, and from documents to token ids: the work of one worker process.
+
+Light on purpose: a worker imports `tokenizers` and numpy, neither torch nor megatron-core.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from megatronapp_trainer.data.prepare.sources import Batch, Chunk, Format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeOptions:
+    """What every worker must know. `dtype` names the numpy type of a stored token; `eod` is appended if given."""
+
+    keys: tuple[str, ...]
+    dtype: str
+    eod: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadLine:
+    """A line that holds no document, and why."""
+
+    path: str
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Token ids of one key of a batch: lengths of its documents (int32) and their ids, back to back."""
+
+    lengths: npt.NDArray[np.int32]
+    ids: bytes
+
+
+@dataclass(kw_only=True, slots=True)
+class Parsed:
+    """Texts of a batch per key, in order, and what was left out. `closing` marks texts that end their document."""
+
+    texts: dict[str, list[str]]
+    closing: dict[str, list[bool]]
+    bad: list[BadLine] = field(default_factory=list)
+    empty: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a worker made of a batch."""
+
+    encoded: dict[str, Encoded]
+    bad: tuple[BadLine, ...]
+    empty: int
+
+
+def parse(chunks: Sequence[Chunk], keys: Sequence[str]) -> Parsed:
+    """Documents of `chunks`. Empty documents are counted, blank lines passed over, unreadable lines listed."""
+    parsed = Parsed(texts={key: [] for key in keys}, closing={key: [] for key in keys})
+    for chunk in chunks:
+        if chunk.format is Format.TEXT:
+            _parse_text(chunk, keys[0], parsed)
+        else:
+            _parse_lines(chunk, keys, parsed)
+    return parsed
+
+
+def _parse_text(chunk: Chunk, key: str, parsed: Parsed) -> None:
+    try:
+        text = chunk.payload.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = chunk.first_line + chunk.payload.count(b"\n", 0, error.start)
+        parsed.bad.append(BadLine(path=chunk.path, line=line, reason=_not_utf8(error)))
+        return
+    if text.strip():
+        parsed.texts[key].append(text)
+        parsed.closing[key].append(chunk.closes_file)
+    else:
+        parsed.empty += 1
+
+
+def _parse_lines(chunk: Chunk, keys: Sequence[str], parsed: Parsed) -> None:
+    for number, raw in enumerate(chunk.payload.split(b"\n"), start=chunk.first_line):
+        if not raw.strip():
+            continue
+        values = _document(raw, keys)
+        if isinstance(values, str):
+            parsed.bad.append(BadLine(path=chunk.path, line=number, reason=values))
+            continue
+        for key, text in zip(keys, values, strict=True):
+            if text:
+                parsed.texts[key].append(text)
+                parsed.closing[key].append(True)
+            else:
+                parsed.empty += 1
+
+
+def _document(raw: bytes, keys: Sequence[str]) -> list[str] | str:
+    """The texts of one JSON line, or the reason why there are none."""
+    try:
+        record: Any = json.loads(raw)
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return f"is not JSON ({error})"
+    if not isinstance(record, dict):
+        return f'is a JSON {type(record).__name__}, not an object like {{"text": "..."}}'
+    return _values(record, keys)
+
+
+def _values(record: dict[str, Any], keys: Sequence[str]) -> list[str] | str:
+    for key in keys:
+        if key not in record:
+            return f"has no key {key!r} (it has {', '.join(sorted(record)) or 'none'}; see --json-keys)"
+        if not isinstance(record[key], str):
+            return f"has a {type(record[key]).__name__} under {key!r}, not text"
+        if not _encodable(record[key]):
+            return f"has half a surrogate pair under {key!r}, which is no text"
+    return [record[key] for key in keys]
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    byte = error.object[error.start]
+    return f"is not UTF-8 (byte 0x{byte:02x}); convert the file, or decompress it if it is compressed"
+
+
+class Encoder:
+    """Turns batches into token ids.
+
+    Text that spells a special token is kept as text, so that a corpus cannot forge an end of document.
+    """
+
+    def __init__(self, tokenizer_json: str, options: EncodeOptions) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.encode_special_tokens = True
+        self._options = options
+
+    def __call__(self, batch: Batch) -> Result:
+        """Ids of all documents of `batch`."""
+        parsed = parse(batch.chunks, self._options.keys)
+        encoded = {key: self._encode(parsed.texts[key], parsed.closing[key]) for key in self._options.keys}
+        return Result(encoded=encoded, bad=tuple(parsed.bad), empty=parsed.empty)
+
+    def _encode(self, texts: list[str], closing: list[bool]) -> Encoded:
+        rows = list(self._rows(texts, closing))
+        lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        ids = np.fromiter((token for row in rows for token in row), dtype=self._options.dtype, count=int(lengths.sum()))
+        return Encoded(lengths=lengths, ids=ids.tobytes())
+
+    def _rows(self, texts: list[str], closing: list[bool]) -> Iterator[list[int]]:
+        for encoding, closes in zip(
+            self._tokenizer.encode_batch_fast(texts, add_special_tokens=False), closing, strict=True
+        ):
+            row: list[int] = encoding.ids
+            yield [*row, self._options.eod] if closes and self._options.eod is not None else row

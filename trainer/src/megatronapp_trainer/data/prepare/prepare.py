@@ -1,0 +1,325 @@
+"""`megatronapp data prepare`: text in, Megatron's .bin/.idx out, in one pass over the input.
+
+Worker processes parse and tokenise; this process reads ahead and writes in input order, so that the result does not
+depend on the number of workers. `corpus` says how a stopped run goes on.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatronapp_trainer.data import tokenizer as tokenizers
+from megatronapp_trainer.data.prepare.documents import BadLine, EncodeOptions, parse
+from megatronapp_trainer.data.prepare.pool import encode_in_order
+from megatronapp_trainer.data.prepare.progress import progress
+from megatronapp_trainer.data.prepare.sources import (
+    DEFAULT_PATTERNS,
+    START,
+    Batch,
+    Format,
+    Position,
+    Source,
+    batches,
+    find_sources,
+)
+from megatronapp_trainer.errors import DataError, StorageError
+from megatronapp_trainer.utils.atomic_files import sync_directory, write_atomically
+
+TRAINING_BYTES = 256 << 20
+_COMMIT_BYTES = 64 << 20
+_FINISHED = "finished.json"
+"""In the working directory: all files are complete and may be on their way to their names."""
+_SMALL_VOCABULARY = 65500  # below this megatron-core stores 16-bit tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """What to read, how to tokenise it and where to put it."""
+
+    inputs: tuple[str, ...]
+    output: str
+    json_keys: tuple[str, ...] = ("text",)
+    patterns: tuple[str, ...] = DEFAULT_PATTERNS
+    format: Format | None = None
+    workers: int = 1
+    append_eod: bool = False
+    skip_bad_lines: bool = False
+    overwrite: bool = False
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_file: str | None = None
+    train_vocab_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a run produced, per JSON key in the order given. `reused`: it was there already."""
+
+    prefixes: tuple[str, ...]
+    documents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    vocab_size: int
+    tokenizer_digest: str
+    trained_tokenizer: str | None
+    bad_lines: int
+    empty_documents: int
+    reused: bool = False
+
+
+def prepare(options: PrepareOptions) -> Summary:
+    """Run the whole preparation, or the rest of one that was stopped.
+
+    Raises:
+        DataError: input or tokenizer is missing, empty or corrupt.
+        StorageError: the output cannot be written; what is there is kept and the same command goes on from it.
+    """
+    sources = find_sources(options.inputs, options.patterns, options.format)
+    output = pathlib.Path(options.output)
+    if options.output.endswith("/") or output.is_dir():
+        raise DataError(f"--output {options.output} is a directory; give a prefix such as {output / 'corpus'}")
+    with _storage_errors(output), _working_directory(output) as directory:
+        summary = _Run(options, sources, directory).summary()
+        shutil.rmtree(directory)
+    return summary
+
+
+class _Run:
+    """One preparation in its working directory."""
+
+    def __init__(self, options: PrepareOptions, sources: Sequence[Source], directory: pathlib.Path) -> None:
+        self._options = options
+        self._sources = sources
+        self._directory = directory
+        self._prefixes = {key: f"{options.output}_{key}_document" for key in options.json_keys}
+        self._tokenizer_target = pathlib.Path(options.output).parent / "tokenizer.json"
+
+    def summary(self) -> Summary:
+        """Do what is left to do."""
+        fingerprint = self._fingerprint()
+        if (done := self._already_done(fingerprint)) is not None:
+            return done
+        if (finished := self._finished(fingerprint)) is not None:
+            self._publish(finished, fingerprint)
+            return finished
+        self._refuse_to_overwrite()
+        (self._directory / _FINISHED).unlink(missing_ok=True)  # of other input or options
+        tokenizer = self._tokenizer(fingerprint)
+        return self._write(tokenizer, fingerprint)
+
+    def _fingerprint(self) -> str:
+        """Digest of everything the result depends on."""
+        options = self._options
+        named = [path for path in (options.vocab_file, options.merge_file, options.tokenizer_file) if path is not None]
+        content = {
+            "version": 1,
+            "sources": [asdict(source) for source in self._sources],
+            "tokenizer": [_file_digest(pathlib.Path(path)) for path in named] or options.train_vocab_size,
+            "keys": options.json_keys,
+            "eod": options.append_eod,
+            "skip": options.skip_bad_lines,
+        }
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    def _already_done(self, fingerprint: str) -> Summary | None:
+        files = [pathlib.Path(prefix + suffix) for prefix in self._prefixes.values() for suffix in (".bin", ".idx")]
+        if self._options.train_vocab_size is not None:
+            files.append(self._tokenizer_target)
+        if not all(path.exists() for path in files):
+            return None
+        for prefix in self._prefixes.values():
+            summary = _stored_summary(pathlib.Path(prefix + ".json"), fingerprint)
+            if summary is None:
+                return None
+        return summary
+
+    def _finished(self, fingerprint: str) -> Summary | None:
+        """The summary of a run that was stopped between its first and its last rename."""
+        found = _stored_summary(self._directory / _FINISHED, fingerprint)
+        return None if found is None else replace(found, reused=False)
+
+    def _refuse_to_overwrite(self) -> None:
+        for prefix in self._prefixes.values():
+            if not self._options.overwrite and (os.path.exists(prefix + ".idx") or os.path.exists(prefix + ".bin")):
+                raise DataError(
+                    f"{prefix}.bin exists and was made from other input or with other options; "
+                    "pass --overwrite to replace it, or choose another --output"
+                )
+
+    def _tokenizer(self, fingerprint: str) -> tokenizers.Tokenizer:
+        options = self._options
+        if options.train_vocab_size is None:
+            return tokenizers.load(
+                vocab_file=options.vocab_file, merge_file=options.merge_file, tokenizer_file=options.tokenizer_file
+            )
+        kept = self._directory / f"tokenizer-{fingerprint[:16]}.json"
+        if not kept.exists():
+            trained = tokenizers.train(self._training_texts(), options.train_vocab_size)
+            write_atomically(kept, trained.backend.to_str(pretty=True).encode())
+        target = self._tokenizer_target
+        if target.exists() and target.read_bytes() != kept.read_bytes() and not options.overwrite:
+            raise DataError(
+                f"{target} exists and is another tokenizer; use it with --tokenizer-file {target}, "
+                "replace it with --overwrite, or choose an --output in another directory"
+            )
+        return tokenizers.load_file(kept)
+
+    def _training_texts(self) -> Iterator[str]:
+        """Every n-th batch of the input, so that about TRAINING_BYTES of it are learned from."""
+        stride = math.ceil(sum(source.size_bytes for source in self._sources) / TRAINING_BYTES)
+        for number, batch in enumerate(self._with_progress(START, "learning the tokenizer")):
+            if number % stride == 0:
+                parsed = parse(batch.chunks, self._options.json_keys)
+                self._check_lines(parsed.bad)
+                for texts in parsed.texts.values():
+                    yield from texts
+
+    def _check_lines(self, bad: Sequence[BadLine]) -> None:
+        if bad and not self._options.skip_bad_lines:
+            first = bad[0]
+            raise DataError(
+                f"{first.path} line {first.line} {first.reason}. "
+                "Repair it, or pass --skip-bad-lines to leave such lines out"
+            )
+
+    def _with_progress(self, start: Position, title: str) -> Iterator[Batch]:
+        before = sum(source.size_bytes for source in self._sources[: start.file]) + start.offset_bytes
+        total = sum(source.size_bytes for source in self._sources)
+        with progress(title, total_bytes=total, done_bytes=before) as advance:
+            yield from batches(self._sources, start, advance)
+
+    def _write(self, tokenizer: tokenizers.Tokenizer, fingerprint: str) -> Summary:
+        from megatronapp_trainer.data.prepare.corpus import (
+            CorpusFiles,  # megatron-core and torch take seconds to import
+        )
+
+        options = self._options
+        encode = EncodeOptions(
+            keys=options.json_keys,
+            dtype="uint16" if tokenizer.vocab_size < _SMALL_VOCABULARY else "int32",
+            eod=tokenizer.eod if options.append_eod else None,
+        )
+        with CorpusFiles(self._directory, fingerprint, options.json_keys, encode.dtype) as corpus:
+            work = self._with_progress(corpus.position, "tokenising")
+            for batch, result in encode_in_order(work, tokenizer.backend.to_str(), encode, options.workers):
+                self._check_lines(result.bad)
+                corpus.add(batch, result, commit_bytes=_COMMIT_BYTES)
+            journal = corpus.commit()
+            self._check_not_empty(journal.documents)
+            summary = Summary(
+                prefixes=tuple(self._prefixes.values()),
+                documents=tuple(journal.documents.values()),
+                tokens=tuple(journal.tokens.values()),
+                vocab_size=tokenizer.vocab_size,
+                tokenizer_digest=tokenizer.digest,
+                trained_tokenizer=str(self._tokenizer_target) if options.train_vocab_size is not None else None,
+                bad_lines=journal.bad_lines,
+                empty_documents=journal.empty_documents,
+            )
+            corpus.finish()
+        write_atomically(self._directory / _FINISHED, _sidecar(summary, fingerprint))
+        self._publish(summary, fingerprint)
+        return summary
+
+    def _check_not_empty(self, documents: dict[str, int]) -> None:
+        for key, count in documents.items():
+            if count == 0:
+                raise DataError(f"the input holds no text under {key!r}; nothing was written")
+
+    def _publish(self, summary: Summary, fingerprint: str) -> None:
+        """Rename the finished files into place; goes on with what is left where an earlier run was stopped."""
+        tokenizer = self._directory / f"tokenizer-{fingerprint[:16]}.json"
+        if summary.trained_tokenizer is not None and tokenizer.exists():
+            tokenizer.replace(summary.trained_tokenizer)
+        for key, prefix in self._prefixes.items():
+            data, index = self._directory / f"{key}.bin", self._directory / f"{key}.idx"
+            if not index.exists():  # the last to leave
+                continue
+            pathlib.Path(prefix + ".idx").unlink(missing_ok=True)  # no reader may pair the old index with the new data
+            if data.exists():
+                data.replace(prefix + ".bin")
+            write_atomically(pathlib.Path(prefix + ".json"), _sidecar(summary, fingerprint))
+            index.replace(prefix + ".idx")
+        sync_directory(pathlib.Path(self._options.output).parent)
+
+
+def _sidecar(summary: Summary, fingerprint: str) -> bytes:
+    return json.dumps({"fingerprint": fingerprint, "summary": asdict(summary)}, indent=1).encode()
+
+
+def _stored_summary(path: pathlib.Path, fingerprint: str) -> Summary | None:
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if stored.get("fingerprint") != fingerprint:
+        return None
+    fields: dict[str, Any] = stored["summary"]
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Summary(**{**fields, "reused": True})
+
+
+def _file_digest(path: pathlib.Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(f"tokenizer file {path} cannot be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _working_directory(output: pathlib.Path) -> Iterator[pathlib.Path]:
+    """`PREFIX.preparing`, held against a second run for the same output; gone afterwards if nothing in it is of use."""
+    directory = working_path(output)
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor, output)
+        try:
+            yield directory
+        finally:
+            if not _goes_on_from(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, output: pathlib.Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StorageError(f"another `megatronapp data prepare` is writing {output}; wait for it") from error
+
+
+def working_path(output: pathlib.Path) -> pathlib.Path:
+    """Where a preparation keeps what is done so far; there only while it runs or if it can go on from there."""
+    return output.with_name(output.name + ".preparing")
+
+
+def _goes_on_from(directory: pathlib.Path) -> bool:
+    """Whether a second run would find something: a learned tokenizer, finished files, or documents of a journal."""
+    if (directory / _FINISHED).exists() or any(directory.glob("tokenizer-*.json")):
+        return True
+    try:
+        journal = json.loads((directory / "journal.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return any(journal["documents"].values())
+
+
+@contextlib.contextmanager
+def _storage_errors(output: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        place, kept = error.filename or output, working_path(output)
+        advice = "Make room or fix the permissions, then run the same command again"
+        if os.path.exists(kept):
+            advice += f"; what is done so far is kept in {kept}, and it goes on from there"
+        raise StorageError(f"cannot read or write {place}: {error.strerror or error}. {advice}") from error

@@ -1,0 +1,1 @@
+"""Hooks: sites in the model, and observers of training steps."""

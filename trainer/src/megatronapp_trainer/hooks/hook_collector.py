@@ -1,0 +1,138 @@
+"""Forward hooks that keep what sites give in one step, for all layers of this rank.
+
+A hook launches no kernel where all tokens of a step are wanted (decode steps, which may be CUDA graphs): it keeps the
+tensor that the module gave, and one kernel puts all layers side by side when the step is over. Where some rows are
+wanted (prompts), it takes these alone, so that no layer's full activation lives longer than without capture. Where
+megatron-core would add the residual into a tensor in place, the hook marks it as one that wants a gradient, and the sum
+goes elsewhere: the same sum of the same two numbers.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.hooks.sites import Kept, Site, module_at
+from megatronapp_trainer.scope.errors import CaptureError
+
+Layers = frozenset[int] | None
+"""Numbers of layers in the whole model; None: all of this rank."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Values:
+    """What has come of a site in this step, by layer; layer -1 where it has none."""
+
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    biases: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class Collector:
+    """The hooks on one model. They stay while a set of sites is looked at; `look` with no sites takes all away."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._sites: Mapping[str, Site] = {}
+        self._handles: list[Any] = []
+        self._kept: dict[str, Values] = {}
+        self._rows: dict[str, torch.Tensor | None] = {}
+        self._wanted: Mapping[str, Layers] = {}
+        self._found: dict[Site, list[tuple[int, torch.nn.Module | None]]] = {}
+        """Modules of sites, by layer: to look for them takes longer than to hook them."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Sites that are hooked."""
+        return frozenset(self._sites)
+
+    def look(self, wanted: Mapping[str, Site]) -> None:
+        """Look at these sites from the next step on, and at no others. Raises CaptureError for one that is nowhere."""
+        if wanted is self._sites or wanted == self._sites:
+            self._sites = wanted
+            return
+        self.remove()
+        for site in wanted.values():
+            self._install(site)
+        self._sites = wanted
+
+    def remove(self) -> None:
+        """Take all hooks away: the model is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sites = {}
+        self._kept.clear()
+
+    def begin(self, rows: Mapping[str, torch.Tensor | None], wanted: Mapping[str, Layers]) -> None:
+        """A step comes. `rows`: which tokens of each site, as an index on the device, or None for all; a site that is
+        not there is not kept. `wanted`: of which layers."""
+        self._kept = {}
+        self._rows, self._wanted = dict(rows), wanted
+
+    def layers(self, name: str) -> list[int]:
+        """Layers that have been kept of a site, in order; [-1] of one without layers, [] of one that is elsewhere."""
+        return sorted(self._kept[name].values) if name in self._kept else []
+
+    def stacked(self, name: str) -> torch.Tensor:
+        """What a site gave: [layers, rows, ..], biases added; of a site without layers [1, rows, ..]."""
+        kept = self._kept[name]
+        order = sorted(kept.values)
+        values = torch.stack([kept.values[layer] for layer in order])
+        if not kept.biases:
+            return values
+        biases = torch.stack([kept.biases[layer] for layer in order])
+        return values + biases.view(len(order), *[1] * (values.dim() - 1 - biases.dim() + 1), *biases.shape[1:])
+
+    def take(self) -> dict[str, Values]:
+        """What has been kept, which is then no longer here."""
+        kept, self._kept = self._kept, {}
+        return kept
+
+    def put(self, kept: dict[str, Values]) -> None:
+        """Go on with what was taken."""
+        self._kept = kept
+
+    def _install(self, site: Site) -> None:
+        if site not in self._found:
+            self._found[site] = self._modules(site)
+        for number, module in self._found[site]:
+            if module is not None:
+                self._handles.append(self._hook(site, number, module))
+
+    def _modules(self, site: Site) -> list[tuple[int, torch.nn.Module | None]]:
+        roots = [(-1, self._model)]
+        if site.per_layer:
+            roots = [(layer.layer_number - 1, layer) for layer in self._model.decoder.layers]  # type: ignore[union-attr] # untyped library
+        found = [(number, module_at(site, root)) for number, root in roots]
+        if site.per_layer and roots and all(module is None for _, module in found):
+            raise CaptureError(f"site {site.name}: no layer of this model has a module {site.where}; check its path")
+        return found
+
+    def _hook(self, site: Site, layer: int, module: torch.nn.Module) -> Any:  # noqa: ANN401 - torch's handle
+        def keep(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
+            wanted = self._wanted.get(site.name)
+            if site.name not in self._rows or (wanted is not None and layer not in wanted):
+                return None
+            self._keep(site, layer, site.take((*args, *kwargs.values()), output))
+            return _guarded(output) if site.kept is Kept.GUARDED and self._rows[site.name] is None else None
+
+        return module.register_forward_hook(keep, with_kwargs=True)
+
+    def _keep(self, site: Site, layer: int, taken: Any) -> None:  # noqa: ANN401 - Taken
+        value, bias = taken if isinstance(taken, tuple) else (taken, None)
+        rows = self._rows[site.name]
+        if rows is not None:
+            value = value.index_select(0, rows)
+        elif site.kept is Kept.COPIED:
+            value = value.clone()
+        kept = self._kept.setdefault(site.name, Values())
+        kept.values[layer] = value
+        if bias is not None:
+            kept.biases[layer] = bias
+
+
+def _guarded(output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """The same memory, which megatron-core then leaves as it is."""
+    value, bias = output
+    return value.detach().requires_grad_(), bias

@@ -1,0 +1,199 @@
+"""Where a model can be looked at: the built-in sites of docs/scope-protocol.md, and people's own (docs/scope.md).
+
+    register_site("gate", "mlp.router", take=lambda inputs, output: output, reducers=("absmax",))
+
+All are forward hooks on modules that megatron-core 0.16 or `megatronapp_trainer.inference` has; nothing is replaced.
+N tokens of the step, packed.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_trainer.scope.errors import CaptureError
+
+Inputs = tuple[Any, ...]
+Taken = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+"""The numbers, [N, ..], the first axis the tokens; or they and a bias that the module has not added yet."""
+Take = Callable[[Inputs, Any], Taken]
+"""From what a module was given and what it gave."""
+Where = str | Callable[[str, torch.nn.Module], bool]
+"""Path below a layer (or below the model), or a predicate of that path and the module, true for one of them."""
+
+
+class Axis(enum.StrEnum):
+    """Along what tensor ranks share the numbers of a site."""
+
+    HEADS = "heads"
+    KEY_HEADS = "keyHeads"
+    MLP = "mlp"
+    """The width of the MLP: of gated ones, gate and up each."""
+    FEATURES = "features"
+    """Equal parts of whatever the module gives."""
+    WHOLE = "whole"
+    """Every rank has all of them."""
+
+
+class Kept(enum.Enum):
+    """How a tensor is still there when the step is over."""
+
+    ALIVE = "alive"
+    """Nobody writes into it."""
+    GUARDED = "guarded"
+    """megatron-core adds the residual into it in evaluation, unless it seems to want a gradient."""
+    COPIED = "copied"
+    """Nobody knows: it is copied at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """A place in the model."""
+
+    name: str
+    where: Where
+    take: Take
+    axis: Axis = Axis.WHOLE
+    per_layer: bool = True
+    kept: Kept = Kept.COPIED
+    reducers: tuple[str, ...] = ()
+    """What steps tell of it: each as the tensor `name.reducer`. Of built-in ones the capture says so."""
+    pixels: int = 16
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Without the axis of the batch, which megatron-core's modules have second and which is 1 here."""
+    return values.squeeze(1)
+
+
+def _first(_inputs: Inputs, output: Any) -> torch.Tensor:  # noqa: ANN401
+    return _packed(output[0] if isinstance(output, tuple) else output)
+
+
+def _pair(_inputs: Inputs, output: Any) -> Taken:  # noqa: ANN401
+    return _packed(output[0]), output[1]
+
+
+def _hidden(inputs: Inputs, _output: Any) -> torch.Tensor:  # noqa: ANN401
+    return _packed(inputs[0])
+
+
+def _value(inputs: Inputs, _output: Any) -> torch.Tensor:  # noqa: ANN401
+    return _packed(inputs[2])
+
+
+def _given(place: int) -> Take:
+    return lambda inputs, _output: inputs[place]
+
+
+def _made(place: int) -> Take:
+    return lambda _inputs, output: output[place]
+
+
+_ATTENTION = "self_attention.core_attention"
+_ROTATION = f"{_ATTENTION}.rotation"
+_KEPT: Mapping[str, Any] = {"kept": Kept.ALIVE}
+BUILT_IN = {
+    site.name: site
+    for site in (
+        Site(name="embedding", where="embedding", take=_first, per_layer=False, **_KEPT),
+        Site(name="q", where=_ROTATION, take=_made(0), axis=Axis.HEADS, **_KEPT),
+        Site(name="k", where=_ROTATION, take=_made(1), axis=Axis.KEY_HEADS, **_KEPT),
+        Site(name="v", where=_ATTENTION, take=_value, axis=Axis.KEY_HEADS, **_KEPT),
+        Site(name="attention_output", where="self_attention.linear_proj", take=_pair, kept=Kept.GUARDED),
+        Site(name="mlp2", where="mlp.linear_fc2", take=_pair, kept=Kept.GUARDED),
+        Site(name="mlp_in", where="pre_mlp_layernorm", take=_first, **_KEPT),
+        Site(name="mlp1", where="mlp.linear_fc1", take=_pair, axis=Axis.MLP, **_KEPT),
+        Site(name="residual", where="", take=_first, **_KEPT),
+        Site(name="final_norm", where="decoder.final_layernorm", take=_first, per_layer=False, **_KEPT),
+        Site(name="logits", where="output_layer", take=_first, per_layer=False, **_KEPT),
+    )
+}
+BEFORE_ROTATION = {
+    "q": dataclasses.replace(BUILT_IN["q"], name="q before", take=_given(0)),
+    "k": dataclasses.replace(BUILT_IN["k"], name="k before", take=_given(1)),
+}
+STAGE_INPUT = Site(name="stage input", where="decoder.layers.0", take=_hidden, per_layer=False, **_KEPT)
+"""What the first layer of this rank is given: the residual before it."""
+ATTENTION = "attention"
+"""A site without a module: its numbers are computed again from queries and cached keys."""
+_registered: dict[str, Site] = {}
+
+
+def register_site(
+    name: str,
+    where: Where,
+    *,
+    take: Take = _first,
+    axis: Axis = Axis.WHOLE,
+    per_layer: bool = True,
+    reducers: Iterable[str] = (),
+    pixels: int = 16,
+) -> Site:
+    """Let people look at another place of the model, in every run and probe that begins later. On every rank.
+
+    Args:
+        name: of the site; letters, digits and underscores.
+        where: a path below each layer, such as `mlp.router` (`per_layer`), or below the model; or a predicate.
+        take: the numbers, from what the module was given and gave: [N, ..], or with a bias beside
+            them; by default the (first) output, [N, 1, ..].
+        axis: how tensor ranks share them.
+        per_layer: each layer has it.
+        reducers: what each step tells of it (docs/expressions.md), in `pixels` numbers; the first axis is the token.
+        pixels: how many.
+
+    Raises:
+        CaptureError: the name is taken or cannot be one.
+        ExpressionError: a reducer is none.
+    """
+    if not name.isidentifier() or name in BUILT_IN or name in {ATTENTION, *_registered}:
+        raise CaptureError(f"site {name!r}: write another name, of letters, digits and underscores, that is not taken")
+    for text in (found := tuple(reducers)):
+        parse_reducer(text)
+    site = Site(name=name, where=where, take=take, axis=axis, per_layer=per_layer, reducers=found, pixels=pixels)
+    _registered[name] = site
+    return site
+
+
+def forget_site(name: str) -> None:
+    """Take a registered site back. Unknown names are fine."""
+    _registered.pop(name, None)
+
+
+def registered() -> tuple[Site, ...]:
+    """Sites that people have registered."""
+    return tuple(_registered.copy().values())
+
+
+def known_sites() -> list[str]:
+    """Names of all sites."""
+    return [*BUILT_IN, ATTENTION, *_registered.copy()]
+
+
+def site_of(name: str, *, rotary: str = "after") -> Site:
+    """A site by its name; `rotary` "before": queries and keys as they are before the turn. Raises CaptureError."""
+    if rotary == "before" and name in BEFORE_ROTATION:
+        return BEFORE_ROTATION[name]
+    site = BUILT_IN.get(name) or _registered.get(name)
+    if site is None:
+        raise CaptureError(f"there is no site {name!r}; sites: {', '.join(known_sites())}")
+    return site
+
+
+def module_at(site: Site, root: torch.nn.Module) -> torch.nn.Module | None:
+    """The module of a site below a layer, or below the model; None where this rank has none.
+
+    Raises CaptureError where a predicate is true for several.
+    """
+    if isinstance(site.where, str):
+        try:
+            return root.get_submodule(site.where)
+        except AttributeError:
+            return None
+    found = [(path, module) for path, module in root.named_modules() if site.where(path, module)]
+    if len(found) > 1:
+        raise CaptureError(f"site {site.name}: its predicate is true for {found[0][0]} and {found[1][0]}; narrow it")
+    return found[0][1] if found else None

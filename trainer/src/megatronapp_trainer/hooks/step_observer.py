@@ -1,0 +1,161 @@
+"""Where an observer may look into a training step, and what that costs when there is none: nothing.
+
+The loop holds ``observer: StepObserver | None``. Spans that megatron-core itself delimits (backward, gradient
+reduction, optimizer, ...) reach the observer through :class:`ObserverTimers`, which takes the place of Megatron's own
+timers in the model's and the optimizer's configuration and exists only where there is an observer.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from megatronapp_common.trace import NO_MICROBATCH, Kind
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.parallel.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunContext:
+    """What an observer learns once groups, model and optimizer exist, before the first step."""
+
+    config: TrainerConfig
+    layout: Layout
+    model_config: Any
+    """megatron-core's TransformerConfig of this rank."""
+    device_name: str
+    first_iteration: int
+    num_microbatches: int
+    """Microbatches of the first step; more under a batch-size ramp-up, see ``step_begin``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Figures of one step, equal on all ranks except the gradient norm's last bits."""
+
+    iteration: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the step's unmasked tokens."""
+    learning_rate: float
+    grad_norm: float | None
+    """None where the optimizer refused the update before it was computed."""
+    tokens_per_second: float
+    tflops_per_gpu: float
+    """As Megatron-LM counts them: half of the attention, recomputation not counted."""
+    mfu: float | None
+    """`tflops_per_gpu` as a share of the device's peak; None where the peak is not known."""
+    consumed_samples: int
+    skipped: bool
+    """The optimizer refused the update."""
+
+
+class StepObserver(Protocol):
+    """Hooks of one rank's loop, called on the training thread; they must neither block nor communicate.
+
+    Made by ``scan.start(RunContext)``, collectively, once groups, model and optimizer exist. ``begin`` and ``end``
+    delimit DATA, FORWARD, BACKWARD, GRAD_REDUCE, PARAM_GATHER, EMBED_REDUCE, GRAD_NORM, OPTIMIZER, LOSS_REDUCE,
+    EVALUATE, CHECKPOINT and GC; STEP is the observer's own, from ``step_begin`` to ``step_end``. DATA lies before
+    FORWARD, never inside. Transfers are recorded by the communicator that ``p2p_communicator`` gives.
+    """
+
+    def p2p_communicator(self, model_config: Any, pipeline_group: Any) -> Any | None:  # noqa: ANN401 - untyped library
+        """Replacement of megatron-core's P2PCommunicator for training steps, or None; asked once."""
+
+    def step_begin(self, step: int) -> None:
+        """A loop iteration begins; ``step`` counts from 0 over the whole job."""
+
+    def step_end(self, *, skipped: bool) -> None:
+        """It has ended, the optimizer's update included; ``skipped``: the update was refused."""
+
+    def begin(self, kind: Kind, chunk: int, microbatch: int) -> None:
+        """A span begins; microbatch is NO_MICROBATCH where the span belongs to none."""
+
+    def end(self, kind: Kind) -> None:
+        """The span of this kind has ended."""
+
+    def metrics(self, metrics: StepMetrics) -> None:
+        """Figures of the step that is ending, before ``step_end``; called on every rank."""
+
+    def validation(self, loss: float) -> None:
+        """An evaluation has ended; called on every rank."""
+
+    def close(self) -> None:
+        """Training has ended, or failed."""
+
+
+class _Span:
+    """What megatron-core calls a timer: an object with start and stop."""
+
+    __slots__ = ("start", "stop")
+
+    def __init__(self, start: Callable[..., None], stop: Callable[..., None]) -> None:
+        self.start = start
+        self.stop = stop
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    """Megatron's timers that no observer wants."""
+
+
+_TIMED_BY_MEGATRON = {
+    "all-grads-sync": Kind.GRAD_REDUCE,
+    "embedding-grads-all-reduce": Kind.EMBED_REDUCE,
+    "non-tensor-parallel-grads-all-reduce": Kind.EMBED_REDUCE,
+    "optimizer-inner-step": Kind.OPTIMIZER,
+    "params-all-gather": Kind.PARAM_GATHER,
+}
+"""Megatron's timer names and the spans they delimit."""
+
+
+class ObserverTimers:
+    """Stands in for Megatron's timers: a callable ``timers(name, log_level=...)`` that gives start and stop.
+
+    Forward spans begin in our forward step, after the data wait, and end where Megatron's ``forward-compute`` does,
+    the loss included. Backward spans carry the chunk and microbatch that the schedule runs at that place.
+    """
+
+    def __init__(self, observer: StepObserver) -> None:
+        self._observer = observer
+        self._backwards: tuple[tuple[int, int], ...] = ()
+        self._next_backward = 0
+        self._spans = {name: self._span(kind) for name, kind in _TIMED_BY_MEGATRON.items()}
+        self._spans["forward-compute"] = _Span(_nothing, self._end_forward)
+        self._spans["backward-compute"] = _Span(self._begin_backward, self._end_backward)
+        self._ignored = _Span(_nothing, _nothing)
+
+    def __call__(self, name: str, log_level: int | None = None) -> _Span:
+        """The span of that timer, or one that does nothing."""
+        return self._spans.get(name, self._ignored)
+
+    def timed(self, kind: Kind, function: Callable[[], Any]) -> Callable[[], Any]:
+        """`function` with a span around it: megatron-core's ChainedOptimizer has no timer for the gradient norm."""
+
+        def timed() -> Any:  # noqa: ANN401 - what the function gives
+            self._observer.begin(kind, 0, NO_MICROBATCH)
+            result = function()
+            self._observer.end(kind)
+            return result
+
+        return timed
+
+    def begin_step(self, backwards: tuple[tuple[int, int], ...]) -> None:
+        """A step begins whose backward passes run in this order of (chunk, microbatch)."""
+        self._backwards = backwards
+        self._next_backward = 0
+
+    def begin_forward(self, chunk: int, microbatch: int) -> None:
+        """The forward pass begins, its data being there."""
+        self._observer.begin(Kind.FORWARD, chunk, microbatch)
+
+    def _end_forward(self) -> None:
+        self._observer.end(Kind.FORWARD)
+
+    def _begin_backward(self) -> None:
+        self._observer.begin(Kind.BACKWARD, *self._backwards[self._next_backward])
+
+    def _end_backward(self) -> None:
+        self._observer.end(Kind.BACKWARD)
+        self._next_backward += 1
+
+    def _span(self, kind: Kind) -> _Span:
+        return _Span(lambda **_kwargs: self._observer.begin(kind, 0, NO_MICROBATCH), lambda: self._observer.end(kind))

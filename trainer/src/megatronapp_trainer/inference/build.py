@@ -1,0 +1,173 @@
+"""From flags and a checkpoint to a rank of a gang that generates. All ranks call these together."""
+
+import dataclasses
+import datetime
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.checkpoint import arguments, foreign
+from megatronapp_trainer.checkpoint.directory import (
+    BrokenCheckpointError,
+    CheckpointDirectory,
+    Manifest,
+    read_manifest,
+)
+from megatronapp_trainer.checkpoint.storage import read, verify
+from megatronapp_trainer.config import TrainerConfig, parse
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.errors import CheckpointError, UsageError
+from megatronapp_trainer.inference.model.kv_cache import check_room, free_bytes
+from megatronapp_trainer.inference.model_runner import Options, Stage, cache_shape
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.models.gpt import build_stage
+from megatronapp_trainer.parallel.agreement import broadcast_from_zero, on_all_ranks
+from megatronapp_trainer.parallel.groups import seed_everything
+from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+
+_TRAINING_ALONE = (
+    "--mock-data",
+    *("--train-iters", "1", "--lr", "1", "--eval-iters", "0"),
+    *("--micro-batch-size", "1", "--global-batch-size", "1"),
+)
+"""What the parser wants to hear and generation does not use."""
+
+
+def generation_config(config: TrainerConfig) -> TrainerConfig:
+    """The configuration without what concerns training alone: sequence parallelism, model chunks, recomputation."""
+    parallel = dataclasses.replace(
+        config.parallel,
+        sequence_parallel=False,
+        num_layers_per_virtual_pipeline_stage=None,
+        num_virtual_stages_per_pipeline_rank=None,
+    )
+    precision = dataclasses.replace(
+        config.precision,
+        recompute_activations=False,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
+    )
+    return dataclasses.replace(config, parallel=parallel, precision=precision)
+
+
+def checkpoint_config(directory: pathlib.Path, flags: Sequence[str] = (), *, bf16: bool | None = None) -> TrainerConfig:
+    """The configuration to generate with the model of a directory's newest whole checkpoint. Reads files only.
+
+    `flags` say the rest, as for training: sizes of the groups, `--distributed-backend`. `bf16`: None takes what the
+    checkpoint was trained in.
+
+    Raises:
+        CheckpointError: the directory holds no whole checkpoint.
+        UsageError: the flags do not fit the model, or each other.
+    """
+    stored = next((one.manifest.arguments for one in _inspected(directory) if one.manifest is not None), None)
+    if stored is None:
+        raise _nothing_whole(directory, _inspected(directory))
+    precision = ["--bf16"] if (stored.get("--bf16") if bf16 is None else bf16) else []
+    return generation_config(parse([*arguments.model_flags(stored), *_TRAINING_ALONE, *precision, *flags]))
+
+
+def generation_layout(config: TrainerConfig) -> Layout:
+    """This rank's place. Raises UsageError unless the ranks are exactly one replica of the model."""
+    tensor, pipeline = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    layout = layout_from_environment(tensor_size=tensor, pipeline_size=pipeline, virtual_size=1)
+    if layout.data_size != 1:
+        raise UsageError(
+            f"{layout.world_size} ranks are {layout.data_size} replicas of a model of --tensor-model-parallel-size "
+            f"{tensor} x --pipeline-model-parallel-size {pipeline}; a gang is one of them: start {tensor * pipeline}"
+        )
+    return layout
+
+
+def build_model(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Any:  # noqa: ANN401 - GPTModel
+    """This stage's GPTModel in evaluation mode and without gradients, with initial weights (`drawn`) or any."""
+    config = generation_config(config)
+    # On a GPU megatron-core draws weights from states of its own, which have to be there though ours replace them.
+    seed_everything(config, layout)
+    model = build_stage(config, layout, device, vocab_size=vocab_size, drawn=drawn)
+    return model.eval().requires_grad_(False)
+
+
+def load_weights(model: Any, config: TrainerConfig, directory: pathlib.Path) -> pathlib.Path:  # noqa: ANN401
+    """Fill the model from the newest whole checkpoint, whatever layout it was written in; where that lies. Collective.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
+    found = broadcast_from_zero(lambda: _inspected(directory))
+    for index, one in enumerate(found):
+        if one.manifest is None:
+            continue
+        if (reason := arguments.conflict(one.manifest.arguments, config, optimizer=False)) is not None:
+            raise CheckpointError(f"{one.path}: {reason}")
+        try:
+            verify(one.path, one.manifest, weights_alone=True)
+            _load(model, one.path)
+        except BrokenCheckpointError as error:
+            found[index] = dataclasses.replace(one, manifest=None, flaw=str(error))
+        else:
+            return one.path
+    raise _nothing_whole(directory, found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Inspected:
+    """A checkpoint's manifest, or why it cannot be used."""
+
+    path: pathlib.Path
+    manifest: Manifest | None = None
+    flaw: str = ""
+
+
+def _inspected(directory: pathlib.Path) -> list[_Inspected]:
+    """The directory's checkpoints, newest first."""
+    found = []
+    for path in CheckpointDirectory(directory).checkpoints():
+        try:
+            found.append(_Inspected(path=path, manifest=read_manifest(path)))
+        except BrokenCheckpointError as error:
+            found.append(_Inspected(path=path, flaw=str(error)))
+    return found
+
+
+def _nothing_whole(directory: pathlib.Path, found: list[_Inspected]) -> CheckpointError:
+    if (other := foreign.answer(directory)) is not None:
+        return CheckpointError(other)
+    flaws = "; ".join(f"{one.path.name}: {one.flaw}" for one in found)
+    return CheckpointError(f"{directory} holds no whole checkpoint ({flaws or 'nor any other'}); check the path")
+
+
+def _load(model: Any, path: pathlib.Path) -> None:  # noqa: ANN401 - GPTModel
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with torch.no_grad():
+        loaded = read({"model": model.sharded_state_dict(metadata={"dp_cp_group": group})}, path)
+        on_all_ranks(lambda: model.load_state_dict(loaded["model"]))
+
+
+def open_gang(
+    model: Any,  # noqa: ANN401 - GPTModel of `build_model`
+    config: TrainerConfig,
+    layout: Layout,
+    device: Device,
+    options: Options,
+    *,
+    vocab_size: int,
+) -> Gang:
+    """Allocate the cache and join the other ranks. Collective.
+
+    Raises:
+        CacheTooLargeError: some rank has too little memory; all raise.
+        UsageError: the options do not fit the model.
+    """
+
+    def prepare() -> Stage:
+        check_room(cache_shape(model, options), free_bytes=free_bytes(device), place=device.name)
+        return Stage(model, layout, device, options, vocab_size=vocab_size)
+
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    return Gang(on_all_ranks(prepare), timeout=timeout)

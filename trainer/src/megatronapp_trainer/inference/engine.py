@@ -1,0 +1,279 @@
+"""The engine of rank 0: requests in, events out, one step at a time.
+
+    engine = Engine(gang, decode=tokenizer.detokenize, end_tokens={tokenizer.eod})
+    engine.submit(GenerationRequest(id="a", prompt=(1, 2, 3), max_new_tokens=20))
+    while serving:
+        engine.wait_for_work(timeout_s=10)
+        for event in engine.step(): ...
+        if engine.failure is not None: ...  # end the process
+    engine.close()
+
+`submit`, `cancel` and the readings of the queue may be called from any thread; `step` and `close` from one thread only.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megatronapp_trainer.inference.detokenizer import Decode, TextStream
+from megatronapp_trainer.inference.errors import EngineLostError
+from megatronapp_trainer.inference.events import Event, FinishedEvent, FinishReason, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest, check_fits
+from megatronapp_trainer.inference.scheduler import Board, Planned, PlannedRow, Sequence
+from megatronapp_trainer.inference.step_plan import Output, Plan, Reading, Segment
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.parallel.agreement import says_lost_peer
+
+
+class Engine:
+    """Generates for many requests at a time; they join and leave at the borders of steps."""
+
+    def __init__(
+        self,
+        gang: Gang,
+        *,
+        decode: Decode | None = None,
+        decode_plain: Decode | None = None,
+        end_tokens: Iterable[int] = (),
+        most_waiting: int = 64,
+        admitted: Callable[[str], None] | None = None,
+    ) -> None:
+        """`decode` gives the text of tokens, for events and stop texts; `decode_plain` that without special tokens, for
+        requests with `skip_special`; `end_tokens` end a document.
+
+        `admitted` hears the id of each request that waits no more, in the thread of `step`.
+        """
+        self._gang = gang
+        self._decode = decode
+        self._decode_plain = decode_plain
+        self._end_tokens = frozenset(end_tokens)
+        self._admitted = admitted
+        options = gang.stage.options
+        self._board = Board(slots=options.slots, prefill_chunk=options.prefill_chunk, most_waiting=most_waiting)
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._cancelled: set[str] = set()
+        self._commands: list[tuple[str, Any]] = []
+        self.failure: EngineLostError | None = None
+        """Set once a rank was lost or failed: the process should end, so that the gang is started again."""
+
+    def submit(self, *requests: GenerationRequest) -> None:
+        """Take all of these requests or none; their events come out of `step`. Requests of a group come together.
+
+        Raises:
+            RequestError: one cannot be served by this engine.
+            QueueFullError: too many wait.
+            EngineLostError: the engine has failed.
+        """
+        stage = self._gang.stage
+        for request in requests:
+            check_fits(
+                request,
+                capacity=stage.options.capacity,
+                vocab_size=stage.vocab_size,
+                has_text=self._decode is not None,
+            )
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            self._board.add(*requests)
+            self._work.notify_all()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the next step, which gives its FinishedEvent. False where no such request is open."""
+        with self._lock:
+            if request_id not in self._board.open_ids():
+                return False
+            self._cancelled.add(request_id)
+            return True
+
+    def command(self, topic: str, payload: Any = None) -> None:  # noqa: ANN401 - whatever the handlers take
+        """Let all ranks handle a command (`Gang.handle`) before the next step."""
+        with self._lock:
+            self._commands.append((topic, payload))
+            self._work.notify_all()
+
+    def queue_position(self, request_id: str) -> int | None:
+        """How many wait before this request; None where it does not wait (any more)."""
+        with self._lock:
+            ids = [request.id for request in self._board.waiting]
+            return ids.index(request_id) if request_id in ids else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Some request is open."""
+        with self._lock:
+            return bool(self._board.waiting or self._board.running)
+
+    def warm_up(self) -> None:
+        """Do a step of each size, so that on a GPU no request waits for compilation; before the first request.
+
+        Raises RuntimeError, as torch does, where a rank fails.
+        """
+        stage = self._gang.stage
+        for slots in stage.decode_sizes:
+            for is_decode in (False, True):
+                segments = tuple(Segment(slot=slot, start=0, tokens=(0,)) for slot in range(slots))
+                self._gang.execute(Plan(segments=segments, outputs=(Output(row=0),), decode=is_decode))
+
+    def wait_for_work(self, timeout_s: float) -> bool:
+        """Sleep until something is open or commanded, at most so long; whether it is. Keep below 30 s between steps."""
+        with self._lock:
+            if self._has_work():
+                return True
+        with self._gang.lull, self._work:
+            return self._work.wait_for(self._has_work, timeout_s)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """In the thread of `step`: do this when no device waits for it any more; before long."""
+        self._gang.lull.defer(work)
+
+    def _has_work(self) -> bool:
+        return bool(self._board.waiting or self._board.running or self._commands)
+
+    def step(self) -> list[Event]:
+        """Do one step and tell what came of it. Without open requests it returns at once; call it every 30 s or so.
+
+        Where a rank is lost or fails, each open request ends with an EngineLostError and `failure` is set.
+
+        Raises:
+            EngineLostError: the engine had failed before.
+        """
+        if self.failure is not None:
+            raise self.failure
+        events = self._end_cancelled()
+        self._admit()
+        planned = self._board.plan()
+        try:
+            self._command()
+            if planned is None:
+                self._gang.beat()
+            else:
+                events += self._told(planned, self._gang.execute(planned.plan))
+        except Exception as error:  # whatever it is, those who wait for their tokens must hear of it
+            events += self._fail(error)
+        return events
+
+    def close(self) -> None:
+        """Let the other ranks return. What is open gets no more events."""
+        if self.failure is None:
+            self._gang.close()
+
+    def _command(self) -> None:
+        with self._lock:
+            commands, self._commands = self._commands, []
+        for topic, payload in commands:
+            self._gang.command(topic, payload)
+
+    def _end_cancelled(self) -> list[Event]:
+        with self._lock:
+            ids, self._cancelled = self._cancelled, set()
+            waiting = [request for request in self._board.waiting if request.id in ids]
+            for request in waiting:
+                self._board.waiting.remove(request)
+        running = [one for one in self._board.running if one.request.id in ids]
+        events: list[Event] = [_ended_waiting(request, "cancelled") for request in waiting]
+        return events + [self._finish(one, "cancelled") for one in running]
+
+    def _admit(self) -> None:
+        with self._lock:
+            while self._board.next_admissible():
+                request = self._board.next_in_line
+                decode = self._decode_plain if request.skip_special else self._decode
+                one = self._board.admit(None if decode is None else TextStream(decode, request.stop_texts))
+                if self._admitted is not None:
+                    self._admitted(one.request.id)
+
+    def _told(self, planned: Planned, readings: tuple[Reading, ...]) -> list[Event]:
+        """Bring the sequences up to date with a step that has been done."""
+        slots = {segment.slot: segment for segment in planned.plan.segments}
+        for sequence in self._board.running:
+            if sequence.slot in slots:
+                sequence.read = slots[sequence.slot].end
+        events: list[Event] = []
+        for row, reading in zip(planned.rows, readings, strict=True):
+            events += self._events(row, reading)
+        return events
+
+    def _events(self, row: PlannedRow, reading: Reading) -> Iterator[Event]:
+        sequence, request = row.sequence, row.sequence.request
+        last = len(request.prompt) - 1
+        if row.position <= last and sequence.wants_all:
+            yield _prompt_event(request, row.position, reading)
+        if row.position < last:
+            return
+        if request.max_new_tokens == 0:
+            yield self._finish(sequence, "length")
+            return
+        yield self._token_event(sequence, reading)
+        over = sequence.stopped(self._end_tokens)
+        if over is not None:
+            reason, matched = over
+            yield self._finish(sequence, reason, matched)
+
+    def _token_event(self, sequence: Sequence, reading: Reading) -> TokenEvent:
+        sequence.generated.append(reading.token)
+        is_end = reading.token in self._end_tokens and not sequence.request.ignore_end
+        text = None if sequence.text is None else "" if is_end else sequence.text.feed(reading.token)
+        return TokenEvent(
+            request_id=sequence.request.id,
+            index=len(sequence.generated) - 1,
+            token=reading.token,
+            logprob=reading.logprob,
+            candidates=reading.candidates,
+            text=text,
+            logits=reading.logits,
+            measures=reading.measures,
+        )
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, matched: int | tuple[int, ...] | str | None = None
+    ) -> FinishedEvent:
+        with self._lock:
+            self._board.release(sequence)
+        return FinishedEvent(
+            request_id=sequence.request.id,
+            reason=reason,
+            matched=matched,
+            text=None if sequence.text is None else sequence.text.finish(),
+            prompt_tokens=len(sequence.request.prompt),
+            generated_tokens=len(sequence.generated),
+        )
+
+    def _fail(self, error: Exception) -> list[Event]:
+        """End everything that is open."""
+        what = "a rank of the gang was lost" if says_lost_peer(error) else f"a step failed ({type(error).__name__})"
+        failure = EngineLostError(f"{what}: {error}; the gang must be started again")
+        failure.__cause__ = error
+        with self._lock:
+            self.failure = failure
+            open_requests = [one.request for one in self._board.running] + list(self._board.waiting)
+            generated = {one.request.id: len(one.generated) for one in self._board.running}
+            self._board.running.clear()
+            self._board.waiting.clear()
+        return [_ended_waiting(one, "error", failure, generated.get(one.id, 0)) for one in open_requests]
+
+
+def _prompt_event(request: GenerationRequest, position: int, reading: Reading) -> PromptEvent:
+    is_last = position == len(request.prompt) - 1
+    return PromptEvent(
+        request_id=request.id,
+        index=position,
+        target=None if is_last else reading.token,
+        logprob=None if is_last else reading.logprob,
+        candidates=reading.candidates,
+        logits=reading.logits,
+        measures=reading.measures,
+    )
+
+
+def _ended_waiting(
+    request: GenerationRequest, reason: FinishReason, error: EngineLostError | None = None, generated: int = 0
+) -> FinishedEvent:
+    return FinishedEvent(
+        request_id=request.id,
+        reason=reason,
+        prompt_tokens=len(request.prompt),
+        generated_tokens=generated,
+        error=error,
+    )

@@ -1,0 +1,74 @@
+"""What an engine tells of its requests, in order, step by step."""
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from megatronapp_trainer.inference.errors import GenerationError
+from megatronapp_trainer.inference.model.token_statistics import Measured
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A token that could have come, with its log-probability under the model (temperature 1, nothing filtered)."""
+
+    token: int
+    logprob: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PromptEvent:
+    """A position of the prompt was read; only where `prompt_logprobs` or `logits` asked for it."""
+
+    request_id: str
+    index: int
+    """Position in the prompt whose logits these are."""
+    target: int | None
+    """The token of the prompt that follows; None at its last position."""
+    logprob: float | None
+    """Of `target`."""
+    candidates: tuple[Candidate, ...]
+    logits: torch.Tensor | None
+    """fp32 [vocabulary] on the CPU, where asked for."""
+    measures: Measured | None = None
+    """Where asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenEvent:
+    """A token was generated."""
+
+    request_id: str
+    index: int
+    """0 for the first generated one."""
+    token: int
+    logprob: float
+    """Under the model (temperature 1, nothing filtered)."""
+    candidates: tuple[Candidate, ...]
+    text: str | None
+    """Text that is certain now: whole characters, without the beginning of a stop text. None without a tokenizer."""
+    logits: torch.Tensor | None
+    """Those that the token was chosen from: fp32 [vocabulary] on the CPU, where asked for."""
+    measures: Measured | None = None
+    """Where asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FinishedEvent:
+    """The last event of a request."""
+
+    request_id: str
+    reason: FinishReason
+    matched: int | tuple[int, ...] | str | None = None
+    """With `stop`: the end-of-document token, the sequence of tokens, or the text."""
+    text: str | None = None
+    """Text that was held back until now."""
+    prompt_tokens: int
+    generated_tokens: int
+    error: GenerationError | None = None
+
+
+Event = PromptEvent | TokenEvent | FinishedEvent

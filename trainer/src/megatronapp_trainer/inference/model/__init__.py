@@ -1,0 +1,1 @@
+"""Execution of the model: caches, attention, CUDA graphs and sampling."""

@@ -1,0 +1,113 @@
+"""Decode steps as CUDA graphs: captured when a shape is met first, replayed afterwards."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from megatronapp_trainer.inference.lru import Recent
+
+T = TypeVar("T")
+MOST_FAMILIES = 8
+_WARM = 2
+"""Runs before a capture, in which libraries set themselves up. They write what the replay writes again."""
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Makes a graph of a computation, in memory that graphs of its family share."""
+
+    def __call__(self, compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # noqa: ANN401 - torch's handle
+        """What replays it, what it gave, which each replay overwrites, and the memory."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Family:
+    known: dict[tuple[int, Hashable], tuple[Replay, Any]] = dataclasses.field(default_factory=dict)
+    pools: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+class Graphs:
+    """Runs computations by the key of their shapes: as they are, or as one CUDA graph per key.
+
+    A computation must read its inputs from the same memory in every call, and may not wait for the device. What it
+    returns is overwritten by the next run of its key.
+
+    Keys belong to families. Graphs of one family and turn share memory, so what one gave may be read until another of
+    that turn runs; all of it is free again when the family is forgotten. The family None stays, and of the others the
+    `most` that ran last. Ranks whose graphs hold collectives must run equal families in equal order, so that all
+    capture, or all replay.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        most: int = MOST_FAMILIES,
+        forget: Callable[[Hashable], None] = lambda _family: None,
+        capture: "Capture | None" = None,
+    ) -> None:
+        """`forget` hears of each family whose graphs are gone."""
+        self.enabled = enabled
+        self._forget = forget
+        self._capture = capture or captured
+        self._lasting = _Family()
+        self._families: Recent[Hashable, _Family] = Recent(most, self._drop)
+
+    def run(self, family: Hashable, key: Hashable, compute: Callable[[], T], *, turn: int = 0) -> T:
+        """What `compute` gives."""
+        if not self.enabled:
+            return compute()
+        of = self._lasting if family is None else self._families.get(family, _Family)
+        if (turn, key) not in of.known:
+            replay, result, of.pools[turn] = self._capture(compute, of.pools.get(turn))
+            of.known[turn, key] = replay, result
+        replay, result = of.known[turn, key]
+        replay()
+        found: T = result
+        return found
+
+    def drop(self, unwanted: Callable[[Hashable], bool]) -> None:
+        """Forget these families."""
+        self._families.drop(unwanted)
+
+    def clear(self) -> None:
+        """Capture anew from now on, into new memory: what is left of the old one may still be in use."""
+        self._lasting = _Family()
+        self._families.drop()
+
+    def _drop(self, family: Hashable, graphs: _Family) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a replay may still be under way
+        graphs.known.clear()
+        self._forget(family)
+
+
+def captured(compute: Callable[[], T], pool: Any) -> tuple[Replay, T, Any]:  # noqa: ANN401 - torch's handle
+    """As a CUDA graph."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch's own gap
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM):
+            compute()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with _own_workspace(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = compute()  # other threads go on
+    return graph.replay, result, graph.pool()
+
+
+@contextlib.contextmanager
+def _own_workspace() -> Iterator[None]:
+    """Make cuBLAS take its workspace from the memory of the graph.
+
+    torch keeps one for each stream. A graph that has another's baked in reads freed memory when somebody clears them,
+    as torch.compile does where it makes graphs of its own.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()

@@ -1,0 +1,147 @@
+"""Choosing tokens from logits: temperature, top-k, top-p, and noise that depends on seed and position alone.
+
+Shapes: R positions, V vocabulary, K candidates.
+
+A token is drawn by the Gumbel-max rule (Gumbel 1954; Maddison, Tarlow and Minka 2014): the largest of logit plus noise
+has the distribution of the softmax. The noise of a token is a hash of (seed, position, token), so a request gives the
+same tokens in every batch and layout, but for ties within rounding.
+"""
+
+import hashlib
+
+import torch
+
+from megatronapp_trainer.device.place import HostCopy, sent_to
+from megatronapp_trainer.inference.events import Candidate
+from megatronapp_trainer.inference.idle_window import Lull
+from megatronapp_trainer.inference.model.token_statistics import Measured, Measurer
+from megatronapp_trainer.inference.step_plan import Output, Reading, Sampling
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B1
+
+
+def noise_keys(seed: int, position: int) -> tuple[int, int]:
+    """Two keys of 32 bits for the token at this position of its sequence."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + position.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+def gumbel_noise(keys_R2: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """fp32 [R, V] of Gumbel noise from int64 keys. Mixes with the finaliser of MurmurHash3 (Appleby)."""
+    index_V = torch.arange(vocab_size, device=keys_R2.device) * _GOLDEN
+    bits_RV = _mixed(_mixed((index_V + keys_R2[:, :1]) & _MASK) ^ keys_R2[:, 1:])
+    uniform_RV = (bits_RV.double() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform_RV)).float()
+
+
+def _mixed(bits: torch.Tensor) -> torch.Tensor:
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK
+    return bits ^ (bits >> 16)
+
+
+def choose(
+    logits_RV: torch.Tensor,
+    temperature_R: torch.Tensor,
+    top_k_R: torch.Tensor,
+    top_p_R: torch.Tensor,
+    keys_R2: torch.Tensor,
+    *,
+    filters: bool,
+) -> torch.Tensor:
+    """int64 [R]: one token per row of fp32 logits. Temperature 0 takes the likeliest, top_k 0 and top_p 1 all tokens.
+
+    `filters`: some row has a top_k or top_p, for which the vocabulary is sorted.
+    """
+    scaled_RV = logits_RV / temperature_R.clamp_min(1e-3)[:, None]
+    noise_RV = gumbel_noise(keys_R2, logits_RV.size(1))
+    if not filters:
+        drawn_R = (scaled_RV + noise_RV).argmax(1)
+    else:
+        ordered_RV, order_RV = scaled_RV.sort(dim=1, descending=True, stable=True)
+        kept_RV = _kept(ordered_RV, top_k_R, top_p_R)
+        scores_RV = torch.where(kept_RV, ordered_RV + noise_RV.gather(1, order_RV), float("-inf"))
+        drawn_R = order_RV.gather(1, scores_RV.argmax(1, keepdim=True)).squeeze(1)
+    return torch.where(temperature_R == 0, logits_RV.argmax(1), drawn_R)
+
+
+def _kept(ordered_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+    """Which of the logits, sorted from the largest on, may be drawn. The first one always may."""
+    place_V = torch.arange(ordered_RV.size(1), device=ordered_RV.device)
+    kept_RV = (top_k_R[:, None] == 0) | (place_V < top_k_R[:, None])
+    probability_RV = torch.where(kept_RV, ordered_RV, float("-inf")).softmax(1)
+    before_RV = probability_RV.cumsum(1) - probability_RV
+    # Sums of floats may reach 1 before the last token, which all are kept for.
+    nucleus_RV = (before_RV < top_p_R[:, None]) | (top_p_R >= 1)[:, None]
+    return kept_RV & (nucleus_RV | (place_V == 0))
+
+
+def read(logits_RV: torch.Tensor, outputs: tuple[Output, ...], measurer: Measurer, lull: Lull) -> tuple[Reading, ...]:
+    """The answers for these positions; waits for the device once, beside the logits that were asked for."""
+    measured_RV, logits_RV = logits_RV, logits_RV.float()
+    token_R = _tokens(logits_RV, outputs)
+    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+    columns = [token_R[:, None].double(), (logits_RV.gather(1, token_R[:, None]) - total_R1).double()]
+    if most := max(output.candidates for output in outputs):
+        best_RK, best_token_RK = logits_RV.topk(most, dim=1)
+        columns += [best_token_RK.double(), (best_RK - total_R1).double()]
+    copy = HostCopy(torch.cat(columns, 1), is_cuda=logits_RV.is_cuda)  # others may use the device meanwhile
+    measured = measurer.launch(measured_RV, [output.measures for output in outputs])
+    with lull:
+        table = copy.read().tolist()
+    host_RV = logits_RV.cpu() if any(output.logits for output in outputs) else logits_RV
+    return tuple(
+        _reading(output, row, logits_V, measures)
+        for output, row, logits_V, measures in zip(outputs, table, host_RV.unbind(), measured, strict=True)
+    )
+
+
+def _reading(output: Output, row: list[float], logits_V: torch.Tensor, measures: Measured | None) -> Reading:
+    """`row`: token, log-probability, then candidates and their log-probabilities."""
+    most = len(row) // 2 - 1
+    pairs = list(zip(row[2 : 2 + most], row[2 + most :], strict=True))[: output.candidates]
+    return Reading(
+        token=int(row[0]),
+        logprob=row[1],
+        candidates=tuple(Candidate(token=int(token), logprob=logprob) for token, logprob in pairs),
+        logits=logits_V.clone() if output.logits else None,
+        measures=measures,
+    )
+
+
+def _tokens(logits_RV: torch.Tensor, outputs: tuple[Output, ...]) -> torch.Tensor:
+    """int64 [R]: the target where there is one, else the chosen token."""
+    free = [row for row, output in enumerate(outputs) if output.target is None]
+    if len(free) == len(outputs):
+        return _chosen(logits_RV, [output.sampling for output in outputs])
+    token_R = sent_to(logits_RV.device, torch.tensor([output.target or 0 for output in outputs]))
+    if free:  # of a prompt that is scored this is one row of many, and noise for all of them takes gigabytes
+        rows_F = sent_to(logits_RV.device, torch.tensor(free))
+        token_R[rows_F] = _chosen(logits_RV.index_select(0, rows_F), [outputs[row].sampling for row in free])
+    return token_R
+
+
+def _chosen(logits_RV: torch.Tensor, samplings: list[Sampling | None]) -> torch.Tensor:
+    """int64 [R]: a token for each row."""
+    if any(sampling is not None and sampling.temperature > 0 for sampling in samplings):
+        return _drawn(logits_RV, [sampling or _LIKELIEST for sampling in samplings])
+    return logits_RV.argmax(1)
+
+
+_LIKELIEST = Sampling(temperature=0.0, top_k=0, top_p=1.0, noise=(0, 0))
+
+
+def _drawn(logits_RV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+    device, vocab_size = logits_RV.device, logits_RV.size(1)
+    # fp64 holds a key of 32 bits exactly; all the parameters cross to the device in one copy.
+    rows = [(one.temperature, one.top_k, one.top_p, *one.noise) for one in samplings]
+    table = sent_to(device, torch.tensor(rows, dtype=torch.float64))
+    return choose(
+        logits_RV,
+        table[:, 0].float(),
+        table[:, 1].long(),
+        table[:, 2].float(),
+        table[:, 3:].long(),
+        filters=any(0 < one.top_k < vocab_size or one.top_p < 1 for one in samplings),
+    )

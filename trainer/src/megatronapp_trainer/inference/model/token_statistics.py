@@ -1,0 +1,166 @@
+"""What a distribution tells of a token beside it, computed and copied while the next step goes on.
+
+Nobody needs these numbers to generate, so nobody waits for them: on a GPU they are made on a stream of their own.
+Shapes as in `sampling`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatronapp_common.scope.protocol import TEMPERATURES
+from megatronapp_trainer.device.place import HostCopy, sent_to
+from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+
+Numbers: TypeAlias = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measures:
+    """What a whole distribution tells; nothing filtered."""
+
+    entropy: float
+    """At temperature 1, in nats."""
+    partition: Numbers
+    """Logarithm of the sum of exp(logit / t), for each t of `megatronapp_common.scope.protocol.TEMPERATURES`."""
+    tokens: Numbers
+    """The likeliest ones, from the first on; whole numbers."""
+    logprobs: Numbers
+
+    @property
+    def count(self) -> int:
+        """Of tokens."""
+        return len(self.tokens)
+
+    def ready(self) -> bool:
+        """They are here."""
+        return True
+
+    def get(self) -> "Measures":
+        """They."""
+        return self
+
+
+class Measured(Protocol):
+    """Measures that are here, or will be."""
+
+    @property
+    def count(self) -> int:
+        """Of tokens that they tell."""
+
+    def ready(self) -> bool:
+        """They can be had without waiting."""
+
+    def get(self) -> Measures:
+        """They; waits for the device where they are not ready. From any thread."""
+
+
+class Measurer:
+    """Launches measures, those of `rows` rows at a time, on one device, as CUDA graphs where `graphs`."""
+
+    def __init__(self, *, rows: int, graphs: bool = False) -> None:
+        self._graphs = Graphs(enabled=graphs)
+        self._rows = rows
+        self._logits: torch.Tensor | None = None
+        """What the graphs read."""
+        self._stream: torch.cuda.Stream | None = None
+
+    def launch(self, logits_RV: torch.Tensor, wanted: Sequence[int]) -> list[Measured | None]:
+        """For each row of logits as many likeliest tokens as are wanted, or nothing where 0 are. Waits for nothing."""
+        rows = [row for row, count in enumerate(wanted) if count]
+        if not rows:
+            return [None] * len(wanted)
+        if len(rows) < len(wanted):
+            logits_RV = logits_RV.index_select(0, sent_to(logits_RV.device, torch.tensor(rows)))
+        most = min(_power(max(wanted)), logits_RV.size(1))
+        tables = [self._table(block, most) for block in torch.split(logits_RV, self._rows)]
+        places = {row: divmod(place, self._rows) for place, row in enumerate(rows)}
+        return [
+            _Row(tables[places[row][0]], places[row][1], count) if count else None for row, count in enumerate(wanted)
+        ]
+
+    def _table(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+        """Launch the measures of at most `rows` rows, which there is memory for; a prompt that is scored has more."""
+        if logits_RV.is_cuda:
+            return self._beside(logits_RV, most)
+        return _Table(HostCopy(_columns(logits_RV.float(), most), is_cuda=False), most)
+
+    def _beside(self, logits_RV: torch.Tensor, most: int) -> "_Table":
+        """From a copy: the next step writes over the logits."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(logits_RV.device)  # type: ignore[no-untyped-call] # torch's own gap
+        torch.cuda.current_stream().wait_stream(self._stream)  # which reads the copy of the last step
+        count = logits_RV.size(0)
+        copy_RV = self._copy(logits_RV)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            columns = self._graphs.run(None, (copy_RV.size(0), most), lambda: _columns(copy_RV, most))[:count]
+            return _Table(HostCopy(columns, is_cuda=True), most)
+
+    def _copy(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """In fp32, as the first rows of a power of two of them: so there are few graphs."""
+        count, vocabulary = logits_RV.shape
+        if self._logits is None:
+            self._logits = torch.zeros((_power(self._rows), vocabulary), device=logits_RV.device)
+        self._logits[:count].copy_(logits_RV)
+        return self._logits[: _power(count)]
+
+
+def _power(count: int) -> int:
+    """Of two, from `count` on."""
+    return 1 << (count - 1).bit_length()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """The measures of all rows of a step."""
+
+    columns: HostCopy
+    most: int
+
+    def measures(self, row: int, count: int) -> Measures:
+        numbers, most = self.columns.read().numpy()[row], self.most
+        return Measures(
+            tokens=numbers[:count],
+            logprobs=numbers[most : most + count],
+            entropy=float(numbers[2 * most]),
+            partition=numbers[2 * most + 1 :],
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a table."""
+
+    table: _Table
+    row: int
+    count: int
+
+    def ready(self) -> bool:
+        return self.table.columns.ready()
+
+    def get(self) -> Measures:
+        return self.table.measures(self.row, self.count)
+
+
+def _columns(logits_RV: torch.Tensor, most: int) -> torch.Tensor:
+    """fp64, which holds every token exactly: [R, tokens, their log-probabilities, entropy, partition sums]."""
+    total_R1 = logits_RV.logsumexp(1, keepdim=True)
+    best_RK, token_RK = logits_RV.topk(most, dim=1)
+    parts = (token_RK, best_RK - total_R1, _entropy(logits_RV, total_R1), _partition(logits_RV))
+    return torch.cat([part.double() for part in parts], 1)
+
+
+def _entropy(logits_RV: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
+    """[R, 1], in nats."""
+    logs_RV = logits_RV - total_R1
+    return -(logs_RV.exp() * logs_RV).sum(1, keepdim=True)
+
+
+def _partition(logits_RV: torch.Tensor) -> torch.Tensor:
+    """[R, temperatures]; one after the other, since all at once would take many times the memory of the logits."""
+    return torch.stack([(logits_RV * (1 / one)).logsumexp(1) for one in TEMPERATURES], 1)

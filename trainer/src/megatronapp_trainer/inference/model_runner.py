@@ -1,0 +1,353 @@
+"""The forward pass of one rank: its layers of the model, its part of the cache, and transfers to its neighbours.
+
+Shapes: N tokens of the step, packed; B slots of a decode step; H here the hidden size; R outputs, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.compiling import can_compile
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.inference.forward_observer import Sight, Watcher
+from megatronapp_trainer.inference.model.cached_attention import (
+    Attend,
+    CachedAttention,
+    FlashDecode,
+    MaskedDecode,
+    PrefillAttention,
+    Step,
+    StepHolder,
+    decode_mask,
+)
+from megatronapp_trainer.inference.model.cuda_graphs import Graphs
+from megatronapp_trainer.inference.model.kv_cache import Cache, CacheShape
+from megatronapp_trainer.inference.step_plan import Plan
+from megatronapp_trainer.parallel.layout import Layout
+
+DecodeKernel = Literal["auto", "mask", "flash"]
+_LEAST_ATTENDED = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a rank computes."""
+
+    slots: int = 8
+    """Sequences at a time."""
+    capacity: int = 2048
+    """Tokens of a sequence, prompt and generated ones together."""
+    prefill_chunk: int = 512
+    """Tokens of prompts that one step reads at most, over all sequences."""
+    decode_kernel: DecodeKernel = "auto"
+    """flash: torch's flash kernel (CUDA, fp16 or bf16); mask: any device; auto: flash where it runs."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs; without effect on a CPU."""
+    fuse: bool = True
+    """Compile rotation and SwiGLU to a kernel each (some 20 s at the first step); without effect on a CPU, and where
+    there is no C compiler."""
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "capacity", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+
+def cache_shape(model: Any, options: Options) -> CacheShape:  # noqa: ANN401 - GPTModel
+    """Size of this rank's cache. Raises UsageError where the model has fewer positions than a slot has tokens."""
+    learned = model.position_embedding_type == "learned_absolute"
+    if learned and options.capacity > model.max_sequence_length:
+        raise UsageError(
+            f"capacity {options.capacity} is more than the model's {model.max_sequence_length} learned positions; "
+            f"give at most {model.max_sequence_length}"
+        )
+    layers = model.decoder.layers
+    heads = [layer.self_attention.num_query_groups_per_partition for layer in layers]
+    return CacheShape(
+        layers=len(layers),
+        slots=options.slots,
+        capacity=options.capacity,
+        key_heads=heads[0] if heads else 1,
+        channels=model.config.kv_channels,
+        dtype=model.config.params_dtype,
+    )
+
+
+class Stage:
+    """A rank's model, ready to generate. The model's core attention is replaced for good."""
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - GPTModel, in evaluation mode
+        layout: Layout,
+        device: Device,
+        options: Options,
+        *,
+        vocab_size: int,
+    ) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.options = options
+        self.layout = layout
+        self.watcher: Watcher | None = None
+        """Who looks at the model; may be set between steps."""
+        self.plan: Plan | None = None
+        """The last one that was begun. Forward hooks find here whose tokens they see: at prefill those of the segments
+        one after the other, at decode one per slot, those of idle slots included."""
+        self._device = device
+        self._shape = cache_shape(model, options)
+        self._holder = StepHolder()
+        self._install_caches()
+        self._scale = model.config.softmax_scale or 1.0 / math.sqrt(model.config.kv_channels)
+        self._window = _window(model.config)
+        self._flash = _takes_flash(options.decode_kernel, device, self._shape)
+        self._cos_TD, self._sin_TD = _rotary_tables(model, self._shape)
+        self._fuse = device.is_cuda and options.fuse and can_compile()
+        _fuse_swiglu(model, fuse=self._fuse)
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._hidden: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._turn = 0
+        self._graphs = Graphs(enabled=device.is_cuda and options.cuda_graphs, forget=self._forgotten)
+
+    def run(self, plan: Plan) -> torch.Tensor | None:
+        """Compute a plan together with the other ranks.
+
+        Logits [R, V] of its outputs on the last stage, of no meaning where it has none; None on other stages.
+        """
+        self.plan = plan
+        with torch.no_grad():
+            result = self._decode(plan) if plan.decode else self._prefill(plan)
+            if self.layout.is_last_stage:
+                return result
+            self._send(result)
+            return None
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Decode steps are replayed."""
+        return self._graphs.enabled
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """The numbers of slots that decode steps have."""
+        return sorted({_bucket(count, least=1, most=self.options.slots) for count in range(1, self.options.slots + 1)})
+
+    def forget_graphs(self) -> None:
+        """Capture anew from the next step on; needed where forward hooks of the model have changed."""
+        self._graphs.clear()
+
+    def _install_caches(self) -> None:
+        self.cache = Cache(self._shape, self._device.torch_device)
+        for layer, cache in zip(self.model.decoder.layers, self.cache.layers(), strict=True):
+            layer.self_attention.core_attention = CachedAttention(self._holder, cache)
+
+    def _prefill(self, plan: Plan) -> torch.Tensor:
+        tokens = [token for segment in plan.segments for token in segment.tokens]
+        places = [(one.slot, position) for one in plan.segments for position in range(one.start, one.end)]
+        inputs_3N = self._device.to_device(self._inputs_of(tokens, places))
+        looks = self._begin(plan, inputs_3N)
+        hidden = self._receive(torch.empty(self._hidden_size(len(tokens)), **self._like_hidden()))
+        attend = PrefillAttention(segments=plan.segments, scale=self._scale, window=self._window)
+        rows = self._selected([one.row for one in plan.outputs], len(tokens))
+        result, found = self._seen(lambda: self._forward(inputs_3N, hidden, attend, rows), looks is not None)
+        self._finish(found, result, looks is not None)
+        return result
+
+    def _decode(self, plan: Plan) -> torch.Tensor:
+        """All slots up to the last used one take part, so that shapes are few; what the idle ones compute is unused."""
+        slots = _bucket(max(segment.slot for segment in plan.segments) + 1, least=1, most=self.options.slots)
+        longest = max(segment.end for segment in plan.segments)
+        attended = 0 if self._flash else _bucket(longest, least=_LEAST_ATTENDED, most=self.options.capacity)
+        self._fill_inputs(plan, slots)
+        # First the watcher: what looks at an earlier step on a stream of its own reads buffers that are written below.
+        looks = self._begin(plan, self._inputs[slots])
+        # Two sets of buffers take turns where somebody looks: one is read beside the step that fills the other.
+        self._turn ^= looks is not None
+        hidden = self._receive(self._hidden_buffer(slots, None if looks is None else self._turn))
+
+        def forward() -> torch.Tensor:
+            attend = self._decode_attention(slots, attended)
+            return self._forward(self._inputs[slots], hidden, attend, None, fused=self._fuse)
+
+        def seen() -> tuple[torch.Tensor, Any]:
+            return self._seen(forward, looks is not None)
+
+        turn = 0 if looks is None else self._turn
+        result, found = self._graphs.run(looks, (slots, attended), seen, turn=turn)
+        if self.layout.is_last_stage:
+            rows = self._selected([plan.segments[output.row].slot for output in plan.outputs], slots)
+            result = result if rows is None else result.index_select(0, rows)
+        self._finish(found, result, looks is not None)
+        return result
+
+    def _begin(self, plan: Plan, inputs_3N: torch.Tensor) -> Hashable:
+        return None if self.watcher is None else self.watcher.begin(Sight(plan=plan, positions_N=inputs_3N[1]))
+
+    def _forgotten(self, looks: Hashable) -> None:
+        if self.watcher is not None:
+            self.watcher.forget(looks)
+
+    def _seen(self, forward: Callable[[], torch.Tensor], looks: bool) -> tuple[torch.Tensor, Any]:
+        result = forward()
+        return result, self.watcher.collect() if looks and self.watcher is not None else None
+
+    def _finish(self, found: Any, result: torch.Tensor, looks: bool) -> None:  # noqa: ANN401
+        if looks and self.watcher is not None:
+            self.watcher.finish(found, result if self.layout.is_last_stage else None)
+
+    def _forward(
+        self,
+        inputs_3N: torch.Tensor,
+        hidden: torch.Tensor | None,
+        attend: Attend,
+        rows_R: torch.Tensor | None,
+        *,
+        fused: bool = False,
+    ) -> torch.Tensor:
+        """Through this stage's layers: hidden states [N, 1, H], or logits [R, V] on the last stage."""
+        tokens_N, positions_N, rows_N = inputs_3N.unbind()
+        self._holder.step = Step(
+            rows_N=rows_N,
+            cos_N1D=self._angles(self._cos_TD, positions_N),
+            sin_N1D=self._angles(self._sin_TD, positions_N),
+            attend=attend,
+            fused=fused,
+        )
+        try:
+            return self._layers(tokens_N, positions_N, hidden, rows_R)
+        finally:
+            self._holder.step = None
+
+    def _layers(
+        self,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        hidden: torch.Tensor | None,
+        rows_R: torch.Tensor | None,
+    ) -> torch.Tensor:
+        model = self.model
+        if self.layout.is_first_stage:
+            hidden = model.embedding(input_ids=tokens_N[None], position_ids=positions_N[None])
+        else:
+            model.decoder.set_input_tensor(hidden)
+        hidden_N1H: torch.Tensor = model.decoder(hidden_states=hidden, attention_mask=None)
+        if not self.layout.is_last_stage or (rows_R is not None and rows_R.numel() == 0):
+            return hidden_N1H
+        if rows_R is not None:
+            hidden_N1H = hidden_N1H.index_select(0, rows_R)
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits_R1V, _ = model.output_layer(hidden_N1H, weight=weight, runtime_gather_output=True)
+        return logits_R1V.squeeze(1)[:, : self.vocab_size]  # type: ignore[no-any-return] # untyped library
+
+    def _angles(self, table_TD: torch.Tensor | None, positions_N: torch.Tensor) -> torch.Tensor | None:
+        return None if table_TD is None else table_TD.index_select(0, positions_N).unsqueeze(1)
+
+    def _decode_attention(self, slots: int, attended: int) -> Attend:
+        positions_B = self._inputs[slots][1]
+        if not self._flash:
+            mask_B11T = decode_mask(positions_B, attended, self._window, self._shape.dtype)
+            return MaskedDecode(mask_B11T=mask_B11T, scale=self._scale)
+        count_B1 = torch.arange(slots + 1, dtype=torch.int32, device=positions_B.device)
+        return FlashDecode(
+            lengths_B=(positions_B + 1).int(),
+            query_starts_B1=count_B1,
+            key_starts_B1=count_B1 * self._shape.rows_per_slot,
+            rows_per_slot=self._shape.rows_per_slot,
+            scale=self._scale,
+            window=self._window,
+        )
+
+    def _inputs_of(self, tokens: Sequence[int], places: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """int64 [3, N] on the host: tokens, positions, rows of the cache."""
+        rows = [slot * self._shape.rows_per_slot + position for slot, position in places]
+        return torch.tensor([list(tokens), [position for _, position in places], rows])
+
+    def _fill_inputs(self, plan: Plan, slots: int) -> None:
+        """Write the step into the buffer that the graph of this size reads. Idle slots store where nobody looks."""
+        used = {segment.slot: segment for segment in plan.segments}
+        tokens = [used[slot].tokens[0] if slot in used else 0 for slot in range(slots)]
+        places = [(slot, used[slot].start if slot in used else self._shape.capacity) for slot in range(slots)]
+        inputs_3B = self._inputs_of(tokens, places)
+        inputs_3B[1].masked_fill_(inputs_3B[1] == self._shape.capacity, 0)
+        if slots not in self._inputs:
+            self._inputs[slots] = torch.zeros(3, slots, dtype=torch.int64, device=self._device.torch_device)
+        source = inputs_3B.pin_memory() if self._device.is_cuda else inputs_3B
+        self._inputs[slots].copy_(source, non_blocking=True)
+
+    def _selected(self, rows: list[int], count: int) -> torch.Tensor | None:
+        """The rows on the device, or None where they are all rows in order."""
+        return None if rows == list(range(count)) else self._device.to_device(torch.tensor(rows, dtype=torch.int64))
+
+    def _hidden_buffer(self, slots: int, turn: int | None) -> torch.Tensor:
+        if (slots, turn) not in self._hidden:
+            self._hidden[slots, turn] = torch.empty(self._hidden_size(slots), **self._like_hidden())
+        return self._hidden[slots, turn]
+
+    def _hidden_size(self, tokens: int) -> tuple[int, int, int]:
+        return (tokens, 1, self.model.config.hidden_size)
+
+    def _like_hidden(self) -> dict[str, Any]:
+        return {"dtype": self._shape.dtype, "device": self._device.torch_device}
+
+    def _receive(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Hidden states of the stage before, written into `hidden`; None on the first stage.
+
+        NCCL's stream waits for what was launched before, such as the last step that reads the same buffer, and what is
+        launched after waits for it; gloo returns when the numbers are there.
+        """
+        if self.layout.is_first_stage:
+            return None
+        from megatron.core import parallel_state
+
+        source = parallel_state.get_pipeline_model_parallel_prev_rank()
+        dist.recv(hidden, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        return hidden
+
+    def _send(self, hidden: torch.Tensor) -> None:
+        """The next step may write over `hidden`: with NCCL its kernels wait for the transfer; gloo returns after it."""
+        from megatron.core import parallel_state
+
+        target = parallel_state.get_pipeline_model_parallel_next_rank()
+        dist.send(hidden.contiguous(), dst=target, group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def _bucket(count: int, *, least: int, most: int) -> int:
+    """The smallest power of two that holds `count`, within bounds."""
+    return min(max(1 << (count - 1).bit_length(), least), most)
+
+
+def _window(config: Any) -> int | None:  # noqa: ANN401 - TransformerConfig
+    """Tokens that a query sees before itself, where megatron-core's `window_size` says so."""
+    window = getattr(config, "window_size", None)
+    return None if window is None or window[0] < 0 else int(window[0])
+
+
+def _takes_flash(kernel: DecodeKernel, device: Device, shape: CacheShape) -> bool:
+    fits = device.is_cuda and shape.dtype in {torch.bfloat16, torch.float16} and shape.channels % 8 == 0
+    if kernel == "flash" and not fits:
+        raise UsageError("decode_kernel flash needs CUDA, fp16 or bf16 and heads of a multiple of 8; take auto or mask")
+    return fits and kernel != "mask"
+
+
+def _fuse_swiglu(model: Any, *, fuse: bool) -> None:  # noqa: ANN401 - GPTModel
+    """Let megatron-core's MLP take its compiled SwiGLU. Its compiled GELU is an approximation, so that stays off."""
+    for layer in model.decoder.layers:
+        config = layer.mlp.config
+        if config.gated_linear_unit and config.activation_func is torch.nn.functional.silu:
+            config.bias_activation_fusion = fuse
+
+
+def _rotary_tables(model: Any, shape: CacheShape) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # noqa: ANN401
+    """Cosines and sines [T, D] of all positions in the model's type, the first half of the sines negated."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is None:
+        return None, None
+    angles_TD = rotary.get_emb(shape.capacity).flatten(1)
+    sin_TD = angles_TD.sin()
+    sin_TD[:, : sin_TD.size(1) // 2].neg_()
+    return angles_TD.cos().to(shape.dtype), sin_TD.to(shape.dtype)

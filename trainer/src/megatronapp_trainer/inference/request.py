@@ -1,0 +1,117 @@
+"""What a client asks for, and the checks that need no model."""
+
+import dataclasses
+import math
+
+from megatronapp_trainer.inference.errors import RequestError
+
+MOST_CANDIDATES = 100
+MOST_STOPS = 16
+LONGEST_STOP = 256
+_SEEDS = 2**64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to go on from it. Raises RequestError, which names the field, where a value cannot work."""
+
+    id: str
+    prompt: tuple[int, ...]
+    """Ids of tokens, at least one."""
+    max_new_tokens: int = 16
+    """0 reads the prompt only, for `prompt_logprobs` or `logits`."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Choose among this many of the likeliest tokens; 0: among all."""
+    top_p: float = 1.0
+    """Choose among the fewest likeliest tokens that have this probability together, after `top_k`."""
+    seed: int = 0
+    """The same request with the same seed gives the same tokens, in whatever batch and layout it runs."""
+    stop_tokens: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that end the generation when they have been generated."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end it; they are left out of the text of the events."""
+    ignore_end: bool = False
+    """Go on after the end-of-document token."""
+    skip_special: bool = False
+    """Leave special tokens out of the text."""
+    candidates: int = 0
+    """How many of the likeliest tokens each step tells, with their log-probabilities."""
+    prompt_logprobs: bool = False
+    """Tell the log-probability of each token of the prompt but the first."""
+    logits: bool = False
+    """Give the logits of all positions, those of the prompt included: a vocabulary of floats per token."""
+    group: str = ""
+    """Requests of a group are submitted together, at most as many as an engine has slots, and generate in step: none
+    before the prompts of all have been read."""
+    measures: int = 0
+    """Tell so many of the likeliest tokens, entropy and partition sums of the distribution that each token was chosen
+    from, as plain lists; 0: nothing of that. With `prompt_logprobs` or `logits` of the prompt's tokens, too."""
+    is_background: bool = False
+    """Waits behind all that are not. Requests of a group are alike in this."""
+
+    def __post_init__(self) -> None:
+        _check_tokens("prompt", self.prompt)
+        for stop in self.stop_tokens:
+            _check_tokens("stop_tokens", stop)
+        _check_prompt(self)
+        _check_sampling(self)
+        _check_stops(self)
+
+
+def check_fits(request: GenerationRequest, *, capacity: int, vocab_size: int, has_text: bool) -> None:
+    """Raise RequestError where the request is too much for an engine of this size."""
+    if (total := len(request.prompt) + request.max_new_tokens) > capacity:
+        room = capacity - len(request.prompt)
+        advice = f"ask for at most {room}" if room > 0 else f"shorten the prompt to at most {capacity - 1} tokens"
+        raise RequestError(
+            "max_new_tokens",
+            f"{len(request.prompt)} tokens of the prompt and {request.max_new_tokens} new ones are {total}, and a "
+            f"sequence may have {capacity}; {advice}",
+        )
+    for index, token in enumerate(request.prompt):
+        if not 0 <= token < vocab_size:
+            raise RequestError("prompt", f"token {index} is {token}; the vocabulary has ids 0 to {vocab_size - 1}")
+    if request.candidates > vocab_size:
+        raise RequestError("candidates", f"{request.candidates} are more than the vocabulary's {vocab_size} tokens")
+    if request.stop_texts and not has_text:
+        raise RequestError("stop_texts", "this engine has no tokenizer; give stop_tokens instead")
+
+
+def _check_tokens(field: str, tokens: object) -> None:
+    """What came as JSON may be anything; a list would never equal the tuple that it is compared with."""
+    if not isinstance(tokens, tuple) or not all(type(token) is int for token in tokens):
+        raise RequestError(field, "tokens must come as tuples of whole numbers")
+
+
+def _check_prompt(request: GenerationRequest) -> None:
+    if not request.id:
+        raise RequestError("id", "must not be empty; give a name that no open request has")
+    if not request.prompt:
+        raise RequestError("prompt", "must hold one token or more; begin with the end-of-document token")
+    if request.max_new_tokens < 0:
+        raise RequestError("max_new_tokens", f"{request.max_new_tokens} must be 0 or more")
+
+
+def _check_sampling(request: GenerationRequest) -> None:
+    if not math.isfinite(request.temperature) or request.temperature < 0:
+        raise RequestError("temperature", f"{request.temperature} must be 0 (the likeliest token) or above")
+    if 0 < request.temperature < 1e-3:
+        raise RequestError("temperature", f"{request.temperature} must be 0 or at least 0.001")
+    if request.top_k < 0:
+        raise RequestError("top_k", f"{request.top_k} must be 0 (all tokens) or more")
+    if not 0 < request.top_p <= 1:
+        raise RequestError("top_p", f"{request.top_p} must be above 0 and at most 1")
+    if not 0 <= request.seed < _SEEDS:
+        raise RequestError("seed", f"{request.seed} must be 0 or more and below 2**64")
+    if not 0 <= request.candidates <= MOST_CANDIDATES:
+        raise RequestError("candidates", f"{request.candidates} must be 0 to {MOST_CANDIDATES}")
+
+
+def _check_stops(request: GenerationRequest) -> None:
+    for field, stops in (("stop_tokens", request.stop_tokens), ("stop_texts", request.stop_texts)):
+        if len(stops) > MOST_STOPS:
+            raise RequestError(field, f"{len(stops)} are given; at most {MOST_STOPS} are taken")
+        if any(not 0 < len(stop) <= LONGEST_STOP for stop in stops):
+            raise RequestError(field, f"each must have 1 to {LONGEST_STOP} elements")

@@ -1,0 +1,207 @@
+"""The requests of an engine: which wait, which have a slot, and what the next step is. Calls no torch."""
+
+import collections
+import dataclasses
+from collections import deque
+
+from megatronapp_trainer.inference.detokenizer import TextStream
+from megatronapp_trainer.inference.errors import QueueFullError, RequestError
+from megatronapp_trainer.inference.events import FinishReason
+from megatronapp_trainer.inference.model.sampling import noise_keys
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.inference.step_plan import Output, Plan, Sampling, Segment
+
+
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class Sequence:
+    """A request that has a slot."""
+
+    request: GenerationRequest
+    slot: int
+    text: TextStream | None
+    read: int = 0
+    """Tokens whose keys and values are in the cache."""
+    generated: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Some of the prompt is not read yet."""
+        return self.read < len(self.request.prompt)
+
+    @property
+    def wants_all(self) -> bool:
+        """Each position of the prompt is told of."""
+        return self.request.logits or self.request.prompt_logprobs
+
+    def output(self, row: int, position: int) -> Output | None:
+        """What is wanted of the token at this position, the `row`-th of its plan."""
+        request, following = self.request, position + 1
+        in_prompt = following < len(request.prompt)
+        if in_prompt and not self.wants_all:
+            return None
+        return Output(
+            row=row,
+            sampling=None if in_prompt else self._sampling(following),
+            target=request.prompt[following] if in_prompt else None,
+            candidates=request.candidates,
+            logits=request.logits,
+            measures=request.measures,
+        )
+
+    def _sampling(self, position: int) -> Sampling | None:
+        request = self.request
+        if request.temperature == 0:
+            return None
+        return Sampling(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            noise=noise_keys(request.seed, position),
+        )
+
+    def stopped(self, end_tokens: frozenset[int]) -> tuple[FinishReason, int | tuple[int, ...] | str | None] | None:
+        """Why the generation is over after its newest token, and what matched; None where it goes on."""
+        request, generated = self.request, self.generated
+        if not request.ignore_end and generated[-1] in end_tokens:
+            return "stop", generated[-1]
+        for stop in request.stop_tokens:
+            if tuple(generated[-len(stop) :]) == stop:
+                return "stop", stop
+        if self.text is not None and self.text.matched is not None:
+            return "stop", self.text.matched
+        return ("length", None) if len(generated) >= request.max_new_tokens else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRow:
+    """Whose position an output is about."""
+
+    sequence: Sequence
+    position: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan and, for each of its outputs, whose it is."""
+
+    plan: Plan
+    rows: tuple[PlannedRow, ...]
+
+
+MOST_AHEAD = 8
+"""Requests that pass one of the background before its turn comes."""
+
+
+class Board:
+    """Waiting requests in their order, and the sequences that have a slot."""
+
+    def __init__(self, *, slots: int, prefill_chunk: int, most_waiting: int) -> None:
+        self.waiting: deque[GenerationRequest] = deque()
+        self.running: list[Sequence] = []
+        self._slots = slots
+        self._free = list(range(slots))
+        self._chunk = prefill_chunk
+        self._most_waiting = most_waiting
+        self._decoded_last = True
+        self._ahead = 0
+        """Requests that came to a slot while one of the background waited."""
+
+    def add(self, *requests: GenerationRequest) -> None:
+        """Put these at the end of the line, those of the background behind all others; or none of them.
+
+        Raises RequestError for an id in use, QueueFullError.
+        """
+        used = self.open_ids()
+        for request in requests:
+            if request.id in used:
+                raise RequestError("id", f"{request.id} is open already; take another")
+            used.add(request.id)
+        waiting, count = len(self.waiting), len(requests)
+        if waiting + count > self._most_waiting:
+            raise QueueFullError(
+                f"{waiting} requests wait, {count} came, {self._most_waiting} may wait; try again later"
+            )
+        for group, members in collections.Counter(one.group for one in requests if one.group).items():
+            if members > self._slots:
+                raise RequestError("group", f"{members} requests of {group} do not fit {self._slots} slots")
+        self.waiting = deque(sorted((*self.waiting, *requests), key=lambda one: one.is_background))
+
+    def _held(self) -> set[str]:
+        """Groups of which some have not been read yet."""
+        waiting = {request.group for request in list(self.waiting)}
+        reading = {one.request.group for one in self.running if one.is_prefilling}
+        return (waiting | reading) - {""}
+
+    def open_ids(self) -> set[str]:
+        """Ids of all requests that have not ended."""
+        return {one.id for one in self.waiting} | {one.request.id for one in self.running}
+
+    def next_admissible(self) -> bool:
+        """A request waits and a slot is free."""
+        return bool(self.waiting and self._free)
+
+    @property
+    def next_in_line(self) -> GenerationRequest:
+        """Who is admitted next: the first in the line, or one of the background that let enough others go ahead."""
+        if self._ahead < MOST_AHEAD:
+            return self.waiting[0]
+        return next((one for one in self.waiting if one.is_background), self.waiting[0])
+
+    def admit(self, text: TextStream | None) -> Sequence:
+        """Give the next one the lowest free slot: the fewer slots are in use, the smaller a decode step is."""
+        slot = min(self._free)
+        self._free.remove(slot)
+        request = self.next_in_line
+        self.waiting.remove(request)
+        lets_wait = not request.is_background and any(one.is_background for one in self.waiting)
+        self._ahead = self._ahead + 1 if lets_wait else 0
+        sequence = Sequence(request=request, slot=slot, text=text)
+        self.running.append(sequence)
+        return sequence
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the slot back."""
+        self.running.remove(sequence)
+        self._free.append(sequence.slot)
+
+    def plan(self) -> Planned | None:
+        """The next step. Where some read prompts and others generate, the two take turns. None: nothing to do."""
+        prefilling = [one for one in self.running if one.is_prefilling]
+        held = self._held()
+        decoding = [one for one in self.running if not one.is_prefilling and one.request.group not in held]
+        if not prefilling and not decoding:
+            return None
+        self._decoded_last = not prefilling or (bool(decoding) and not self._decoded_last)
+        return _decode(decoding) if self._decoded_last else _prefill(prefilling, self._chunk)
+
+
+def _decode(sequences: list[Sequence]) -> Planned:
+    """The newest token of each sequence."""
+    segments, outputs, rows = [], [], []
+    for row, one in enumerate(sequences):
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=(one.generated[-1],), request_id=one.request.id))
+        output = one.output(row, one.read)
+        assert output is not None
+        outputs.append(output)
+        rows.append(PlannedRow(sequence=one, position=one.read))
+    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=True), rows=tuple(rows))
+
+
+def _prefill(sequences: list[Sequence], chunk: int) -> Planned:
+    """The next tokens of prompts, first come first served, `chunk` in all."""
+    segments: list[Segment] = []
+    outputs: list[Output] = []
+    rows: list[PlannedRow] = []
+    used = 0
+    for one in sequences:
+        tokens = one.request.prompt[one.read : one.read + chunk - used]
+        if not tokens:
+            break
+        segments.append(Segment(slot=one.slot, start=one.read, tokens=tokens, request_id=one.request.id))
+        for position in range(one.read, one.read + len(tokens)):
+            output = one.output(used + position - one.read, position)
+            if output is not None:
+                outputs.append(output)
+                rows.append(PlannedRow(sequence=one, position=position))
+        used += len(tokens)
+    return Planned(plan=Plan(segments=tuple(segments), outputs=tuple(outputs), decode=False), rows=tuple(rows))

@@ -1,0 +1,82 @@
+"""One step of generation as the ranks hear it. A plan says everything: the ranks keep nothing but their caches.
+
+All tokens of a step are packed into one sequence, so prompts of unequal length need no padding.
+"""
+
+import dataclasses
+
+import torch
+
+from megatronapp_trainer.inference.events import Candidate
+from megatronapp_trainer.inference.model.token_statistics import Measured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to choose one token. `noise` is a pure function of the request's seed and the token's position."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    noise: tuple[int, int]
+    """Two keys of 32 bits each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Tokens of one sequence that follow each other, from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    request_id: str = ""
+    """Whose tokens they are: for those who look at the model on other ranks than 0."""
+
+    @property
+    def end(self) -> int:
+        """Length of the sequence after them."""
+        return self.start + len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """What is wanted of one position of the plan."""
+
+    row: int
+    """Index among the tokens of the plan, in the order of its segments."""
+    sampling: Sampling | None = None
+    """Choose a token; None: the likeliest one."""
+    target: int | None = None
+    """Choose nothing and tell of this token."""
+    candidates: int = 0
+    logits: bool = False
+    measures: int = 0
+    """Likeliest tokens that measures tell; 0: no measures."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A step: read these tokens, tell of those positions.
+
+    `decode`: each segment is the one newest token of its sequence, and no slot comes twice.
+    """
+
+    segments: tuple[Segment, ...]
+    outputs: tuple[Output, ...]
+    decode: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments."""
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The answer to one `Output`."""
+
+    token: int
+    logprob: float
+    candidates: tuple[Candidate, ...]
+    logits: torch.Tensor | None
+    measures: Measured | None = None

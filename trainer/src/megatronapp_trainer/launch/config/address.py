@@ -1,0 +1,106 @@
+"""IPv4 addresses and ports of a worker."""
+
+import contextlib
+import ipaddress
+import random
+import socket
+from collections.abc import Iterator
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_trainer.launch.config.settings import Endpoint
+
+PORTS = range(20000, 30000)
+"""Below the range from which the kernel takes ports for outgoing connections (32768 by default)."""
+TRIES = 200
+
+
+def require_ipv4(text: str) -> str:
+    """The address unchanged. Raises UsageError if it is none of IPv4."""
+    try:
+        ipaddress.IPv4Address(text)
+    except ValueError:
+        kind = "an IPv6 address" if ":" in text else "no IPv4 address"
+        raise UsageError(f"{text!r} is {kind}; set {Env.ADDRESS} to the worker's IPv4 address") from None
+    return text
+
+
+def resolve_ipv4(host: str) -> str:
+    """First IPv4 address of a name, asked for anew. Raises OSError if the name has none now."""
+    found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    return str(found[0][4][0])
+
+
+def own_address(given: str | None, host_name: str) -> str:
+    """The address that the backend gave, else that of the host name. Raises RendezvousError if there is none."""
+    if given is not None:
+        return require_ipv4(given)
+    try:
+        return resolve_ipv4(host_name)
+    except OSError as error:
+        raise RendezvousError(
+            f"the host name {host_name} has no IPv4 address ({error.strerror}); set {Env.ADDRESS}"
+        ) from error
+
+
+@contextlib.contextmanager
+def held_port(address: str) -> Iterator[int]:
+    """A TCP port that is free at all addresses of this machine, kept free for torch's store, which listens at all.
+
+    It is bound here and not listened on. Linux lets a second socket bind it and listen if both set SO_REUSEADDR, as
+    torch's store does; whoever looks for a free port, finds it taken.
+
+    Raises:
+        RendezvousError: `address` is not one of this machine's, or no port is free.
+    """
+    _require_own(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for port in random.sample(PORTS, k=TRIES):
+            with contextlib.suppress(OSError):
+                _require_unused(port)
+                held.bind(("", port))
+                break
+        else:
+            raise RendezvousError(
+                f"{TRIES} ports tried from {PORTS.start} to {PORTS.stop - 1} are all in use; stop what listens there"
+            )
+        yield port
+
+
+def _require_own(address: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise RendezvousError(f"{address} is not an address of this machine: {error.strerror}") from error
+
+
+def _require_unused(port: int) -> None:
+    """Raise OSError if anyone uses the port at any address: without SO_REUSEADDR one merely held is refused, too."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", port))
+
+
+def listening_socket(endpoint: Endpoint, address: str) -> socket.socket:
+    """Listen at this worker's own address. Raises RendezvousError if the port is taken."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((address, endpoint.port))
+        server.listen(socket.SOMAXCONN)
+    except OSError as error:
+        server.close()
+        raise RendezvousError(
+            f"worker 0 cannot listen at {address}:{endpoint.port}: {error.strerror}; "
+            f"free the port or set {Env.COORDINATOR} to another one"
+        ) from error
+    return server
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within half a minute that the machine at the other end has vanished without a word."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)

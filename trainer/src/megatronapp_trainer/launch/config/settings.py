@@ -1,0 +1,155 @@
+"""What the backend tells a launcher through its environment (docs/contracts.md, sections 1 to 3)."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Self
+
+from megatronapp_common.names import Env, RankOrder, ShmFile
+from megatronapp_common.text.run_length import read_counts
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.launch.preflight.requirements import Preflight
+
+DEFAULT_SHM_DIR = "/dev/shm"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A host and a port; the host is resolved where it is used."""
+
+    host: str
+    port: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Place of one worker in its gang. `coordinator` and `secret_file` are there whenever the gang has two workers.
+
+    Its address is found later, see `interface`: that may take a look at the machine.
+    """
+
+    job: str
+    uid: str
+    attempt: int
+    index: int
+    proc_per_node: tuple[int, ...]
+    coordinator: Endpoint | None
+    secret_file: pathlib.Path | None
+    rank_order: RankOrder
+    topology: str
+    status_port: int | None
+    log_to_stdout: bool
+    preflight: Preflight | None
+    node: str
+    shm_dir: pathlib.Path
+    shm_prefix: str
+    run_dir: pathlib.Path
+    termination_log: pathlib.Path | None
+    hub_url: str
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in the gang."""
+        return len(self.proc_per_node)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of this worker."""
+        return self.proc_per_node[self.index]
+
+    @property
+    def progress_page(self) -> pathlib.Path:
+        """The page of progress, if a rank of this worker writes it."""
+        return self.shm_dir / f"{self.shm_prefix}.{ShmFile.PROGRESS}"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], *, host_name: str) -> Self:
+        """Read the variables. Raises UsageError that names the variable that is missing or wrong."""
+        proc_per_node = _proc_per_node(environment)
+        index = _integer(environment, Env.WORKER_INDEX)
+        if index >= len(proc_per_node):
+            raise UsageError(f"{Env.WORKER_INDEX} is {index}, but the gang has {len(proc_per_node)} workers, from 0 on")
+        alone = len(proc_per_node) == 1
+        status_port = _port(environment, Env.STATUS_PORT)
+        if not alone:
+            _required(environment, Env.COORDINATOR)
+        if not alone or status_port is not None:
+            _required(environment, Env.SECRET_FILE)
+        return cls(
+            job=_required(environment, Env.JOB),
+            uid=_required(environment, Env.JOB_UID),
+            attempt=_integer(environment, Env.ATTEMPT),
+            index=index,
+            proc_per_node=proc_per_node,
+            coordinator=None if alone else parse_endpoint(environment[Env.COORDINATOR]),
+            secret_file=_optional_path(environment, Env.SECRET_FILE),
+            rank_order=_rank_order(environment),
+            topology=environment.get(Env.TOPOLOGY, ""),
+            status_port=status_port,
+            log_to_stdout=environment.get(Env.LOG_TO_STDOUT) == "1",
+            preflight=Preflight.parse(environment.get(Env.PREFLIGHT, "")),
+            node=environment.get(Env.NODE_NAME) or host_name,
+            shm_dir=pathlib.Path(environment.get(Env.SHM_DIR) or DEFAULT_SHM_DIR),
+            shm_prefix=_required(environment, Env.SHM_PREFIX),
+            run_dir=pathlib.Path(_required(environment, Env.RUN_DIR)),
+            termination_log=_optional_path(environment, Env.TERMINATION_LOG),
+            hub_url=environment.get(Env.HUB_URL, ""),
+        )
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """`host:port`. Raises UsageError for anything else, an IPv6 address included."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{Env.COORDINATOR} is {text!r}; write it as host:port")
+    if ":" in host:
+        raise UsageError(f"{Env.COORDINATOR} is {text!r}: IPv6 is not supported; give a name or an IPv4 address")
+    return Endpoint(host=host, port=int(port))
+
+
+def _required(environment: Mapping[str, str], name: Env) -> str:
+    value = environment.get(name)
+    if not value:
+        raise UsageError(f"the variable {name} is not set; the backend that starts a launcher sets it")
+    return value
+
+
+def _integer(environment: Mapping[str, str], name: Env) -> int:
+    text = _required(environment, name)
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"{name} is {text!r}; it must be an integer from 0 on")
+    return int(text)
+
+
+def _proc_per_node(environment: Mapping[str, str]) -> tuple[int, ...]:
+    text = _required(environment, Env.PROC_PER_NODE)
+    try:
+        counts = read_counts(text)
+    except ValueError as error:
+        raise UsageError(f"{Env.PROC_PER_NODE} is {text!r}; write the ranks of each worker as 4,4 or 4x2") from error
+    num_workers = _integer(environment, Env.NUM_WORKERS)
+    if num_workers != len(counts):
+        raise UsageError(f"{Env.NUM_WORKERS} is {num_workers}, but {Env.PROC_PER_NODE} ({text}) names {len(counts)}")
+    return counts
+
+
+def _port(environment: Mapping[str, str], name: Env) -> int | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise UsageError(f"{name} is {text!r}; write a port from 1 to 65535")
+    return int(text)
+
+
+def _rank_order(environment: Mapping[str, str]) -> RankOrder:
+    text = environment.get(Env.RANK_ORDER) or RankOrder.INDEX
+    try:
+        return RankOrder(text)
+    except ValueError:
+        raise UsageError(f"{Env.RANK_ORDER} is {text!r}; write one of {', '.join(RankOrder)}") from None
+
+
+def _optional_path(environment: Mapping[str, str], name: Env) -> pathlib.Path | None:
+    text = environment.get(name)
+    return pathlib.Path(text) if text else None

@@ -1,0 +1,106 @@
+"""Looks at the machine before the ranks start: GPUs, shared memory, locked memory, links. What it finds is text."""
+
+import os
+import pathlib
+import resource
+from collections.abc import Iterator
+
+import psutil
+
+from megatronapp_trainer.launch.preflight.gpu_counters import DeviceReader
+from megatronapp_trainer.launch.preflight.requirements import Preflight
+from megatronapp_trainer.launch.verbs import verbs_faults
+
+INFINIBAND = pathlib.Path("/sys/class/infiniband")
+PROC_STATUS = pathlib.Path("/proc/self/status")
+CAP_IPC_LOCK = 14
+"""Bit of the capability that lifts the limit on locked memory."""
+MIB = 1 << 20
+
+
+def find_faults(wanted: Preflight, *, shm: pathlib.Path, interface: str | None) -> Iterator[str]:
+    """What this machine lacks, one sentence each."""
+    if wanted.gpus is not None:
+        yield from gpu_faults(wanted.gpus, DeviceReader().count)
+    if wanted.shm_bytes is not None:
+        yield from shm_faults(wanted.shm_bytes, shm)
+    if wanted.rdma:
+        yield from memlock_faults(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], PROC_STATUS.read_text())
+        yield from link_faults(wanted.hca, INFINIBAND)
+        yield from verbs_faults(wanted.hca, is_chosen)
+    if interface is not None and not _is_up(interface):
+        yield f"the interface {interface} is down"
+
+
+def gpu_faults(wanted: int, seen: int) -> Iterator[str]:
+    """More GPUs than wanted are no fault: the ranks take the first ones."""
+    if seen < wanted:
+        yield f"{seen} of {wanted} GPUs answer; look at nvidia-smi and dmesg of that node"
+
+
+def shm_faults(wanted_bytes: int, shm: pathlib.Path) -> Iterator[str]:
+    """Room of the whole file system, not what is left of it."""
+    try:
+        found = os.statvfs(shm)
+    except OSError as error:
+        yield f"{shm} cannot be looked at: {error.strerror}"
+        return
+    size = found.f_frsize * found.f_blocks
+    if size < wanted_bytes:
+        yield f"{shm} has room for {size // MIB} MiB, not {wanted_bytes // MIB} MiB; raise spec.shm.sizeLimit"
+
+
+def memlock_faults(limit: int, proc_status: str) -> Iterator[str]:
+    """RDMA pins its buffers: all memory may have to be locked, or the capability to be effective."""
+    if limit == resource.RLIM_INFINITY or limit >= psutil.virtual_memory().total or may_lock(proc_status):
+        return
+    yield (
+        f"memlock is limited to {limit // 1024} KiB, and IPC_LOCK is not effective: let the container run as root with "
+        "network.rdma.ipcLock true, or raise the limit in the container runtime of that node"
+    )
+
+
+def may_lock(proc_status: str) -> bool:
+    """Whether CAP_IPC_LOCK is among the effective capabilities of a process, from its /proc/PID/status."""
+    for line in proc_status.splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            return bool(int(value, 16) >> CAP_IPC_LOCK & 1)
+    return False
+
+
+def link_faults(hca: str, infiniband: pathlib.Path) -> Iterator[str]:
+    """Every adapter that `hca` names must be up; where it names none, any one port."""
+    ports = {
+        f"{state.parts[-4]}:{state.parts[-2]}": state.read_text().strip()
+        for state in sorted(infiniband.glob("*/ports/*/state"))
+    }
+    chosen = {name: state for name, state in ports.items() if is_chosen(name, hca)}
+    down = [f"{name} is {state}" for name, state in chosen.items() if not state.endswith("ACTIVE")]
+    if not chosen:
+        there = ", ".join(ports) or "none at all"
+        yield f"no port of InfiniBand or RoCE {f'for {hca}' if hca else 'is there'}; there are: {there}"
+    elif down and (hca or len(down) == len(chosen)):
+        yield f"links that are not active: {', '.join(down)}"
+
+
+def is_chosen(port: str, hca: str) -> bool:
+    """Whether NCCL_IB_HCA chooses `adapter:port`: prefixes, or names after `=`; `^` turns it around."""
+    words = [word.strip() for word in hca.lstrip("^=").split(",") if word.strip()]
+    if not words:
+        return True
+    exact = hca.lstrip("^").startswith("=")
+    return any(_fits(port, word, exact=exact) for word in words) != hca.startswith("^")
+
+
+def _fits(port: str, word: str, *, exact: bool) -> bool:
+    adapter, _, number = port.partition(":")
+    wanted, _, wanted_number = word.partition(":")
+    if wanted_number and wanted_number != number:
+        return False
+    return adapter == wanted if exact else adapter.startswith(wanted)
+
+
+def _is_up(interface: str) -> bool:
+    stats = psutil.net_if_stats().get(interface)
+    return stats is not None and stats.isup

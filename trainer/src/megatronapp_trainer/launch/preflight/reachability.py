@@ -1,0 +1,86 @@
+"""Does every worker reach every other at the address that it gave? Each listens at a port and says who it is."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.rank_table import TableWorker
+
+AT_ONCE = 64
+CONNECT_S = 5.0
+PAUSE_S = 0.5
+LONGEST_ANSWER = 256
+
+
+def answer(uid: str, attempt: int, index: int) -> bytes:
+    """What a worker says to everybody who connects; it is no secret."""
+    return f"worker {index} of attempt {attempt} of {uid}\n".encode()
+
+
+@contextlib.asynccontextmanager
+async def answering(address: str, line: bytes) -> AsyncIterator[int]:
+    """Within: say `line` to whoever connects; gives the port."""
+
+    async def say(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            writer.write(line)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(say, address, 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def find_unreached(briefing: Briefing, *, uid: str, own: int, timeout_s: float) -> list[str]:
+    """Workers that cannot be reached within the time, one phrase each, with their nodes."""
+    deadline = time.monotonic() + timeout_s
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def try_one(worker: TableWorker) -> str | None:
+        port = briefing.probe_ports.get(worker.index, 0)
+        expected = answer(uid, briefing.table.attempt, worker.index)
+        reason = await _try_until(worker.address, port, expected, room=room, deadline=deadline)
+        where = f"worker {worker.index} on node {worker.node} at {worker.address}:{port}"
+        return None if reason is None else f"{where}: {reason}"
+
+    others = [one for one in briefing.table.workers if one.index != own and briefing.probe_ports.get(one.index)]
+    found = await asyncio.gather(*map(try_one, others))
+    return [reason for reason in found if reason is not None]
+
+
+async def _try_until(
+    address: str, port: int, expected: bytes, *, room: asyncio.Semaphore, deadline: float
+) -> str | None:
+    """Why it cannot be reached, or None."""
+    while True:
+        async with room:
+            reason = await _try_once(address, port, expected)
+        if reason is None or time.monotonic() + PAUSE_S >= deadline:
+            return reason
+        await asyncio.sleep(PAUSE_S)
+
+
+async def _try_once(address: str, port: int, expected: bytes) -> str | None:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(address, port, limit=LONGEST_ANSWER)
+            try:
+                said = await reader.readline()
+            finally:
+                writer.close()
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:g} s"
+    except OSError as error:
+        return str(error) if error.errno is None else os.strerror(error.errno)  # asyncio puts other words there
+    except ValueError:
+        return f"somebody else answers there, with more than {LONGEST_ANSWER} bytes"
+    if said != expected:
+        return f"somebody else answers there: {said[:100].decode(errors='replace').strip()!r}"
+    return None

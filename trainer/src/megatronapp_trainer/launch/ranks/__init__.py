@@ -1,0 +1,1 @@
+"""Processes of ranks: environment, supervision and causes of failures."""

@@ -1,0 +1,57 @@
+"""The environment of a rank. Pure."""
+
+from collections.abc import Mapping
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.launch.config.interface import Place
+from megatronapp_trainer.launch.rendezvous.rank_table import RankTable
+
+DEFAULTS = {
+    "OMP_NUM_THREADS": "1",  # ranks share the processors of their machine
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron needs kernels to start in the order in which they are launched
+    "PYTHONUNBUFFERED": "1",  # the last lines before a crash are the evidence
+}
+"""What a rank gets unless its job sets it."""
+NODE_IPS = "MEGATRON_NODE_IPS"
+NODE_IPS_BYTES = 64 << 10
+"""Linux starts no program with a variable of more than 128 KiB (MAX_ARG_STRLEN, execve(2))."""
+
+
+def rank_environment(
+    base: Mapping[str, str], table: RankTable, *, worker: int, local_rank: int, place: Place
+) -> dict[str, str]:
+    """`base` with what torch and Megatron expect of rank `local_rank` of `worker`."""
+    entry = table.worker(worker)
+    node_rank = str(table.node_rank(worker))
+    return {
+        **DEFAULTS,
+        **_interface(place),
+        **{name: value for name, value in base.items() if name != NODE_IPS},
+        **_node_ips(table),
+        Env.ADDRESS: place.address,
+        Env.NODE_NAME: entry.node,
+        "RANK": str(entry.ranks[local_rank]),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(table.world_size),
+        "LOCAL_WORLD_SIZE": str(len(entry.ranks)),
+        "NPROC_PER_NODE": str(len(entry.ranks)),
+        "GROUP_RANK": node_rank,
+        "NODE_RANK": node_rank,
+        "NNODES": str(len(table.workers)),
+        "NODE_IPS": ",".join(one.address for one in table.workers),
+        "MASTER_ADDR": table.master_address,
+        "MASTER_PORT": str(table.master_port),
+    }
+
+
+def _node_ips(table: RankTable) -> dict[str, str]:
+    """The address of each rank, where they fit; the table in RUN_DIR has them in any case."""
+    addresses = ",".join(one.address for one in table.workers for _ in one.ranks)
+    return {NODE_IPS: addresses} if len(addresses) <= NODE_IPS_BYTES else {}
+
+
+def _interface(place: Place) -> dict[str, str]:
+    """gloo and NCCL look for an interface by themselves, and would not find the one that the gang meets at."""
+    if place.interface is None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": place.interface, "NCCL_SOCKET_IFNAME": f"={place.interface}"}

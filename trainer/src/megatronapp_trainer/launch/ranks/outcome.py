@@ -1,0 +1,117 @@
+"""The record that a launcher leaves: how its worker ended and why, in at most 2 KiB."""
+
+import dataclasses
+import datetime
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatronapp_common.names import ExitCode
+from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, cut_short, preempted
+from megatronapp_trainer.launch.rendezvous.messages import Notice
+
+MAX_BYTES = 2048
+TAIL_BYTES = 4096
+TAIL_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a worker ended. `code` is the launcher's exit code."""
+
+    code: ExitCode
+    reason: str
+    message: str = ""
+    rank: int | None = None
+    local_rank: int | None = None
+    signal: int | None = None
+    early: bool = False
+    """Asked to stop, before its ranks came to a step border."""
+
+
+STOPPED = Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message="stopped before its ranks began", early=True)
+
+
+def complete(ends: Sequence[RankEnd]) -> Outcome:
+    """All ranks have ended in order."""
+    if preempted(ends):
+        early = cut_short(ends)
+        message = "stopped by SIGTERM before a rank could answer it" if early else "checkpointed and stopped, as asked"
+        return Outcome(code=ExitCode.PREEMPTED, reason="Preempted", message=message, early=early)
+    return Outcome(code=ExitCode.OK, reason="Completed")
+
+
+def failed(reason: Event, last_lines: Callable[[int], str]) -> Outcome:
+    """A rank has failed, here or elsewhere. `last_lines` gives the end of a local rank's log."""
+    if isinstance(reason, Notice):
+        return Outcome(code=ExitCode.PEER_LOST, reason="PeerLost", message=_of_peer(reason))
+    if reason.code == ExitCode.PEER_LOST:
+        message = f"rank {reason.rank} lost a peer that no launcher has named:\n{last_lines(reason.rank)}"
+        return Outcome(
+            code=ExitCode.PEER_LOST, reason="PeerLost", message=message, rank=reason.rank, local_rank=reason.local_rank
+        )
+    named = reason.signal is None and reason.code in set(ExitCode)
+    return Outcome(
+        code=ExitCode(reason.code) if named else ExitCode.OWN_FAILURE,
+        reason=_reason(reason),
+        message=last_lines(reason.rank),
+        rank=reason.rank,
+        local_rank=reason.local_rank,
+        signal=reason.signal,
+    )
+
+
+def _reason(end: RankEnd) -> str:
+    if end.signal is not None:
+        return "RankKilled"
+    return "Superseded" if end.code == ExitCode.SUPERSEDED else "RankFailed"
+
+
+def notice_of(outcome: Outcome, worker: int) -> Notice:
+    """What the other workers are told: the reason itself, and the last line of a rank that had time to say why."""
+    last = "" if outcome.signal is not None else outcome.message.rstrip().rpartition("\n")[2]
+    how = f"signal {outcome.signal}" if outcome.signal is not None else f"exit code {int(outcome.code)}"
+    where = f"worker {worker}" if outcome.rank is None else f"rank {outcome.rank} on worker {worker}"
+    message = f"{where} ended with {how}" + (f": {last}" if last else "")
+    return Notice(worker=worker, code=outcome.code, rank=outcome.rank, message=message[:500], early=outcome.early)
+
+
+def _of_peer(notice: Notice) -> str:
+    return notice.message or f"worker {notice.worker} ended with exit code {notice.code}"
+
+
+def tail(log: pathlib.Path) -> str:
+    """The last lines of a log, without control characters; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    lines = ["".join(letter for letter in line if letter.isprintable()) for line in text.splitlines()]
+    return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
+
+
+def to_json(outcome: Outcome, *, attempt: int | None, worker: int | None, now: datetime.datetime) -> str:
+    """The record. Of a message that is too long the end is kept, because the cause of an error stands last."""
+    document: dict[str, Any] = {
+        "attempt": attempt,
+        "worker": worker,
+        "code": int(outcome.code),
+        "reason": outcome.reason,
+        "rank": outcome.rank,
+        "localRank": outcome.local_rank,
+        "signal": outcome.signal,
+        "message": outcome.message,
+        "finishedAt": now.isoformat(timespec="milliseconds"),
+    }
+    while len(text := json.dumps(document)) > MAX_BYTES:
+        excess = len(text) - MAX_BYTES
+        document["message"] = document["message"][max(1, excess // 6) :]  # a letter takes up to 6 bytes (\uXXXX)
+    return text
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Put the record in place. Not by renaming: a pod's termination log is a mounted file. Raises OSError."""
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,170 @@
+"""Runs the ranks of a worker to their end: starts, signals and reaps them, and stops them when somebody has failed."""
+
+import asyncio
+import dataclasses
+import logging
+import pathlib
+import signal
+import time
+from collections.abc import Callable
+
+from megatronapp_trainer.launch.ranks import outcome as outcomes
+from megatronapp_trainer.launch.ranks import process
+from megatronapp_trainer.launch.ranks.failure_cause import Event, RankEnd, Standing, judge
+from megatronapp_trainer.launch.ranks.outcome import Outcome
+from megatronapp_trainer.launch.rendezvous.messages import Notice, Stop
+from megatronapp_trainer.launch.rendezvous.session import Gang
+from megatronapp_trainer.parallel.peer_loss import PEER_LOST
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankProcess:
+    """A rank that was started."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    log: pathlib.Path
+
+
+class Supervisor:
+    """Watches ranks and gang. To be made and used inside a running event loop of the main thread.
+
+    After the first sign of a failure the other ranks are told of it (`lost.PEER_LOST`) and have `grace_s` to end by
+    themselves and say what they saw; what still runs then is killed. The reason may be learned within that time, too.
+    """
+
+    def __init__(self, *, worker: int, gang: Gang, grace_s: float, on_stop: Callable[[], None] = lambda: None) -> None:
+        self._worker = worker
+        self._gang = gang
+        self._grace_s = grace_s
+        self._on_stop = on_stop
+        self._running: dict[int, RankProcess] = {}
+        self._logs: dict[int, pathlib.Path] = {}
+        self._events: list[Event] = []
+        self._changed = asyncio.Event()
+        self._asked_to_stop = False
+        self._kill_at: float | None = None
+        self._killed = False
+        self._told: Notice | None = None
+
+    def start(self, start_rank: Callable[[int], RankProcess], num_ranks: int) -> list[RankProcess]:
+        """Start the ranks. They ignore `PEER_LOST`, as this process does, until they watch for it."""
+        signal.signal(PEER_LOST, signal.SIG_IGN)
+        for local_rank in range(num_ranks):
+            rank = start_rank(local_rank)
+            self._running[rank.pid] = rank
+            self._logs[rank.rank] = rank.log
+            log.info("rank %d runs as process %d, output in %s", rank.rank, rank.pid, rank.log)
+        return list(self._running.values())
+
+    def stop(self) -> None:
+        """Ask all ranks of the gang to stop; they answer together, at a step border."""
+        if not self._asked_to_stop:
+            self._gang.tell(Stop(worker=self._worker))
+            self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        """Once only: a rank that is about to leave would die of a second signal."""
+        self._asked_to_stop = True
+        self._on_stop()
+        self._signal_ranks(signal.SIGTERM)
+
+    def reap(self) -> None:
+        """Take in what has ended."""
+        for ended in process.reap():
+            rank = self._running.pop(ended.pid, None)
+            if rank is not None:
+                self._note_end(rank, ended)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Pid of each rank that still runs, by local rank; may be asked for in any thread."""
+        return {rank.local_rank: rank.pid for rank in list(self._running.values())}
+
+    async def run(self) -> Outcome:
+        """Wait for the end of all ranks; tells the gang how it went, of a failure as soon as it is certain."""
+        listener = asyncio.create_task(self._listen())
+        try:
+            while self._running:
+                self._changed.clear()
+                self._act()
+                await self._wait()
+        finally:
+            listener.cancel()
+        self._tell()
+        return self.outcome()
+
+    def outcome(self) -> Outcome:
+        """What the events so far amount to."""
+        judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
+        if judgement.reason is None:
+            return outcomes.complete([event for event in self._events if isinstance(event, RankEnd)])
+        return outcomes.failed(judgement.reason, self._last_lines)
+
+    def _last_lines(self, rank: int) -> str:
+        return outcomes.tail(self._logs[rank])
+
+    def _note_end(self, rank: RankProcess, ended: process.Ended) -> None:
+        how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
+        log.info("rank %d ended with %s", rank.rank, how)
+        self._events.append(
+            RankEnd(
+                rank=rank.rank,
+                local_rank=rank.local_rank,
+                code=ended.code,
+                signal=ended.signal,
+                killed_by_us=self._killed,
+            )
+        )
+        self._changed.set()
+
+    async def _listen(self) -> None:
+        while True:
+            news = await self._gang.news.get()
+            if isinstance(news, Notice):
+                log.info("worker %d: %s", news.worker, news.message or f"ended with exit code {news.code}")
+                self._events.append(news)
+            elif not self._asked_to_stop:
+                log.info("worker %d was asked to stop, so all stop", news.worker)
+                self._stop_ranks()
+            self._changed.set()
+
+    def _act(self) -> None:
+        judgement = judge(self._events, asked_to_stop=self._asked_to_stop)
+        if judgement.standing is Standing.FINE:
+            return
+        now = time.monotonic()
+        if self._kill_at is None:
+            self._kill_at = now + self._grace_s
+            self._signal_ranks(PEER_LOST)
+        overdue = now >= self._kill_at
+        if judgement.standing is Standing.CERTAIN or (judgement.standing is Standing.SUSPICIOUS and overdue):
+            self._tell()
+        if overdue and not self._killed:
+            self._kill()
+
+    def _tell(self) -> None:
+        if self._told is None:
+            self._told = outcomes.notice_of(self.outcome(), self._worker)
+            self._gang.tell(self._told)
+
+    def _kill(self) -> None:
+        self._killed = True
+        log.info("killing %s", ", ".join(f"rank {rank.rank}" for rank in self._running.values()))
+        self._signal_ranks(signal.SIGKILL)
+
+    def _signal_ranks(self, number: signal.Signals) -> None:
+        for rank in self._running.values():
+            process.send(rank.pid, number)
+
+    async def _wait(self) -> None:
+        """Until something happens, or the grace is over."""
+        wait_s = None if self._kill_at is None or self._killed else max(0.0, self._kill_at - time.monotonic())
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,1 @@
+"""Rendezvous: launchers gather and receive the rank table."""

@@ -1,0 +1,179 @@
+"""Gathering at worker 0: its side."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_common.names import RankOrder
+from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError, StoppedError
+from megatronapp_trainer.launch.rendezvous import messages
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.gang_status import Board
+from megatronapp_trainer.launch.rendezvous.messages import Expected, Join, News, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
+from megatronapp_trainer.launch.rendezvous.session import gone
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """Lets the workers in, hands out the table, and passes notices on. Fulfils `Gang` once `gather` has returned."""
+
+    briefing: Briefing
+
+    def __init__(
+        self,
+        *,
+        token: str,
+        expected: Expected,
+        own: Join,
+        order: RankOrder = RankOrder.INDEX,
+        board: Board | None = None,
+    ) -> None:
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self._token = token
+        self._expected = expected
+        self._order = order
+        self._board = board
+        self._index = own.index
+        self._stopped: Stop | None = None
+        self._joins = {own.index: own}
+        self._wires: dict[int, Wire] = {}
+        self._ended: set[int] = set()
+        self._complete = asyncio.Event()
+        """All are there, or nobody waits for the rest any more."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._note_missing()
+
+    async def gather(self, listener: socket.socket, timeout_s: float) -> None:
+        """Wait for all; cancelled before that, tells those who are here that the gang is to stop.
+
+        Raises:
+            RendezvousError: who is missing after `timeout_s`.
+            StoppedError: another worker was asked to stop.
+        """
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=messages.MAX_LINE_BYTES)
+        self._complete_if_all()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._complete.wait()
+        except TimeoutError:
+            missing = ", ".join(map(str, self.missing))
+            raise RendezvousError(f"after {timeout_s:g} s these workers are missing: {missing}") from None
+        except asyncio.CancelledError:
+            self.tell(Stop(worker=self._index))
+            raise
+        if self._stopped is not None:
+            raise StoppedError(f"worker {self._stopped.worker} was asked to stop before the gang was complete")
+
+    @property
+    def missing(self) -> list[int]:
+        """Workers that have not come yet."""
+        return [index for index in range(len(self._expected.proc_per_node)) if index not in self._joins]
+
+    def tell(self, news: News) -> None:
+        """Tell all others."""
+        self._pass_on(news)
+
+    def report(self, page: Mapping[str, Any]) -> None:
+        """This is worker 0."""
+        if self._board is not None:
+            self._board.progress = page
+
+    async def close(self) -> None:
+        """Close every connection and the port. Listening ends first, or our parting would be passed on as a loss."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *(wire.close() for wire in self._wires.values()), return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = writer.get_extra_info("peername")
+        wire = Wire(reader, writer)
+        try:
+            wire = await Wire.greet(reader, writer, token=self._token, side="coordinator")
+            async with asyncio.timeout(messages.JOIN_S):
+                join = messages.join_from_json(await wire.receive())
+            self._admit(join, wire)
+        except MessageError as error:
+            await self._refuse(wire, RefusedError(str(error), final=False), peer)
+        except RefusedError as error:
+            await self._refuse(wire, error, peer)
+        except (OSError, EOFError, TimeoutError) as error:
+            log.info("a connection from %s ended before it joined: %s", peer, error or "silence")
+            await wire.close()
+        else:
+            await self._listen(join.index, wire)
+
+    async def _refuse(self, wire: Wire, error: RefusedError, peer: object) -> None:
+        log.warning("refused %s: %s", peer, error.reason)
+        wire.refuse(error)
+        await wire.close()
+
+    def _admit(self, join: Join, wire: Wire) -> None:
+        messages.check_join(join, self._expected, self._joins)
+        self._joins[join.index] = join
+        self._wires[join.index] = wire
+        self._note_missing()
+        log.info("worker %d joined from %s (%s)", join.index, join.address, join.node)
+        self._complete_if_all()
+
+    def _note_missing(self) -> None:
+        if self._board is not None:
+            self._board.missing = self.missing
+
+    def _complete_if_all(self) -> None:
+        if self.missing or self._stopped is not None:
+            return
+        self.briefing = Briefing.of(list(self._joins.values()), self._order, report=self._board is not None)
+        for wire in self._wires.values():
+            wire.send(self.briefing.to_json())
+        self._complete.set()
+
+    async def _listen(self, index: int, wire: Wire) -> None:
+        """Take what an admitted worker tells until its connection ends."""
+        try:
+            while True:
+                document = await wire.receive()
+                page = messages.progress_of(document)
+                if page is None:
+                    self._hear(messages.news_from_json(document))
+                else:
+                    self.report(page)
+        except (OSError, EOFError, MessageError, RefusedError):
+            self._part(index)
+        finally:
+            await wire.close()
+
+    def _hear(self, news: News) -> None:
+        if isinstance(news, Notice):
+            self._ended.add(news.worker)
+        elif not self._complete.is_set():
+            self._stopped = news
+            self._complete.set()
+        self.news.put_nowait(news)
+        self._pass_on(news)
+
+    def _part(self, index: int) -> None:
+        """A worker that leaves before the table may come again; afterwards its parting is a loss."""
+        del self._wires[index]
+        if not self._complete.is_set():
+            log.warning("worker %d left before the gang was complete", index)
+            del self._joins[index]
+            self._note_missing()
+        elif index not in self._ended:
+            self._hear(gone(index))
+
+    def _pass_on(self, news: News) -> None:
+        for index, wire in self._wires.items():
+            if index != news.worker:
+                wire.send(messages.news_to_json(news))

@@ -1,0 +1,105 @@
+"""Gathering at worker 0: the side of every other worker."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_trainer.errors import MessageError, RefusedError, RendezvousError
+from megatronapp_trainer.launch.config.address import resolve_ipv4
+from megatronapp_trainer.launch.config.settings import Endpoint
+from megatronapp_trainer.launch.rendezvous import messages
+from megatronapp_trainer.launch.rendezvous.briefing import Briefing
+from megatronapp_trainer.launch.rendezvous.messages import COORDINATOR, Join, News, Notice, Stop
+from megatronapp_trainer.launch.rendezvous.secure_channel import Wire
+from megatronapp_trainer.launch.rendezvous.session import gone
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+class Member:
+    """A worker that has its table. Fulfils `Gang`."""
+
+    def __init__(self, wire: Wire, briefing: Briefing) -> None:
+        self.briefing = briefing
+        self.news: asyncio.Queue[News] = asyncio.Queue()
+        self._wire = wire
+        self._coordinator_ended = False
+        self._task = asyncio.create_task(self._listen())
+
+    def tell(self, news: News) -> None:
+        """Tell worker 0, which passes it on."""
+        self._wire.send(messages.news_to_json(news))
+
+    def report(self, page: Mapping[str, Any]) -> None:
+        """Send the page, if worker 0 wants it."""
+        if self.briefing.report:
+            self._wire.send(messages.progress_to_json(page))
+
+    async def close(self) -> None:
+        """Send what was told, and part."""
+        await self._wire.close()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                news = messages.news_from_json(await self._wire.receive())
+                self._coordinator_ended |= isinstance(news, Notice) and news.worker == COORDINATOR
+                self.news.put_nowait(news)
+        except (OSError, EOFError, MessageError, RefusedError):
+            if not self._coordinator_ended:
+                self.news.put_nowait(gone(COORDINATOR))
+
+
+async def join_gang(endpoint: Endpoint, *, token: str, own: Join, timeout_s: float) -> Member:
+    """Try until worker 0 has sent the table; cancelled before that, tells worker 0 that the gang is to stop.
+
+    Raises:
+        RendezvousError: worker 0 refused this worker for good, or `timeout_s` are over; with the last reason.
+        StoppedError: another worker was asked to stop.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = FIRST_PAUSE_S
+    reason = ""
+    while True:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await _try_once(endpoint, token=token, own=own, deadline=deadline)
+        except RefusedError as error:
+            if error.final:
+                raise RendezvousError(f"worker 0 refused this worker: {error.reason}") from error
+            found = f"worker 0 refused this worker: {error.reason}"
+        except (OSError, EOFError, MessageError) as error:
+            found = str(error) or "no answer in time"
+        if time.monotonic() + pause_s >= deadline:
+            where = f"{endpoint.host}:{endpoint.port}"
+            raise RendezvousError(f"no rank table from {where} within {timeout_s:g} s; last: {found}")
+        if found != reason:
+            log.info("waiting for worker 0: %s", found)
+            reason = found
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _try_once(endpoint: Endpoint, *, token: str, own: Join, deadline: float) -> Member:
+    address = await asyncio.to_thread(resolve_ipv4, endpoint.host)
+    async with asyncio.timeout(CONNECT_S):
+        reader, writer = await asyncio.open_connection(address, endpoint.port, limit=messages.MAX_LINE_BYTES)
+    wire = Wire(reader, writer)
+    try:
+        wire = await Wire.greet(reader, writer, token=token, side="worker")
+        wire.send(messages.join_to_json(own))
+        briefing = Briefing.from_json(await wire.receive(), own)
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and wire.greeted and time.monotonic() < deadline:
+            wire.send(messages.news_to_json(Stop(worker=own.index)))
+        await wire.close()
+        raise
+    return Member(wire, briefing)

@@ -1,0 +1,108 @@
+"""The rank table: which ranks run where. Pure."""
+
+import dataclasses
+import hashlib
+import ipaddress
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from megatronapp_common.names import RankOrder
+from megatronapp_trainer.launch.rendezvous.messages import Join
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableWorker:
+    """One worker's line."""
+
+    index: int
+    address: str
+    node: str
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankTable:
+    """All workers in the order of their ranks. The master is the worker where rank 0 runs."""
+
+    attempt: int
+    master_address: str
+    master_port: int
+    workers: tuple[TableWorker, ...]
+
+    def worker(self, index: int) -> TableWorker:
+        """The line of a worker. Raises KeyError if it is not there."""
+        for one in self.workers:
+            if one.index == index:
+                return one
+        raise KeyError(index)
+
+    def node_rank(self, index: int) -> int:
+        """Place of a worker in the order of ranks."""
+        return self.workers.index(self.worker(index))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all workers."""
+        return sum(len(worker.ranks) for worker in self.workers)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the content; two launchers with the same digest hold the same table."""
+        content = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "attempt": self.attempt,
+            "masterAddr": self.master_address,
+            "masterPort": self.master_port,
+            "workers": [
+                {"index": one.index, "address": one.address, "node": one.node, "ranks": list(one.ranks)}
+                for one in self.workers
+            ],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of docs/contracts.md, section 3."""
+        return {"digest": self.digest, **self._content()}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Self:
+        """The table in a document that worker 0 has signed. Raises ValueError if its digest is not its own."""
+        workers = tuple(
+            TableWorker(index=one["index"], address=one["address"], node=one["node"], ranks=tuple(one["ranks"]))
+            for one in document["workers"]
+        )
+        table = cls(
+            attempt=document["attempt"],
+            master_address=document["masterAddr"],
+            master_port=document["masterPort"],
+            workers=workers,
+        )
+        if table.digest != document["digest"]:
+            raise ValueError("the digest of the rank table is not that of its content")
+        return table
+
+
+_KEYS: Mapping[RankOrder, Callable[[Join], tuple[Any, ...]]] = {
+    RankOrder.INDEX: lambda join: (join.index,),
+    RankOrder.IP: lambda join: (ipaddress.IPv4Address(join.address), join.index),
+    RankOrder.TOPOLOGY: lambda join: (join.topology.split(","), join.index),
+}
+"""By what workers are sorted; the index makes every order a total one."""
+
+
+def build_table(joins: Sequence[Join], order: RankOrder = RankOrder.INDEX) -> RankTable:
+    """Number the ranks worker by worker, in this order. `joins` holds every worker once, in any order."""
+    ordered = sorted(joins, key=_KEYS[order])
+    ends = list(itertools.accumulate(join.num_ranks for join in ordered))
+    workers = tuple(
+        TableWorker(
+            index=join.index, address=join.address, node=join.node, ranks=tuple(range(end - join.num_ranks, end))
+        )
+        for join, end in zip(ordered, ends, strict=True)
+    )
+    master = ordered[0]
+    return RankTable(attempt=master.attempt, master_address=master.address, master_port=master.port, workers=workers)

@@ -1,0 +1,1 @@
+"""Reports of a launcher: status, progress, logs and counters."""

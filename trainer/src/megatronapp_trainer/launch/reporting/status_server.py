@@ -1,0 +1,113 @@
+"""The HTTP endpoint of worker 0: `GET /api/v1/launcher`, for the operator."""
+
+import contextlib
+import hmac
+import http.server
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from megatronapp_common.names import Env
+from megatronapp_trainer.errors import RendezvousError
+from megatronapp_trainer.launch.rendezvous.gang_status import Board
+
+log = logging.getLogger(__name__)
+
+PATH = "/api/v1/launcher"
+SILENCE_S = 5.0
+"""A connection that says nothing for so long is closed."""
+MOST_CONNECTIONS = 16
+"""At once; more are closed unanswered, so that nobody can fill this process with threads."""
+
+
+@contextlib.contextmanager
+def serving(board: Board, *, token: str, address: str, port: int) -> Iterator[int]:
+    """Serve in threads of their own, until the end; gives the port. Raises RendezvousError if it is taken."""
+    try:
+        server = _Server((address, port), _Handler)
+    except OSError as error:
+        raise RendezvousError(
+            f"worker 0 cannot serve its status at {address or '*'}:{port}: {error.strerror}; "
+            f"free the port or set {Env.STATUS_PORT} to another one"
+        ) from error
+    server.board, server.token = board, token
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="status", daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    board: Board
+    token: str
+
+    def __init__(self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Without the base class's question for a host name, which may take seconds."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """One thread each, as long as there is room."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """In its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as in the base class
+        """A client that went away is no event."""
+        log.debug("a connection from %s ended", client_address, exc_info=True)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    timeout = SILENCE_S
+    server_version = "megatronapp-launcher"
+    sys_version = ""
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Answer, to those who have the token."""
+        if self.path.partition("?")[0] != PATH:
+            self._answer(http.HTTPStatus.NOT_FOUND, {"detail": f"only {PATH} is here"})
+        elif not self._known():
+            self._answer(http.HTTPStatus.UNAUTHORIZED, {"detail": "needs Authorization: Bearer <viewer token>"})
+        else:
+            self._answer(http.HTTPStatus.OK, self.server.board.document())
+
+    def _known(self) -> bool:
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self.server.token.encode())
+
+    def _answer(self, status: http.HTTPStatus, document: dict[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        if status == http.HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Not into the log of the job: somebody asks every few seconds."""
+        log.debug(format, *arguments)

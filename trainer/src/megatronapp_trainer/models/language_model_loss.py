@@ -1,0 +1,102 @@
+"""The language-model loss, and its reduction over the world, which also carries the wish to stop."""
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.device.place import HostCopy
+from megatronapp_trainer.errors import NotFiniteError
+from megatronapp_trainer.parallel.layout import Layout
+
+_ADVICE = (
+    "Try a lower --lr or a longer warm-up, look at the data of this step, "
+    "or train on with --no-check-for-nan-in-loss-and-grad"
+)
+
+
+def token_loss(
+    losses: torch.Tensor, loss_mask: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-token losses and mask [B, S], and the mask's sum -> sum of losses, that of the mask, both as a report [2].
+
+    The form of megatron-core's schedules that divide by the number of tokens themselves, in place: hence the copy.
+    """
+    total = torch.sum(losses.float().view(-1) * loss_mask.view(-1))
+    return total, tokens.to(torch.int), torch.stack((total.detach(), tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepLoss:
+    """What all ranks know of a step after the reduction."""
+
+    mean: float
+    """Over the unmasked tokens of the global batch."""
+    tokens: int
+    stop: bool
+    """Some rank was asked to stop."""
+    time_is_up: bool = False
+    """Some rank has trained for as long as it may."""
+
+
+class PendingLoss:
+    """A reduction on its way."""
+
+    def __init__(self, copy: HostCopy, reports: torch.Tensor | None) -> None:
+        self._copy = copy
+        self._reports = reports
+
+    def read(self) -> StepLoss:
+        """The result, equal on all ranks."""
+        total, tokens, stops, time_outs = self._copy.read().tolist()
+        return StepLoss(mean=total / max(tokens, 1.0), tokens=int(tokens), stop=stops > 0, time_is_up=time_outs > 0)
+
+    def bad_microbatches(self) -> list[int]:
+        """Microbatches of this rank whose loss is NaN or Inf; reads from the device, for the failure path only."""
+        if self._reports is None:
+            return []
+        finite = torch.isfinite(self._reports[:, 0])
+        return torch.nonzero(~finite).flatten().tolist()
+
+
+def reduce_loss(
+    reports: list[torch.Tensor], layout: Layout, device: Device, *, stop: bool = False, time_is_up: bool = False
+) -> PendingLoss:
+    """Sum losses, tokens and wishes to stop over the world; starts the copy to the host and returns.
+
+    Megatron averages the loss over the last stage's replicas. Taking all ranks in costs no further collective and
+    lets them agree on stopping at the same step border, whichever of them got the signal.
+    """
+    stacked = torch.stack(reports) if reports else None
+    vector = torch.zeros(4, dtype=torch.float64, device=device.torch_device)
+    if stacked is not None and layout.tensor_rank == 0:
+        vector[:2] = stacked.double().sum(0)
+    if stop or time_is_up:
+        vector[2:] = torch.tensor([stop, time_is_up], dtype=torch.float64)
+    dist.all_reduce(vector)
+    return PendingLoss(device.to_host(vector), stacked)
+
+
+def refuse_infinite_gradients(grad_norm: float, *, step: int) -> None:
+    """Raise NotFiniteError if the norm of all gradients, the same on every rank, is NaN or Inf."""
+    if not math.isfinite(grad_norm):
+        raise NotFiniteError(
+            f"the gradient norm of step {step} is {grad_norm} although its loss is finite. The weights are those "
+            f"before this step; no checkpoint of it was written. {_ADVICE}"
+        )
+
+
+def refuse_not_finite(loss: StepLoss, pending: PendingLoss, layout: Layout, *, step: int) -> None:
+    """Raise NotFiniteError that names the ranks and microbatches; collective, as all ranks see the same mean."""
+    if math.isfinite(loss.mean):
+        return
+    found: list[list[int]] = [[] for _ in range(layout.world_size)]
+    dist.all_gather_object(found, pending.bad_microbatches())
+    places = [f"rank {rank}, microbatch {number}" for rank, numbers in enumerate(found) for number in numbers[:1]]
+    where = "; ".join(places) or "the sum overflowed although each microbatch is finite"
+    raise NotFiniteError(
+        f"the loss of step {step} is {loss.mean} ({where}). The weights are those before this step; "
+        f"no checkpoint of it was written. {_ADVICE}"
+    )

@@ -1,0 +1,1 @@
+"""Layout of ranks, process groups and agreement between ranks."""

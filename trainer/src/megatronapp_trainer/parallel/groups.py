@@ -1,0 +1,67 @@
+"""Process groups, seeds and deterministic mode."""
+
+import datetime
+import os
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.parallel.layout import Layout
+
+
+def initialize_groups(config: TrainerConfig, layout: Layout, device: Device) -> None:
+    """Start torch.distributed and megatron-core's groups. A lone process needs no address and no port."""
+    timeout = datetime.timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    backend = config.parallel.distributed_backend or ("nccl" if device.is_cuda else "gloo")
+    if backend == "nccl" and not device.is_cuda:
+        raise UsageError("--distributed-backend nccl needs GPUs, and this rank has none; leave it out or take gloo")
+    store = HashStore() if layout.world_size == 1 and "MASTER_ADDR" not in os.environ else None
+    dist.init_process_group(backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=timeout)
+    initialize_model_groups(config, layout)
+
+
+def initialize_model_groups(config: TrainerConfig, layout: Layout) -> None:
+    """megatron-core's groups within a started torch.distributed."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        layout.tensor_size,
+        layout.pipeline_size,
+        layout.virtual_size if layout.virtual_size > 1 else None,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+
+
+def destroy_groups() -> None:
+    """End megatron-core's groups and torch.distributed."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def seed_everything(config: TrainerConfig, layout: Layout) -> None:
+    """Seed the generators as Megatron does: dropout differs between stages, and within layers between tensor ranks."""
+    from megatron.core import tensor_parallel
+
+    seed = config.training.seed + 100 * layout.pipeline_rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def apply_deterministic_mode(config: TrainerConfig) -> None:
+    """Let torch refuse operations whose result depends on timing, where the flag asks for it."""
+    if not config.precision.deterministic_mode:
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,140 @@
+"""Forward and backward passes of one step through megatron-core's schedules."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from megatronapp_common.trace import Kind
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.microbatches import ChunkFeed, StepFeed
+from megatronapp_trainer.hooks.step_observer import ObserverTimers
+from megatronapp_trainer.models.language_model_loss import token_loss
+from megatronapp_trainer.parallel.layout import Layout
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class ForwardStep:
+    """The forward step that the schedules call: data, model, and the loss to apply where this is the last chunk."""
+
+    def __init__(self, timers: ObserverTimers | None) -> None:
+        self._timers = timers
+
+    def __call__(self, feed: ChunkFeed, model: Any) -> tuple[torch.Tensor, LossFunction]:  # noqa: ANN401 - DDP
+        """Run one microbatch through one chunk."""
+        batch = feed.next()
+        if self._timers is not None:
+            if feed.microbatch == 0 and model.use_forward_hook:
+                self._timers.timed(Kind.PARAM_GATHER, lambda: _await_first_parameters(model))()
+            self._timers.begin_forward(feed.chunk, feed.microbatch)
+        if batch is None:
+            return model(None, None, None), _no_loss
+        output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+        return output, lambda losses: token_loss(losses, batch.loss_mask, batch.loss_tokens)
+
+
+def _await_first_parameters(model: Any) -> None:  # noqa: ANN401 - DDP
+    """Under ``--overlap-param-gather``: what the hook before the chunk's first module would do a moment later.
+
+    Nothing else has begun to compute, so this gather is waited for in full, and its span need not lie inside FORWARD.
+    The hook then finds it finished.
+    """
+    first = next(model.module.parameters())
+    skip_next = model.ddp_config.align_param_gather or model.overlap_param_gather_with_optimizer_step
+    model.param_to_bucket_group[first].finish_param_sync(skip_next_bucket_dispatch=skip_next)
+
+
+def _no_loss(_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    raise AssertionError("a chunk without labels was asked for a loss")
+
+
+class Schedule:
+    """1F1B or interleaved 1F1B, or plain gradient accumulation on one stage."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        layout: Layout,
+        chunks: list[Any],
+        *,
+        timers: ObserverTimers | None = None,
+        p2p_communicator: Any | None = None,  # noqa: ANN401 - megatron-core's P2PCommunicator
+    ) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self._config = config
+        self._layout = layout
+        self._chunks = chunks
+        self._timers = timers
+        self._forward_backward = get_forward_backward_func()
+        self._forward_step = ForwardStep(timers)
+        self._plain_forward_step = ForwardStep(None)
+        self._transport = _transport(p2p_communicator)
+
+    def train(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Forward and backward of all microbatches; gradients are reduced. Reports of the last stage, else empty."""
+        if self._timers is not None:
+            self._timers.begin_step(backward_order(self._layout, num_microbatches))
+        return self._run(feed, num_microbatches, self._forward_step, forward_only=False, **self._transport)
+
+    @torch.no_grad()
+    def evaluate(self, feed: StepFeed, num_microbatches: int) -> list[torch.Tensor]:
+        """Forward only, with no spans."""
+        return self._run(feed, num_microbatches, self._plain_forward_step, forward_only=True)
+
+    def _run(self, feed: StepFeed, num_microbatches: int, step: ForwardStep, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
+        feeds = [ChunkFeed(feed, chunk) for chunk in range(len(self._chunks))]
+        single = len(self._chunks) == 1
+        reports = self._forward_backward(
+            forward_step_func=step,
+            data_iterator=feeds[0] if single else feeds,
+            model=self._chunks[0] if single else self._chunks,
+            num_microbatches=num_microbatches,
+            seq_length=self._config.model.seq_length,
+            micro_batch_size=self._config.training.micro_batch_size,
+            **options,
+        )
+        return cast("list[torch.Tensor]", reports)
+
+
+def backward_order(layout: Layout, num_microbatches: int) -> tuple[tuple[int, int], ...]:
+    """(chunk, microbatch) of each backward pass of a step on this rank, in the order of the schedule."""
+    if layout.virtual_size == 1:
+        return tuple((0, microbatch) for microbatch in range(num_microbatches))
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    table = get_schedule_table(num_microbatches, layout.virtual_size, layout.pipeline_size)
+    return tuple((layout.virtual_size - 1 - chunk, microbatch) for microbatch, chunk in table)
+
+
+def connect(core_config: Any, chunks: list[Any], optimizer: Any, *, overlap_grad_reduce: bool) -> None:  # noqa: ANN401
+    """Tell megatron-core's configuration how to scale losses and reduce gradients, as the schedules expect."""
+    from megatron.core.distributed import finalize_model_grads
+
+    core_config.finalize_model_grads_func = finalize_model_grads
+    core_config.grad_scale_func = optimizer.scale_loss
+    if overlap_grad_reduce:
+        core_config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        core_config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Any]) -> Any:  # noqa: ANN401 - what megatron-core takes
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _transport(p2p_communicator: Any | None) -> dict[str, Any]:  # noqa: ANN401 - untyped library
+    """Arguments of the schedules for a communicator that is not megatron-core's own; they want the groups with it."""
+    if p2p_communicator is None:
+        return {}
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return {"p2p_communicator": p2p_communicator, "pg_collection": groups}

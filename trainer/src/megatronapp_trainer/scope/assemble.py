@@ -1,0 +1,48 @@
+"""MegaScope of one rank, whole: watcher, publisher, and the way between them."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+from megatronapp_common.frames import Frame
+from megatronapp_trainer.inference.worker_group import Gang
+from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.transfer.publisher import Job, Publisher
+
+SOCKET = "scope.sock"
+"""In the folder of the run, where the agent listens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What a rank holds until it ends."""
+
+    session: CaptureSession
+    publisher: Publisher
+
+    def close(self) -> None:
+        """Look no more, send what can be sent within a second, and end the thread."""
+        try:
+            self.session.detach()
+        finally:
+            self.publisher.close()
+
+
+def open_scope(gang: Gang, run_dir: pathlib.Path, *, attempt: int, limits: Mapping[str, int] | None = None) -> Scope:
+    """On every rank, before the first step. Nothing is looked at until rank 0 begins a run.
+
+    `limits`: of a run, which rank 0 tells.
+    """
+    held: list[Publisher] = []
+
+    def post(job: Job) -> None:
+        held[0].post(job)
+
+    session = CaptureSession(gang.stage, attempt=attempt, sink=post)
+    hello = session.hello()
+    if limits is not None and hello.header["rank"] == 0:
+        hello = Frame(hello.type, {**hello.header, "limits": dict(limits)})
+    held.append(Publisher(run_dir / SOCKET, hello, lull=gang.lull if session.waits_for_device else None))
+    session.attach(gang)
+    held[0].start()
+    return Scope(session=session, publisher=held[0])

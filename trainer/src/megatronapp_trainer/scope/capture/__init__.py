@@ -1,0 +1,1 @@
+"""Capture of values on a rank: reductions, commands and probes."""

@@ -1,0 +1,267 @@
+"""What one capture computes on a rank in each step: which sites, and from them which tensors.
+
+Equal recipes give equal kernels, so that a decode step of one recipe is one CUDA graph. L layers of this rank, N rows.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatronapp_common.errors import ExpressionError, PlanError
+from megatronapp_common.filters.reducers import parse_reducer
+from megatronapp_common.filters.shard import Shard
+from megatronapp_common.filters.shard_plan import Plan, compile_plan
+from megatronapp_common.scope.protocol_requests import Capture, Rotary
+from megatronapp_trainer.hooks.hook_collector import Collector
+from megatronapp_trainer.hooks.sites import STAGE_INPUT, Axis, Site, registered, site_of
+from megatronapp_trainer.scope.capture.device_program import DeviceProgram
+from megatronapp_trainer.scope.capture.rank_shard import Share, Span, pixel_count
+from megatronapp_trainer.scope.transfer.device_copy import Found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A capture as far as it changes what is computed."""
+
+    qkv: int
+    """Pixels of each of q, k and v; 0: none of them."""
+    mlp: int
+    mlp1: bool
+    mlp2: bool
+    attention: bool
+    pca: bool
+    rotary: Rotary
+    qkv_filter: str
+    mlp_filter: str
+    own: tuple[Site, ...]
+    """Registered sites that have reducers."""
+
+
+def recipe_of(capture: Capture) -> Recipe | None:
+    """The recipe of a capture; None where nothing of the model is looked at."""
+    if capture.preset == "off":
+        return None
+    states = capture.states
+    return Recipe(
+        qkv=capture.pixels.qkv // 3 if states.qkv else 0,
+        mlp=capture.pixels.mlp,
+        mlp1=states.mlp1 and capture.preset == "default",
+        mlp2=states.mlp2,
+        attention=states.attention,
+        pca=states.pca,
+        rotary=capture.rotary,
+        qkv_filter=capture.expression.qkv,
+        mlp_filter=capture.expression.mlp,
+        own=tuple(site for site in registered() if site.reducers),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """Where the vector of a rank stands in that of the whole model."""
+
+    width: int
+    """Of the whole vector."""
+    shards: int = 1
+    shard: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Filter:
+    """A vector filter, ready to run on one shard."""
+
+    program: DeviceProgram
+    said: dict[str, Any]
+    """`merge`, where it tells states that somebody merges."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Reduction:
+    """One tensor of pixels: a part of the width that a site gives."""
+
+    name: str
+    site: Site
+    part: slice
+    filter: _Filter
+    key: str
+    span: Span
+
+
+class Pixels:
+    """The vector filters of a recipe, made for one rank's share.
+
+    Raises PlanError, ExpressionError where that cannot be.
+    """
+
+    def __init__(self, recipe: Recipe, share: Share, device: torch.device) -> None:
+        self._share = share
+        self._device = device
+        self._reductions = [*self._built_in(recipe)]
+        self._own = recipe.own
+        self._own_filters: dict[tuple[str, int, int], tuple[_Filter, Span]] = {}
+        for site in recipe.own:
+            self._check_own(site)
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """What it looks at."""
+        return {one.site.name: one.site for one in self._reductions} | {site.name: site for site in self._own}
+
+    def compute(self, seen: Collector) -> Iterator[Found]:
+        """All tensors of pixels, [layers, rows, pixels]; or, with `merge` said of them, of states of this shard."""
+        stacks: dict[str, torch.Tensor] = {}
+        for one in self._reductions:
+            if one.span[0] == one.span[1] or not (layers := seen.layers(one.site.name)):
+                continue
+            if one.site.name not in stacks:
+                stacks[one.site.name] = seen.stacked(one.site.name).flatten(2)
+            vectors = stacks[one.site.name][..., one.part]
+            yield self._found(one, _run(one.filter.program, vectors), tuple(layers))
+        for site in self._own:
+            yield from self._of_own(site, seen)
+
+    def _found(self, one: _Reduction, values: torch.Tensor, layers: tuple[int, ...]) -> Found:
+        said = {"site": one.name, "replicated": one.key == ""} | ({one.key: list(one.span)} if one.key else {})
+        return Found(name=one.name, values=values, layers=layers, said=said | one.filter.said)
+
+    def _built_in(self, recipe: Recipe) -> Iterator[_Reduction]:
+        share = self._share
+        if recipe.qkv:
+            yield from self._qkv(recipe)
+        filters = (recipe.mlp, recipe.mlp_filter)
+        if recipe.mlp1:
+            yield from self._fc1(filters)
+        if recipe.mlp2 and share.is_first_of_tensor:
+            found = self._filter(filters, _Cut(width=share.hidden))
+            span = (0, share.hidden)
+            yield _Reduction(name="mlp2", site=site_of("mlp2"), part=slice(None), filter=found, key="", span=span)
+
+    def _qkv(self, recipe: Recipe) -> Iterator[_Reduction]:
+        share = self._share
+        query = _Cut(width=share.num_heads * share.head_width, shards=share.tensor_size, shard=share.tp)
+        key = _Cut(width=share.num_key_heads * share.head_width, shards=share.key_shards, shard=share.key_shard)
+        for name, cut, span in (("q", query, share.heads), ("k", key, share.key_heads), ("v", key, share.key_heads)):
+            try:
+                found = self._filter((recipe.qkv, recipe.qkv_filter), cut)
+            except ExpressionError as error:
+                if recipe.qkv >= cut.shards:
+                    raise
+                sentence = f"{error.sentence} (pixels of {name} alone: pixels.qkv counts q, k and v together)"
+                raise ExpressionError(error.column, sentence) from error
+            site = site_of(name, rotary=recipe.rotary)
+            yield _Reduction(name=name, site=site, part=slice(None), filter=found, key="heads", span=span)
+
+    def _fc1(self, filters: tuple[int, str]) -> Iterator[_Reduction]:
+        """A rank of a gated MLP has a part of all gates and a part of all that they let through, side by side.
+
+        No pixel is made of both.
+        """
+        (pixels, text), share, halves = filters, self._share, 2 if self._share.gated else 1
+        width = share.mlp[1] - share.mlp[0]
+        for half in range(halves):
+            shard = half * share.tensor_size + share.tp
+            cut = _Cut(width=halves * share.ffn, shards=halves * share.tensor_size, shard=shard)
+            span = (half * share.ffn + share.mlp[0], half * share.ffn + share.mlp[1])
+            part = slice(half * width, (half + 1) * width)
+            found = self._filter((max(pixels, halves), text), cut)
+            yield _Reduction(name="mlp1", site=site_of("mlp1"), part=part, filter=found, key="features", span=span)
+
+    def _filter(self, filters: tuple[int, str], cut: _Cut) -> _Filter:
+        """`filters`: how many pixels are wanted, and the text of a reducer."""
+        pixels, text = filters
+        plan = _plan(pixels, text, cut)
+        program = DeviceProgram(plan.program(cut.shard), self._device)
+        if not plan.merged:
+            return _Filter(program=program, said={})
+        words = " ".join(text.split())
+        shard = Shard(reducer=words, width=cut.width, pixels=plan.pixels, shards=cut.shards, shard=cut.shard)
+        return _Filter(program=program, said=shard.dump())
+
+    def _of_own(self, site: Site, seen: Collector) -> Iterator[Found]:
+        """A registered site: how wide it is, is known when it has been seen."""
+        if not (layers := seen.layers(site.name)) or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
+            return
+        parts = self._parts(site.axis, seen.stacked(site.name).flatten(2))
+        for (place, name), (part, values) in itertools.product(enumerate(_own_names(site)), enumerate(parts)):
+            own, span = self._own_filter(site, place, (part, len(parts)), values.size(-1))
+            out = _run(own.program, values)
+            said = {"site": site.name, "replicated": site.axis is Axis.WHOLE} | own.said
+            said |= {} if site.axis is Axis.WHOLE else {"features": list(span)}
+            found, of = (out, tuple(layers)) if site.per_layer else (out[0], None)
+            yield Found(name=name, values=found, layers=of, said=said)
+
+    def _own_filter(self, site: Site, place: int, of: tuple[int, int], width: int) -> tuple[_Filter, Span]:
+        """`of`: which part of how many, of a width that each rank has."""
+        (part, parts), (shards, shard) = of, self._shards(site.axis)
+        if (site.name, place, part) not in self._own_filters:
+            count, index = parts * shards, part * shards + shard
+            cut = _Cut(width=width * count, shards=count, shard=index)
+            found = self._filter((site.pixels, site.reducers[place]), cut)
+            self._own_filters[site.name, place, part] = found, (width * index, width * (index + 1))
+        return self._own_filters[site.name, place, part]
+
+    def _parts(self, axis: Axis, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the gated MLP several ranks have a part of all gates and a part of all that they let through each."""
+        width = self._share.mlp[1] - self._share.mlp[0]
+        is_halved = axis is Axis.MLP and self._share.tensor_size > 1 and values.size(-1) == 2 * width
+        return torch.split(values, width, dim=-1) if is_halved else (values,)
+
+    def _shards(self, axis: Axis) -> tuple[int, int]:
+        share = self._share
+        if axis is Axis.WHOLE:
+            return 1, 0
+        return (share.key_shards, share.key_shard) if axis is Axis.KEY_HEADS else (share.tensor_size, share.tp)
+
+    def _check_own(self, site: Site) -> None:
+        """Raises PlanError where a pixel would lie on several ranks and a reducer does not merge.
+
+        How wide the site is, nobody knows yet; that does not change it.
+        """
+        shards, _ = self._shards(site.axis)
+        shards *= 2 if site.axis is Axis.MLP and self._share.gated and shards > 1 else 1
+        if site.pixels >= shards:
+            return
+        for text in site.reducers:
+            try:
+                _plan(site.pixels, text, _Cut(width=shards, shards=shards))
+            except ExpressionError as error:
+                raise PlanError(f"site {site.name}, reducer {text!r}: {error} (`pixels` of register_site)") from error
+
+
+def _plan(pixels: int, text: str, cut: _Cut) -> Plan:
+    """Of as many pixels as fit, `pixels` at most."""
+    count = pixel_count(cut.width, pixels, cut.shards)
+    return compile_plan(parse_reducer(text), width=cut.width, pixels=count, shards=cut.shards)
+
+
+def _run(program: DeviceProgram, vectors: torch.Tensor) -> torch.Tensor:
+    """[layers, rows, pixels x columns] of vectors [layers, rows, width]."""
+    out = program.buffer(*vectors.shape[:-1])
+    program.run(vectors, out)
+    return out.flatten(2)
+
+
+def _own_names(site: Site) -> list[str]:
+    """Of the tensors of a registered site, one for each reducer: `site.word`, the second of a word `site.word#2`."""
+    if len(site.reducers) == 1:
+        return [site.name]
+    words = [text.split("(")[0].strip() for text in site.reducers]
+    counts = [words[: place + 1].count(word) for place, word in enumerate(words)]
+    return [f"{site.name}.{word}{f'#{count}' if count > 1 else ''}" for word, count in zip(words, counts, strict=True)]
+
+
+def residual_measures(before_LNH: torch.Tensor, after_LNH: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of each layer and row, [L, N], with 32 bits: norm after it, norm of what it added over that before, cosine."""
+    before, after = before_LNH.float(), after_LNH.float()
+    norm_before, norm_after = before.norm(dim=-1), after.norm(dim=-1)
+    change = (after - before).norm(dim=-1) / norm_before
+    cosine = (after * before).sum(-1) / (norm_after * norm_before)
+    return {"residual.norm": norm_after, "residual.change": change, "residual.cosine": cosine}
+
+
+def residual_sites() -> dict[str, Site]:
+    """What residual measures look at."""
+    return {"residual": site_of("residual"), STAGE_INPUT.name: STAGE_INPUT}

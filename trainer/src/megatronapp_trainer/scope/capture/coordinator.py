@@ -1,0 +1,313 @@
+"""Rank 0's side of MegaScope: runs and probes become the engine's requests, and what comes of them TOKENS frames."""
+
+import dataclasses
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import Tensor, frame_of, unpack
+from megatronapp_common.scope.protocol_requests import Capture, Probe
+from megatronapp_trainer.hooks.sites import ATTENTION, site_of
+from megatronapp_trainer.inference.engine import Engine
+from megatronapp_trainer.inference.events import Event, FinishedEvent, TokenEvent
+from megatronapp_trainer.inference.model.token_statistics import Measures
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.scope.capture.commands import TOPIC, BeginProbe, BeginRun, ChangeRun, EndRun, SetBasis
+from megatronapp_trainer.scope.capture.probe import LOGITS
+from megatronapp_trainer.scope.capture.session import CaptureSession
+from megatronapp_trainer.scope.errors import CaptureError
+from megatronapp_trainer.scope.tracked_requests import request_id, run_of
+from megatronapp_trainer.scope.transfer.publisher import Job, Kind, Ready, Sink
+
+AT_ONE = 5
+"""Place of temperature 1 among those of `partition`."""
+TextOf = Callable[[int], str]
+"""Of a token by itself; U+FFFD where it is no whole character."""
+_TOKEN_BYTES = 256
+"""About what TOKENS says of a row, beside its candidates."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    """What rank 0 knows of a run, or of a probe."""
+
+    capture: Capture | None
+    lengths: Sequence[int]
+    open: set[int]
+    ends: list[int]
+    """UTF-16 units of each sample's text so far."""
+    text_of: TextOf | None = None
+    tokens: dict[int, dict[int, TokenEvent]] = dataclasses.field(default_factory=dict)
+    """By step and sample: what has not been told yet."""
+    reasons: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Why samples have ended."""
+
+    def due(self) -> list[int]:
+        """Steps of which all have come: nobody is still open who has not told his token."""
+        return [step for step, came in sorted(self.tokens.items()) if self.open <= set(came)]
+
+    def end(self, sample: int, event: FinishedEvent) -> None:
+        """A sample has ended; text that was held back until now goes to its last token."""
+        self.reasons[sample] = event.reason
+        self.open.discard(sample)
+        steps = [step for step, came in self.tokens.items() if sample in came]
+        if event.text and steps and event.reason in {"stop", "length"}:
+            last = self.tokens[max(steps)]
+            last[sample] = dataclasses.replace(last[sample], text=(last[sample].text or "") + event.text)
+
+    def offset(self, sample: int, text: str) -> list[int] | None:
+        """Where a text stands in its sample; None of a token that ends no character. To be asked in their order."""
+        if not text:
+            return None
+        start = self.ends[sample]
+        self.ends[sample] += len(text.encode("utf-16-le")) // 2
+        return [start, self.ends[sample]]
+
+
+class ScopeLeader:
+    """Used by the thread of HTTP (runs and probes) and that of the engine (`observe`)."""
+
+    def __init__(self, engine: Engine, session: CaptureSession, sink: Sink) -> None:
+        self._engine = engine
+        self._session = session
+        self._sink = sink
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()
+
+    def begin_run(
+        self,
+        run: str,
+        capture: Capture,
+        requests: Sequence[GenerationRequest],
+        *,
+        ends: Sequence[int] = (),
+        text_of: TextOf | None = None,
+    ) -> list[GenerationRequest]:
+        """Let all ranks look at a run, whose requests go to the engine afterwards: these, changed.
+
+        Args:
+            run: its id.
+            capture: what is looked at.
+            requests: one for each prompt.
+            ends: UTF-16 units of each prompt's text, for offsets; none: 0.
+            text_of: of candidates; called in the thread that sends. None: they have no texts.
+
+        Raises:
+            CaptureError: a pinned head that the model does not have.
+            PlanError: pixels that do not fit the model.
+            ExpressionError: a filter that cannot be computed on it.
+        """
+        self._check(capture)
+        lengths = tuple(len(request.prompt) for request in requests)
+        starts = list(ends) or [0] * len(lengths)
+        with self._lock:
+            samples = set(range(len(lengths)))
+            self._runs[run] = _Run(capture=capture, lengths=lengths, open=samples, ends=starts, text_of=text_of)
+        self._engine.command(TOPIC, BeginRun(run=run, capture=capture, lengths=lengths))
+        wants = capture.states.probabilities
+        vocabulary = self._session.share.vocabulary
+        return [
+            dataclasses.replace(
+                request,
+                id=request_id(run, sample),
+                group=run,
+                measures=min(capture.candidates, vocabulary) if wants else 0,
+            )
+            for sample, request in enumerate(requests)
+        ]
+
+    def change(self, run: str, capture: Capture) -> None:
+        """Look at something else from the next step on; how many candidates are told stays. Raises as `begin_run`."""
+        self._check(capture)
+        self._engine.command(TOPIC, ChangeRun(run=run, capture=capture))
+
+    def probe(self, wanted: Probe) -> tuple[str, list[GenerationRequest]]:
+        """A probe's id, and the requests that bring it: they go to the engine as any others and generate nothing.
+
+        Raises CaptureError for a site, layer or head that there is not.
+        """
+        self._check_probe(wanted)
+        probe, lengths = secrets.token_hex(6), tuple(map(len, wanted.ids))
+        known = _Run(capture=None, lengths=lengths, open=set(range(len(lengths))), ends=[0] * len(lengths))
+        with self._lock:
+            self._runs[probe] = known
+        said = BeginProbe(
+            probe=probe, lengths=lengths, sites=wanted.sites, queries=wanted.queries, stride=wanted.stride
+        )
+        self._engine.command(TOPIC, said)
+        all_logits = any(one.site == LOGITS for one in wanted.sites)
+        return probe, [
+            GenerationRequest(
+                id=request_id(probe, sample), prompt=ids, max_new_tokens=0, prompt_logprobs=all_logits, temperature=0
+            )
+            for sample, ids in enumerate(wanted.ids)
+        ]
+
+    def set_basis(self, frame: Frame) -> None:
+        """A frame SCOPE_BASIS: parts carry `pca` from the next step on. Raises CaptureError, FrameError."""
+        tensors = {tensor.name: tensor.data for tensor in unpack(frame)}
+        layers, version = frame.header.get("layers"), frame.header.get("version")
+        if not isinstance(layers, list) or not isinstance(version, int) or not {"mean", "basis"} <= set(tensors):
+            raise CaptureError("a basis has version, layers, and tensors mean and basis")
+        mean, axes, hidden = tensors["mean"], tensors["basis"], self._session.share.hidden
+        fits = mean.shape == (len(layers), hidden) and axes.ndim == 3 and axes.shape[::2] == (len(layers), hidden)
+        if not fits or mean.dtype != np.float32 or axes.dtype != np.float32:
+            raise CaptureError(f"a basis of shape {axes.shape} does not fit {len(layers)} layers of {hidden} numbers")
+        said = SetBasis(version=version, layers=tuple(layers), mean=np.array(mean), axes=np.array(axes))
+        self._engine.command(TOPIC, said)
+
+    def run_state(self, header: Mapping[str, Any]) -> None:
+        """Send RUN_STATE."""
+        self._sink(Ready([Frame(FrameType.SCOPE_RUN_STATE, header)]))
+
+    def observe(self, events: Sequence[Event]) -> None:
+        """What a step of the engine gave: tokens are told, and runs whose samples have all ended are ended.
+
+        A step is told when every sample that goes on has its token.
+        """
+        with self._lock:
+            told = self._taken(events)
+            over = [run for run, one in self._runs.items() if not one.open]
+            for run in over:
+                del self._runs[run]
+        if told:
+            self._sink(_Tokens(told))
+        for run in over:
+            self._engine.command(TOPIC, EndRun(run=run))
+
+    def _taken(self, events: Sequence[Event]) -> "list[_Told]":
+        for event in events:
+            run, sample = run_of(event.request_id)
+            if (known := self._runs.get(run)) is None:
+                continue
+            if isinstance(event, TokenEvent):
+                known.tokens.setdefault(event.index, {})[sample] = event
+            elif isinstance(event, FinishedEvent):
+                known.end(sample, event)
+        return [_told(run, step, known) for run, known in self._runs.items() for step in known.due()]
+
+    def _check(self, capture: Capture) -> None:
+        share = self._session.share
+        for place, pin in enumerate(capture.pinned):
+            if pin.layer >= share.num_layers or pin.head >= share.num_heads:
+                raise CaptureError(
+                    f"pinned.{place}: there is no layer {pin.layer}, head {pin.head}; the model has {share.num_layers} "
+                    f"layers of {share.num_heads} heads"
+                )
+        self._session.check(capture)
+
+    def _check_probe(self, wanted: Probe) -> None:
+        share = self._session.share
+        if not wanted.ids or not all(wanted.ids):
+            raise CaptureError("ids: there is nothing to read; give one list of tokens or more, none of them empty")
+        for place, one in enumerate(wanted.sites):
+            site = None if one.site == ATTENTION else site_of(one.site)
+            heads = share.num_key_heads if site is not None and site.axis.value == "keyHeads" else share.num_heads
+            if any(layer >= share.num_layers for layer in one.layers) or any(head >= heads for head in one.heads or ()):
+                raise CaptureError(
+                    f"sites.{place}: {one.site} has {share.num_layers} layers and {heads} heads, from 0 on"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Told:
+    """The tokens of one step."""
+
+    header: Mapping[str, Any]
+    events: Sequence[TokenEvent]
+    """Empty: what they were chosen from is not told."""
+    text_of: TextOf | None
+
+    def frame(self) -> Frame:
+        """TOKENS."""
+        if not self.events:
+            return frame_of(FrameType.SCOPE_TOKENS, self.header)
+        said = dict(self.header)
+        if self.text_of is not None:
+            said["topTexts"] = [list(self._texts(event, self.text_of)) for event in self.events]
+        return frame_of(FrameType.SCOPE_TOKENS, said, _distributions(self.events))
+
+    @staticmethod
+    def _texts(event: TokenEvent, text_of: TextOf) -> Iterator[str]:
+        assert event.measures is not None
+        return (text_of(int(token)) for token in event.measures.get().tokens.tolist())
+
+
+def _told(run: str, step: int, known: _Run) -> _Told:
+    """The tokens of the run's next step."""
+    came = sorted(known.tokens.pop(step).items())
+    texts = [event.text or "" for _, event in came]
+    header = {
+        "run": run,
+        "step": step,
+        "rows": [[sample, known.lengths[sample] - 1 + step] for sample, _ in came],
+        "ids": [event.token for _, event in came],
+        "texts": texts,
+        "offsets": [known.offset(sample, text) for (sample, _), text in zip(came, texts, strict=True)],
+        "finished": [known.reasons.get(sample) for sample, _ in came],
+    }
+    wants = known.capture is not None and known.capture.states.probabilities
+    return _Told(header=header, events=[event for _, event in came] if wants else (), text_of=known.text_of)
+
+
+class _Tokens:
+    """TOKENS frames, made in the thread that sends."""
+
+    def __init__(self, told: Sequence[_Told]) -> None:
+        self._told = told
+
+    @property
+    def kind(self) -> Kind:
+        """Small things."""
+        return Kind.NEWS
+
+    @property
+    def nbytes(self) -> int:
+        """About what they will take."""
+        events = [event.measures for told in self._told for event in told.events]
+        rows = sum(len(told.header["ids"]) for told in self._told)
+        return _TOKEN_BYTES * rows + sum(16 * one.count for one in events if one is not None)
+
+    def split(self) -> Sequence[Job]:
+        """One."""
+        return [self]
+
+    def ready(self) -> bool:
+        """The distributions have come."""
+        events = (event.measures for told in self._told for event in told.events)
+        return all(one is None or one.ready() for one in events)
+
+    def build(self) -> list[Frame]:
+        """The frames."""
+        return [one.frame() for one in self._told]
+
+    def marks(self) -> Sequence[Frame]:
+        """None: whoever hears no tokens asks for the run."""
+        return ()
+
+
+def _distributions(events: Sequence[TokenEvent]) -> list[Tensor]:
+    """What the distributions tell that tokens were chosen from."""
+    measures = [event.measures.get() for event in events if event.measures is not None]
+    assert len(measures) == len(events)
+    return distributions(measures, [event.logprob for event in events])
+
+
+def distributions(measures: Sequence[Measures], logprobs: Sequence[float]) -> list[Tensor]:
+    """Tensors of rows with these measures, whose tokens had these log-probabilities."""
+    partition, logs, ids = (
+        np.stack([getattr(one, name) for one in measures]) for name in ("partition", "logprobs", "tokens")
+    )
+    totals = partition[:, AT_ONE]
+    return [
+        Tensor("top.id", "u32", ids.astype("<u4")),
+        Tensor("top.p", "f16", np.exp(logs).astype("<f2")),
+        Tensor("top.logit", "f32", (logs + totals[:, None]).astype("<f4")),
+        Tensor("partition", "f32", partition.astype("<f4")),
+        Tensor("surprise", "f32", -np.array(logprobs, "<f4")),
+        Tensor("entropy", "f32", np.array([one.entropy for one in measures], "<f4")),
+    ]

@@ -1,0 +1,151 @@
+"""Exact numbers of sites for a probe: what its rows gave, without any reduction."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatronapp_common.scope.protocol_requests import ProbeSite
+from megatronapp_trainer.hooks.hook_collector import Collector, Layers
+from megatronapp_trainer.hooks.sites import ATTENTION, Axis, Site, site_of
+from megatronapp_trainer.scope.capture import attention_recompute
+from megatronapp_trainer.scope.capture.rank_shard import Share, Span
+from megatronapp_trainer.scope.capture.reductions import QUERIES, Looker, Work, codes
+from megatronapp_trainer.scope.tracked_requests import Read
+from megatronapp_trainer.scope.transfer.device_copy import Found
+
+LOGITS = "logits"
+
+
+def name_of(wanted: ProbeSite) -> str:
+    """What is kept for a site of a probe."""
+    return _site(wanted).name
+
+
+def sites_of(wanted: Sequence[ProbeSite]) -> dict[str, Site]:
+    """What is looked at for a probe. Raises CaptureError."""
+    return {site.name: site for site in map(_site, wanted)}
+
+
+def layers_of(works: Sequence[Work]) -> dict[str, Layers]:
+    """Of which layers sites are kept: where probes alone look, theirs alone."""
+    if any(work.tracked.recipe is not None for work in works):
+        return {}
+    wanted: dict[str, set[int]] = {}
+    for work in works:
+        for one, site in zip(work.tracked.sites, map(name_of, work.tracked.sites), strict=True):
+            wanted.setdefault(site, set()).update((*one.layers, -1))
+    return {name: frozenset(layers) for name, layers in wanted.items()}
+
+
+def _site(wanted: ProbeSite) -> Site:
+    return QUERIES if wanted.site == ATTENTION else site_of(wanted.site, rotary=wanted.rotary)
+
+
+class Prober:
+    """Probes of one rank."""
+
+    def __init__(self, seen: Collector, share: Share, looker: Looker) -> None:
+        self._seen = seen
+        self._share = share
+        self._looker = looker
+
+    @torch.no_grad()
+    def look(self, work: Work, group: int, rows: slice, logit_rows: slice) -> Iterator[Found]:
+        """Tensors of a probe, of the rows of this chunk: `rows` of what was kept, `logit_rows` of the logits."""
+        for wanted in work.tracked.sites:
+            is_attention = wanted.site == ATTENTION
+            for found in self._of_attention(work, wanted) if is_attention else self._of(wanted, rows, logit_rows):
+                values = found.values.half() if wanted.code == "f16" else found.values
+                yield dataclasses.replace(found, values=values, group=group)
+
+    def _of(self, wanted: ProbeSite, rows: slice, logit_rows: slice) -> Iterator[Found]:
+        site = _site(wanted)
+        layers = [one for one in self._seen.layers(site.name) if not site.per_layer or one in wanted.layers]
+        if not layers or (site.axis is Axis.WHOLE and not self._share.is_first_of_tensor):
+            return
+        known = self._seen.layers(site.name)
+        stacked = self._seen.stacked(site.name)
+        values = torch.stack([stacked[known.index(layer)] for layer in layers]).float()
+        values = values[:, logit_rows if site.name == LOGITS else rows]
+        if site.name == LOGITS:
+            values = values[..., : self._share.vocabulary]
+        for part, span in self._shared(site, values, wanted):
+            said = {"site": wanted.site, "replicated": site.axis is Axis.WHOLE, **span}
+            if site.name != wanted.site:
+                said["rotary"] = wanted.rotary
+            if site.per_layer:
+                yield Found(name=wanted.site, values=part, layers=tuple(layers), said=said)
+            else:
+                yield Found(name=wanted.site, values=part[0], said=said)
+
+    def _shared(
+        self, site: Site, values: torch.Tensor, wanted: ProbeSite
+    ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """A rank's part of the numbers, with what it is of the whole."""
+        share = self._share
+        if site.axis in {Axis.HEADS, Axis.KEY_HEADS}:
+            span = share.heads if site.axis is Axis.HEADS else share.key_heads
+            for first, end in spans(span, wanted.heads):
+                yield values[:, :, first - span[0] : end - span[0]], {"heads": [first, end]}
+        elif site.axis is Axis.MLP:
+            width = share.mlp[1] - share.mlp[0]
+            for half in range(2 if share.gated else 1):
+                first = half * share.ffn + share.mlp[0]
+                yield values[..., half * width : (half + 1) * width], {"features": [first, first + width]}
+        elif site.axis is Axis.FEATURES:
+            width = values.size(-1)
+            yield values, {"features": [width * share.tp, width * (share.tp + 1)]}
+        else:
+            yield values, {}
+
+    def _of_attention(self, work: Work, wanted: ProbeSite) -> Iterator[Found]:
+        """[L, rows, heads, keys], as many keys as the longest prompt of the probe has."""
+        share = self._share
+        layers = [layer for layer in range(*share.layers) if layer in wanted.layers]
+        known = self._seen.layers(QUERIES.name)
+        if not layers or not known:
+            return
+        query_LNHD = torch.stack([self._seen.stacked(QUERIES.name)[known.index(layer)] for layer in layers])
+        for first, end in spans(share.heads, wanted.heads):
+            chosen = slice(first - share.heads[0], end - share.heads[0])
+            parts = [self._rows(work, layers, query_LNHD, chosen, one) for one in work.reads_with_rows()]
+            if parts:
+                values = torch.cat(parts, dim=1)
+                said = {"site": ATTENTION, "heads": [first, end], "replicated": False}
+                values = codes(values) if wanted.code == "u8s" else values
+                yield Found(name=ATTENTION, values=values, layers=tuple(layers), said=said)
+
+    def _rows(
+        self, work: Work, layers: Sequence[int], query_LNHD: torch.Tensor, heads: slice, one: tuple[Read, slice]
+    ) -> torch.Tensor:
+        """Of one prompt: [L, rows, heads, keys]."""
+        read, rows = one
+        tokens_Q = work.tokens_U[rows]
+        keys_LTGD = self._looker.keys_of(read)
+        positions_1Q = (tokens_Q - read.first_token + read.segment.start)[None]
+        most = max(work.tracked.lengths)
+        out = []
+        for place, layer in enumerate(layers):
+            keys = keys_LTGD[layer - self._share.layers[0]]
+            chances = attention_recompute.probabilities(
+                query_LNHD[place].index_select(0, tokens_Q)[None, None],
+                keys[None, None],
+                positions_1Q,
+                self._looker.rule,
+            )
+            padded = torch.nn.functional.pad(chances[0, 0, heads], (0, most - chances.size(-1)))
+            out.append(padded.transpose(0, 1))
+        return torch.stack(out)
+
+
+def spans(own: Span, wanted: Sequence[int] | None) -> Iterator[Span]:
+    """Heads of this rank that are wanted, as runs that follow each other; None: all of them."""
+    heads = [head for head in range(*own) if wanted is None or head in wanted]
+    for place, head in enumerate(heads):
+        if place == 0 or heads[place - 1] != head - 1:
+            end = head
+            while end in heads:
+                end += 1
+            yield head, end

@@ -1,0 +1,307 @@
+"""What is launched on the device when a forward pass is over: all reductions of a step, once, over all layers.
+
+Shapes as in `attention`; U rows that are told of a prompt's chunk, P pinned heads. Nothing here waits for the device,
+and nothing reads a value from it.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatronapp_common.scope.codes import Code
+from megatronapp_trainer.device.compiling import can_compile
+from megatronapp_trainer.hooks.hook_collector import Collector
+from megatronapp_trainer.hooks.sites import STAGE_INPUT, Site, site_of
+from megatronapp_trainer.inference.forward_observer import Sight
+from megatronapp_trainer.inference.lru import Recent
+from megatronapp_trainer.scope.capture import attention_recompute
+from megatronapp_trainer.scope.capture.attention_recompute import Atlas, Rule
+from megatronapp_trainer.scope.capture.capture_spec import Pixels, Recipe, residual_measures, residual_sites
+from megatronapp_trainer.scope.capture.rank_shard import Share
+from megatronapp_trainer.scope.tracked_requests import Read, Row, Tracked
+from megatronapp_trainer.scope.transfer.device_copy import Found
+from megatronapp_trainer.scope.transfer.frame_template import VERSION
+from megatronapp_trainer.scope.transfer.part_frames import ATLAS, EVERY
+from megatronapp_trainer.scope.transfer.quantise import encode_into
+
+QUERIES = dataclasses.replace(site_of("q"), name="attention q")
+"""Queries of all tokens, whatever rows are told."""
+Pins = Sequence[tuple[int, int]]
+"""Layer and head, of the whole model."""
+Beside = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Whose kernels and copies are launched where those of earlier steps' reductions are, behind them."""
+MOST_RECIPES = 8
+"""So many are kept ready, or one for each slot where there are more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Basis:
+    """Axes of PCA, of the layers that this rank has, on its device."""
+
+    version: int
+    layers: tuple[int, ...]
+    places: torch.Tensor
+    """Of these layers among those of this rank."""
+    mean_L1H: torch.Tensor
+    axes_LHC: torch.Tensor
+
+
+def hooked(recipe: Recipe) -> frozenset[Site]:
+    """Sites at which any rank of a tensor group looks for a recipe: the same on all of them.
+
+    Filters, pixels and what is done with the numbers later are not in it: they change nothing in the forward pass.
+    """
+    names = (["q", "k", "v"] if recipe.qkv else []) + ["mlp1"] * recipe.mlp1 + ["mlp2"] * recipe.mlp2
+    found = {site_of(name, rotary=recipe.rotary) for name in names} | set(residual_sites().values())
+    found |= {QUERIES} if recipe.attention else set()
+    return frozenset(found | {dataclasses.replace(site, reducers=(), pixels=0) for site in recipe.own})
+
+
+class Looker:
+    """Reductions of one rank."""
+
+    def __init__(self, seen: Collector, share: Share, keys_LZTGD: torch.Tensor) -> None:
+        self.basis: Basis | None = None
+        self.rule = Rule(scale=share.scale, window=share.window)
+        self._seen = seen
+        self._share = share
+        self._keys_LZTGD = keys_LZTGD
+        self._device = keys_LZTGD.device
+        self._has_kernels = keys_LZTGD.is_cuda and can_compile()
+        self._pixels: Recent[Recipe, Pixels] = Recent(max(MOST_RECIPES, keys_LZTGD.size(1)))
+        self._pins: dict[int, torch.Tensor] = {}
+        self._pinned_last: dict[int, list[tuple[int, int]]] = {}
+        self._atlases: dict[str, Atlas] = {}
+
+    @property
+    def most_keys(self) -> int:
+        """Of one sequence."""
+        return self._keys_LZTGD.size(2) - 1
+
+    def warm_up(self) -> None:
+        """Compile what a GPU needs, so that nobody's tokens wait for it when the first one looks."""
+        keys_LBTGD = self._keys_LZTGD[:, :1]
+        if not self._has_kernels or not keys_LBTGD.numel():
+            return
+        heads = self._share.heads[1] - self._share.heads[0]
+        query_LBHD = keys_LBTGD.new_zeros((keys_LBTGD.size(0), 1, heads, keys_LBTGD.size(4)))
+        positions_B = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._step_measures(query_LBHD, keys_LBTGD, positions_B)
+        self._pinned(query_LBHD, keys_LBTGD[:, :, :64], positions_B, positions_B.new_zeros((3, 1)))
+
+    def sites(self, recipe: Recipe) -> dict[str, Site]:
+        """What a recipe looks at. Raises PlanError, ExpressionError where it does not fit the model."""
+        found = dict(self.pixels_of(recipe).sites)
+        if self._share.is_first_of_tensor:
+            found |= residual_sites()
+        if recipe.attention:
+            found[QUERIES.name] = QUERIES
+        return found
+
+    def drop(self, run: str) -> None:
+        """A run has ended."""
+        for name in [name for name in self._atlases if name.startswith(f"{ATLAS}{run} ")]:
+            del self._atlases[name]
+
+    def set_pins(self, pins: Pins, most: int, beside: Beside) -> int:
+        """Write down the pinned heads of this rank for the next step, `beside` what reads those of earlier ones.
+
+        How many places there are: `most` or more.
+        """
+        if most == 0:
+            return 0
+        count = 1 << (most - 1).bit_length()
+        if self._pinned_last.get(count) == list(pins):
+            return count
+        self._pinned_last[count] = list(pins)
+        first, group = self._share.heads[0], self._keys_LZTGD.size(3)
+        shared = (self._share.heads[1] - first) // group
+        table = [(layer - self._share.layers[0], head - first, (head - first) // shared) for layer, head in pins]
+        wanted = torch.tensor(table + [(0, 0, 0)] * (count - len(pins))).t().contiguous()
+        with beside():
+            if count not in self._pins:
+                self._pins[count] = torch.zeros(3, count, dtype=torch.int64, device=self._device)
+            source = wanted.pin_memory() if self._device.type == "cuda" else wanted
+            self._pins[count].copy_(source, non_blocking=True)
+        return count
+
+    @torch.no_grad()
+    def decode(self, positions_N: torch.Tensor, recipes: Sequence[Recipe], pins: int, attended: int) -> list[Found]:
+        """Of a decode step, for all slots: tensors of each recipe, by the number of its group."""
+        found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
+        if not any(recipe.attention for recipe in recipes) or not self._seen.layers(QUERIES.name):
+            return found
+        query_LBHD = self._seen.stacked(QUERIES.name)
+        keys_LBTGD = self._keys_LZTGD[:, : positions_N.size(0), :attended]
+        measures = self._step_measures(query_LBHD, keys_LBTGD, positions_N)
+        for group, recipe in enumerate(recipes):
+            if recipe.attention:
+                found += self._measured(measures, group)
+        if pins:
+            rows = self._pinned(query_LBHD, keys_LBTGD, positions_N, self._pins[pins])
+            found.append(Found(name="pinned", values=rows, group=EVERY))
+        return found
+
+    @torch.no_grad()
+    def prefill(self, works: "Sequence[Work]", sight: Sight, count: int) -> list[Found]:
+        """Of a chunk of prompts: tensors over all `count` rows that are told, by group; prompts' pictures."""
+        recipes = recipes_of(works)
+        found = [one for group, recipe in enumerate(recipes) for one in self._of_recipe(recipe, group)]
+        looking = [work for work in works if work.tracked.recipe is not None and work.tracked.recipe.attention]
+        if looking and self._seen.layers(QUERIES.name):
+            query_LNHD = self._seen.stacked(QUERIES.name)
+            measures = self._prompt_measures(looking, query_LNHD, sight, count)
+            for group, recipe in enumerate(recipes):
+                found += self._measured(measures, group) if recipe.attention else []
+            for work in looking:
+                found += self._pictures(work, query_LNHD)
+        return found
+
+    def _of_recipe(self, recipe: Recipe, group: int) -> Iterator[Found]:
+        for one in self.pixels_of(recipe).compute(self._seen):
+            yield dataclasses.replace(one, group=group)
+        if not self._share.is_first_of_tensor or not (layers := self._seen.layers("residual")):
+            return
+        after_LNH = self._seen.stacked("residual")
+        before_LNH = torch.cat([self._seen.stacked(STAGE_INPUT.name), after_LNH[:-1]])
+        said = {"site": "residual", "replicated": True}
+        for name, values in residual_measures(before_LNH, after_LNH).items():
+            yield Found(name=name, values=values, layers=tuple(layers), said=said, group=group)
+        if recipe.pca and self.basis is not None and self.basis.layers:
+            points = self._projected(after_LNH, self.basis)
+            of_basis = said | {VERSION: self.basis.version}
+            yield Found(name="pca", values=points, layers=self.basis.layers, said=of_basis, group=group)
+
+    @staticmethod
+    def _projected(residual_LNH: torch.Tensor, basis: Basis) -> torch.Tensor:
+        chosen = residual_LNH.index_select(0, basis.places).float()
+        return torch.bmm(chosen - basis.mean_L1H, basis.axes_LHC)
+
+    def pixels_of(self, recipe: Recipe) -> Pixels:
+        """Its filters on the device. A CUDA graph reads their memory: who keeps the graph keeps them."""
+        return self._pixels.get(recipe, lambda: Pixels(recipe, self._share, self._device))
+
+    def _measures(
+        self, query_LBQHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_BQ: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """[L, B, Q, H] each."""
+        layers, batch, queries, heads, _ = query_LBQHD.shape
+        parts = []
+        for part in attention_recompute.slabs(layers, batch * queries * heads * keys_LBTGD.size(2)):
+            chances = attention_recompute.probabilities(query_LBQHD[part], keys_LBTGD[part], positions_BQ, self.rule)
+            parts.append(attention_recompute.head_measures(chances, positions_BQ, self.rule))
+        return {name: torch.cat([one[name] for one in parts]) for name in parts[0]}
+
+    def _measured(self, measures: Mapping[str, torch.Tensor], group: int) -> list[Found]:
+        said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
+        layers = tuple(range(*self._share.layers))
+        return [
+            Found(name=name, values=values, layers=layers, said=said, group=group) for name, values in measures.items()
+        ]
+
+    def _step_measures(
+        self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """[L, B, H] each, of a decode step."""
+        if self._has_kernels:
+            from megatronapp_trainer.scope.capture import attention_kernels
+
+            planes = attention_kernels.head_measures(query_LBHD, keys_LBTGD, positions_B, self.rule)
+            return {name: plane.transpose(0, 1) for name, plane in zip(MEASURES, planes, strict=True)}
+        found = self._measures(query_LBHD[:, :, None], keys_LBTGD, positions_B[:, None])
+        return {name: values.squeeze(2) for name, values in found.items()}
+
+    def _pinned(
+        self, query_LBHD: torch.Tensor, keys_LBTGD: torch.Tensor, positions_B: torch.Tensor, pins_3P: torch.Tensor
+    ) -> torch.Tensor:
+        """Codes of the rows of pinned heads, [P, B, T]; for all groups."""
+        if self._has_kernels:
+            from megatronapp_trainer.scope.capture import attention_kernels
+
+            return attention_kernels.pinned_codes(query_LBHD, keys_LBTGD, positions_B, pins_3P, self.rule)
+        layers_P, heads_P, groups_P = pins_3P.unbind()
+        query_PBD = query_LBHD.transpose(1, 2)[layers_P, heads_P]
+        keys_PBTD = keys_LBTGD.permute(0, 3, 1, 2, 4)[layers_P, groups_P]
+        rows = attention_recompute.probabilities(
+            query_PBD[:, :, None, None], keys_PBTD[:, :, :, None], positions_B[:, None], self.rule
+        )
+        return codes(rows[:, :, 0, 0])
+
+    def _prompt_measures(
+        self, works: "Sequence[Work]", query_LNHD: torch.Tensor, sight: Sight, count: int
+    ) -> dict[str, torch.Tensor]:
+        """[L, U, H] each; 0 in rows of those who did not ask."""
+        shape = (query_LNHD.size(0), count, query_LNHD.size(2))
+        out = {name: torch.zeros(shape, device=self._device) for name in MEASURES}
+        for work in works:
+            for read, rows in work.reads_with_rows():
+                tokens_Q = work.tokens_U[rows]
+                query_L1QHD = query_LNHD.index_select(1, tokens_Q)[:, None]
+                keys_L1TGD = self.keys_of(read)[:, None]
+                positions_1Q = sight.positions_N.index_select(0, tokens_Q)[None]
+                for name, values in self._measures(query_L1QHD, keys_L1TGD, positions_1Q).items():
+                    out[name][:, rows] = values.squeeze(1)
+        return out
+
+    def keys_of(self, read: Read) -> torch.Tensor:
+        """[L, T, G, D]: all keys of a sequence up to what has been read."""
+        return self._keys_LZTGD[:, read.segment.slot, : read.segment.end]
+
+    def _pictures(self, work: "Work", query_LNHD: torch.Tensor) -> Iterator[Found]:
+        for read in work.reads:
+            name = picture_name(work.tracked, read)
+            if name not in self._atlases:
+                length = work.tracked.lengths[read.sample]
+                self._atlases[name] = Atlas(query_LNHD.size(0), query_LNHD.size(2), length, self._device)
+            tokens = slice(read.first_token, read.first_token + len(read.segment.tokens))
+            self._atlases[name].add(query_LNHD[:, tokens], self.keys_of(read), read.segment.start, self.rule)
+            if read.ends:
+                cells = codes(self._atlases.pop(name).cells)
+                said = {"site": "attention", "heads": list(self._share.heads), "replicated": False}
+                layers = tuple(range(*self._share.layers))
+                yield Found(name=name, values=cells, layers=layers, said=said, group=EVERY, has_rows=False)
+
+
+MEASURES = ("head.entropy", "head.max", "head.sink")
+
+
+def picture_name(tracked: Tracked, read: Read) -> str:
+    """Of a prompt's atlas, on its way."""
+    return f"{ATLAS}{tracked.name} {read.sample}"
+
+
+def codes(chances: torch.Tensor) -> torch.Tensor:
+    """Probabilities as u8s."""
+    data = torch.empty(chances.shape, dtype=torch.uint8, device=chances.device)
+    encode_into(Code.U8S, chances, data)
+    return data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """What a chunk of prompts reads of one run or probe."""
+
+    tracked: Tracked
+    reads: Sequence[Read]
+    told: Sequence[Row]
+    rows: slice
+    """Of it, among all rows that are told of the chunk."""
+    tokens_U: torch.Tensor
+    """On the device: all rows that are told, as places among the tokens of the chunk."""
+
+    def reads_with_rows(self) -> Iterator[tuple[Read, slice]]:
+        """Each prompt, and its rows among all that are told."""
+        first = self.rows.start
+        for read in self.reads:
+            count = len(self.tracked.rows_of(read, decode=False))
+            if count:
+                yield read, slice(first, first + count)
+            first += count
+
+
+def recipes_of(works: Sequence[Work]) -> tuple[Recipe, ...]:
+    """Different recipes, in order; their places are the groups."""
+    return tuple(dict.fromkeys(work.tracked.recipe for work in works if work.tracked.recipe is not None))

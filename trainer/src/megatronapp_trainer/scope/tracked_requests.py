@@ -1,0 +1,168 @@
+"""Which rows of a step belong to which run, and to which step of it. Pure: every rank finds the same by itself.
+
+A rank hears what begins and ends, and then only the plans of steps. That is enough: a row's step follows from its
+position and the length of its prompt, and whoever still generates takes part in every decode step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatronapp_common.scope.protocol import ATLAS, MAX_MESSAGE_BYTES
+from megatronapp_common.scope.protocol_requests import Capture, ProbeSite
+from megatronapp_trainer.inference.step_plan import Plan, Segment
+from megatronapp_trainer.scope.capture.capture_spec import Recipe, recipe_of
+
+_ROOM = MAX_MESSAGE_BYTES - (24 << 10)
+"""Of an overview, for tensors."""
+_MEASURES = 3
+
+
+def request_id(run: str, sample: int) -> str:
+    """The engine's name of a sample."""
+    return f"{run}-{sample}"
+
+
+@functools.lru_cache(maxsize=256)
+def run_of(request: str) -> tuple[str, int]:
+    """Run and sample of a request's name; another name stands for itself, with sample -1."""
+    run, _, sample = request.rpartition("-")
+    return (run, int(sample)) if sample.isdecimal() else (request, -1)
+
+
+class Row(NamedTuple):
+    """A token of a run in this step."""
+
+    token: int
+    """Its place among the tokens that the layers see: at decode its slot."""
+    sample: int
+    position: int
+
+
+class Read(NamedTuple):
+    """Tokens of one prompt that a step reads."""
+
+    sample: int
+    first_token: int
+    segment: Segment
+    ends: bool
+    """It is the end of the prompt."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stride:
+    """Which rows of a prompt are told: every so many from `first` up to `end`, and with `last` the last one, too."""
+
+    first: int
+    end: int
+    every: int
+    last: bool
+
+    def takes(self, position: int) -> bool:
+        """This row is told."""
+        inside = self.first <= position < self.end
+        on_grid = inside and (position - self.first) % self.every == 0
+        return on_grid or (self.last and position == self.end - 1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Tracked:
+    """A run, or a probe, and how far each sample has been read."""
+
+    name: str
+    lengths: Sequence[int]
+    strides: Sequence[Stride]
+    capture: Capture | None = None
+    """None: a probe."""
+    recipe: Recipe | None = None
+    sites: Sequence[ProbeSite] = ()
+    """Of a probe."""
+    read: list[int] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.read = [0] * len(self.lengths)
+
+    @property
+    def is_probe(self) -> bool:
+        """It asks for exact numbers of tokens that are known."""
+        return self.capture is None
+
+    @property
+    def all_read(self) -> bool:
+        """Every prompt has been read."""
+        return all(read >= length for read, length in zip(self.read, self.lengths, strict=True))
+
+    def step_of(self, row: Row) -> int:
+        """0 in the prompt; then one for each generated token that is read."""
+        return max(0, row.position - self.lengths[row.sample] + 1)
+
+    def reads(self, plan: Plan) -> list[Read]:
+        """What a plan reads of it."""
+        out, token = [], 0
+        for segment in plan.segments:
+            run, sample = run_of(segment.request_id)
+            if run == self.name:
+                ends = segment.end == self.lengths[sample]
+                out.append(Read(sample=sample, first_token=token, segment=segment, ends=ends))
+            token += len(segment.tokens)
+        return out
+
+    def rows(self, reads: Sequence[Read], *, decode: bool) -> list[Row]:
+        """The rows that are told of what a plan reads, in its order."""
+        return [row for read in reads for row in self.rows_of(read, decode=decode)]
+
+    def rows_of(self, read: Read, *, decode: bool) -> list[Row]:
+        """Those of one prompt."""
+        segment, stride = read.segment, self.strides[read.sample]
+        if decode:
+            return [Row(token=segment.slot, sample=read.sample, position=segment.start)]
+        return [
+            Row(token=read.first_token + position - segment.start, sample=read.sample, position=position)
+            for position in range(segment.start, segment.end)
+            if stride.takes(position)
+        ]
+
+    def advance(self, reads: Sequence[Read]) -> None:
+        """This is read."""
+        for read in reads:
+            self.read[read.sample] = max(self.read[read.sample], read.segment.end)
+
+    def more(self, step: int, rows: Sequence[Row]) -> bool:
+        """Other rows of this step will follow, those of this plan being `rows`. After `advance`."""
+        return not self.all_read or any(self.step_of(row) < step for row in rows)
+
+
+def tracked_run(run: str, capture: Capture, lengths: Sequence[int], sizes: "Sizes") -> Tracked:
+    """A run that begins."""
+    recipe = recipe_of(capture)
+    rows = sizes.overview_rows(recipe)
+    strides = [Stride(first=0, end=length, every=-(-length // rows), last=True) for length in lengths]
+    return Tracked(name=run, lengths=tuple(lengths), strides=strides, capture=capture, recipe=recipe)
+
+
+def tracked_probe(
+    probe: str, sites: Sequence[ProbeSite], lengths: Sequence[int], queries: tuple[int, int] | None, stride: int
+) -> Tracked:
+    """A probe that begins."""
+    first, end = queries if queries is not None else (0, max(lengths))
+    strides = [Stride(first=first, end=min(end, length), every=stride, last=False) for length in lengths]
+    return Tracked(name=probe, lengths=tuple(lengths), strides=strides, sites=tuple(sites))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Of the whole model, as far as they decide how many rows an overview has."""
+
+    layers: int
+    heads: int
+    components: int = 8
+
+    def overview_rows(self, recipe: Recipe | None) -> int:
+        """Rows of one prompt that fit into its overview, as the hub codes them."""
+        if recipe is None:
+            return 1
+        fields = [3 * recipe.qkv + 12, (recipe.mlp + 4) * (recipe.mlp1 + recipe.mlp2), 2 * _MEASURES]
+        fields += [_MEASURES * self.heads * recipe.attention, 2 * self.components * recipe.pca]
+        atlas = min(self.layers * self.heads * ATLAS * ATLAS, _ROOM * 3 // 4) * recipe.attention
+        return max(2, (_ROOM - atlas) // (self.layers * sum(fields)) - 1)

@@ -1,0 +1,1 @@
+"""Transfer of captures: copies from the device, quantisation and part frames."""

@@ -1,0 +1,60 @@
+"""What the frames of decode steps have in common, worked out once.
+
+Steps of one graph bring tensors of equal names and shapes. Where a frame takes the first rows of all of them, only
+bytes change from step to step, and they lie in the parcel as the frame wants them.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_trainer.scope.transfer.device_copy import Layout
+
+VERSION = "pcaVersion"
+"""What `pca` says of itself, and the header of a part that has it."""
+CODES = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", np.dtype("u1"): "u8s"}
+_ALIGNED = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Template:
+    """Entries of `tensors` of a frame's header, and where in a parcel their bytes are."""
+
+    entries: Sequence[Mapping[str, Any]]
+    spans: Sequence[tuple[int, int]]
+    size: int
+    """Of the body."""
+    said: Mapping[str, Any]
+    """What the header says of some of them."""
+
+    def body(self, data: NDArray[np.uint8]) -> bytes:
+        """Of a frame."""
+        parts: list[bytes] = []
+        for first, end in self.spans:
+            parts += (data[first:end].tobytes(), bytes((first - end) % _ALIGNED))
+        return b"".join(parts)
+
+
+@functools.lru_cache(maxsize=64)
+def template_of(layout: Layout, group: int, rows: int) -> Template:
+    """Of the first rows of all tensors of a group."""
+    entries: list[Mapping[str, Any]] = []
+    spans: list[tuple[int, int]] = []
+    said: dict[str, Any] = {}
+    size = 0
+    for found, place, shape, dtype in layout.tensors():
+        if found.group != group:
+            continue
+        width = rows * math.prod(shape[1:]) * dtype.itemsize
+        entry = {"n": found.name, "c": CODES[dtype], "s": [rows, *shape[1:]], "o": size}
+        layers = {} if found.layers is None else {"layers": list(found.layers)}
+        entries.append(entry | layers | {key: value for key, value in found.said.items() if key != VERSION})
+        said |= {key: value for key, value in found.said.items() if key == VERSION}
+        spans.append((place, place + width))
+        size += width + -width % _ALIGNED
+    return Template(tuple(entries), tuple(spans), size, said)

@@ -1,0 +1,173 @@
+"""PART frames of what has come to the host. No torch: it runs in the thread that sends."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import frame_of, pack
+from megatronapp_trainer.scope.tracked_requests import Row
+from megatronapp_trainer.scope.transfer.device_copy import Arrival, Found
+from megatronapp_trainer.scope.transfer.frame_template import CODES, VERSION, template_of
+from megatronapp_trainer.scope.transfer.publisher import Kind
+from megatronapp_trainer.scope.transfer.split_frames import MOST_ROWS, Sheet, cuts
+
+PART_BYTES = 2 << 20
+"""Of a frame, about; the protocol allows twice as many."""
+ATLAS = "atlas "
+"""Before run and sample, in the names of pictures on their way."""
+EVERY = -1
+"""The group of tensors that frames of all groups may take from."""
+Arrays = Sequence[tuple[Found, NDArray[Any]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """One frame, or several of equal kind, to be made of the tensors of one group."""
+
+    group: int
+    header: Mapping[str, Any]
+    rows: Sequence[Row] = ()
+    select: Sequence[int] = ()
+    """Where the rows stand in the tensors."""
+    pinned: Sequence[tuple[int, int, int]] = ()
+    """Of `attention`: place in the tensor, layer, head."""
+    atlas: str = ""
+    """Name of a picture, which is then a frame of its own; its sample is that of the one row."""
+    is_probe: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """How it may be dropped."""
+        if self.is_probe:
+            return Kind.PROBE
+        return Kind.PROMPTS if self.header["step"] == 0 else Kind.STEP
+
+    def mark(self) -> Frame:
+        """That it will not come."""
+        said = {"rows": ranges(self.rows), "dropped": True, "tensors": []}
+        return Frame(FrameType.SCOPE_PART, {**self.header, **said})
+
+
+class Parts:
+    """All frames of one step: a job for the publisher. They are made one by one, as there is room for them."""
+
+    def __init__(self, arrival: Arrival, told: Sequence[Told], *, part_bytes: int = PART_BYTES) -> None:
+        self._arrival = arrival
+        self._told = collections.deque(told)
+        self._part_bytes = part_bytes
+
+    @property
+    def kind(self) -> Kind:
+        """Of its parts that may be dropped least easily."""
+        kinds = {told.kind for told in self._told} or {Kind.NEWS}
+        return next(kind for kind in (Kind.NEWS, Kind.PROBE, Kind.PROMPTS, Kind.STEP) if kind in kinds)
+
+    @property
+    def nbytes(self) -> int:
+        """On the host."""
+        return self._arrival.nbytes
+
+    def split(self) -> "list[Parts]":
+        """Probes by themselves: they wait beside steps."""
+        probes = [told for told in self._told if told.is_probe]
+        others = [told for told in self._told if not told.is_probe]
+        if not probes or not others:
+            return [self]
+        return [Parts(self._arrival, told, part_bytes=self._part_bytes) for told in (others, probes)]
+
+    def ready(self) -> bool:
+        """The copy has come."""
+        return self._arrival.ready()
+
+    def build(self) -> Iterator[Frame]:
+        """The frames, in their order."""
+        arrays = self._arrival.open()
+        while self._told:
+            told = self._told[0]
+            mine = [pair for pair in arrays if pair[0].group in {told.group, EVERY}]
+            whole = _whole(told, self._arrival, mine, self._part_bytes)
+            yield from _frames(told, mine, self._part_bytes) if whole is None else [whole]
+            self._told.popleft()
+
+    def marks(self) -> list[Frame]:
+        """That what has not been built will not come."""
+        return [told.mark() for told in self._told]
+
+
+def ranges(rows: Iterable[Row]) -> list[list[int]]:
+    """`[[sample, first position, count], ..]`."""
+    out: list[list[int]] = []
+    for row in rows:
+        if out and out[-1][0] == row.sample and out[-1][1] + out[-1][2] == row.position:
+            out[-1][2] += 1
+        else:
+            out.append([row.sample, row.position, 1])
+    return out
+
+
+def _whole(told: Told, arrival: Arrival, arrays: Arrays, part_bytes: int) -> Frame | None:
+    """The one frame of the first rows of everything, as decode steps tell them; None where it is not that."""
+    count = len(told.rows)
+    if told.kind is not Kind.STEP or not 0 < count <= MOST_ROWS or list(told.select) != list(range(count)):
+        return None
+    template = template_of(arrival.layout, told.group, count)
+    sheets = [sheet for found, values in arrays if found.name == "pinned" for sheet in _pinned(told, values)]
+    if template.size + sum(sheet.row_bytes for sheet in sheets) * count > part_bytes:
+        return None
+    entries, body = pack(sheet.whole().tensor(slice(0, count)) for sheet in sheets)
+    behind = [entry | {"o": entry["o"] + template.size} for entry in entries]
+    said = {"rows": ranges(told.rows), "tensors": [*template.entries, *behind]}
+    return Frame(FrameType.SCOPE_PART, {**told.header, **said, **template.said}, template.body(arrival.data) + body)
+
+
+def _frames(told: Told, arrays: Arrays, part_bytes: int) -> Iterator[Frame]:
+    for cut in cuts(list(_sheets(told, arrays)), len(told.rows), part_bytes):
+        names = {tensor.name for tensor in cut.tensors}
+        said = {"rows": ranges(told.rows[cut.rows]), "more": bool(told.header["more"]) or not cut.is_last}
+        for found, _ in arrays:
+            if found.name in names and VERSION in found.said:
+                said[VERSION] = found.said[VERSION]
+        yield frame_of(FrameType.SCOPE_PART, {**told.header, **said}, cut.tensors)
+
+
+def _sheets(told: Told, arrays: Arrays) -> Iterator[Sheet]:
+    """What a part tells, as it can be cut."""
+    if told.atlas:
+        for found, values in arrays:
+            if found.name == told.atlas:
+                yield _sheet(found, values[None], None, "atlas")
+        return
+    in_order = list(told.select) == list(range(len(told.select)))
+    select = None if in_order else np.asarray(told.select, dtype=np.intp)
+    for found, values in arrays:
+        if found.name == "pinned":
+            yield from _pinned(told, values)
+        elif not found.name.startswith(ATLAS):
+            yield _sheet(found, values, select)
+
+
+def _pinned(told: Told, values: NDArray[Any]) -> Iterator[Sheet]:
+    """Each head by itself, as many keys as the longest row has."""
+    keys = max((row.position for row in told.rows), default=0) + 1
+    select = np.asarray(told.select, dtype=np.intp)
+    for place, layer, head in told.pinned:
+        said = {"site": "attention", "heads": [head, head + 1], "replicated": False}
+        rows = values[place, :, None, None, :keys]
+        yield Sheet(name="attention", code="u8s", values=rows, select=select, layers=(layer,), said=said)
+
+
+def _sheet(found: Found, values: NDArray[Any], select: NDArray[np.intp] | None, name: str | None = None) -> Sheet:
+    return Sheet(
+        name=name or found.name,
+        code=CODES[values.dtype],
+        values=values,
+        select=select,
+        layers=found.layers,
+        said={key: value for key, value in found.said.items() if key != VERSION},
+        is_picture=name is not None,
+    )

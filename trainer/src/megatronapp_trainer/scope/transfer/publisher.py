@@ -1,0 +1,432 @@
+"""The thread that sends a rank's frames to its agent (docs/scope-protocol.md, section 5). The rank never waits for it.
+
+Steps wait in the host's memory as they came from the device; frames are made of them one by one, when the one before
+has been sent. What there is no room for is dropped when it is posted, and a mark stands in its place. Nobody need
+listen: the thread tries again and again, and says first who publishes.
+"""
+
+import collections
+import contextlib
+import enum
+import errno
+import logging
+import os
+import pathlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame, FrameType, encode
+from megatronapp_common.scope.protocol import MAX_PART_BYTES
+from megatronapp_trainer.inference.idle_window import Lull
+
+log = logging.getLogger(__name__)
+BOUND_BYTES = 8 << 20
+"""Of decode steps (one may be larger); and again of what rank 0 tells, and of marks."""
+WAITING_BYTES = 256 << 20
+"""Of prompts and probes."""
+FRAME_COST = 1 << 10
+"""Of each thing that waits, beside its numbers."""
+MOST_COMING = 256
+"""Whose memory on the device is let go as soon as their copies have come; that of others when their turn is."""
+_NOT_LISTENING = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
+"""Errors of a connection while the agent does not listen yet, has ended, or is busy."""
+_POLL_S = 0.001
+_IDLE_S = 0.05
+_RETRY_S = 0.5
+_LULL_S = 0.05
+"""Each step has a lull; where none comes so long, nothing is waited for."""
+_MOST_BEHIND = 8
+
+
+class Kind(enum.Enum):
+    """How something that waits may be dropped."""
+
+    STEP = "step"
+    """A decode step: the oldest goes first."""
+    NEWS = "news"
+    """Tokens, states, marks: the oldest, when nobody reads for long."""
+    PROMPTS = "prompts"
+    """Waits for room; dropped is only what comes when there is none."""
+    PROBE = "probe"
+    """The same, and it waits beside the others."""
+
+
+class Job(Protocol):
+    """Frames that are being made on the device."""
+
+    @property
+    def kind(self) -> Kind:
+        """How it may be dropped."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds on the host."""
+
+    def split(self) -> "Sequence[Job]":
+        """Parts of it that are dropped in different ways."""
+
+    def ready(self) -> bool:
+        """They can be built without waiting."""
+
+    def build(self) -> Iterable[Frame]:
+        """The frames, which may be made one by one."""
+
+    def marks(self) -> Sequence[Frame]:
+        """What is told in place of those that have not been built."""
+
+
+class Ready:
+    """A job of frames that are there."""
+
+    def __init__(self, frames: Iterable[Frame]) -> None:
+        self._frames = tuple(frames)
+
+    @property
+    def kind(self) -> Kind:
+        """Small things."""
+        return Kind.NEWS
+
+    @property
+    def nbytes(self) -> int:
+        """Of their bodies."""
+        return sum(len(frame.body) for frame in self._frames)
+
+    def split(self) -> "Sequence[Job]":
+        """One."""
+        return [self]
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def build(self) -> Iterable[Frame]:
+        """They."""
+        return self._frames
+
+    def marks(self) -> Sequence[Frame]:
+        """None: parts without numbers can be as short themselves."""
+        return ()
+
+
+class Numbers:
+    """Numbers the parts of each step and probe of a rank, in the order in which they are sent."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._next: collections.OrderedDict[object, int] = collections.OrderedDict()
+
+    def numbered(self, frame: Frame) -> Frame:
+        """The frame with its number; frames that are no parts as they are."""
+        if frame.type != FrameType.SCOPE_PART:
+            return frame
+        number = self._next.get(_key(frame), 0)
+        return Frame(frame.type, {**frame.header, "part": number}, frame.body)
+
+    def go_on(self, frame: Frame) -> None:
+        """This frame is sent: the next one has another number."""
+        if frame.type != FrameType.SCOPE_PART:
+            return
+        number = self._next.pop(_key(frame), 0)
+        if frame.header.get("more"):
+            self._next[_key(frame)] = number + 1
+        while len(self._next) > self._most:  # runs that were cancelled in their prefill
+            self._next.popitem(last=False)
+
+
+def _key(frame: Frame) -> object:
+    """The step or probe of a part."""
+    header = frame.header
+    return header.get("probe") or (header.get("run"), header.get("step"))
+
+
+class Waiting:
+    """Jobs that wait, in bounded memory. Any thread may put, one takes; both are short."""
+
+    def __init__(self, bound_bytes: int, waiting_bytes: int) -> None:
+        self._bounds = {
+            Kind.STEP: bound_bytes,
+            Kind.NEWS: bound_bytes,
+            Kind.PROMPTS: waiting_bytes,
+            Kind.PROBE: waiting_bytes,
+        }
+        self._held = dict.fromkeys(Kind, 0)
+        self._lanes: dict[bool, collections.OrderedDict[int, Job]] = {
+            False: collections.OrderedDict(),
+            True: collections.OrderedDict(),
+        }
+        """By whether they are probes, and their number."""
+        self._steps: collections.deque[int] = collections.deque()
+        self._count = 0
+        self._lock = threading.Lock()
+        self.dropped = 0
+
+    def put(self, job: Job) -> None:
+        """Let it wait, or its marks; drops steps that it leaves no room for."""
+        with self._lock:
+            lane = self._lanes[job.kind is Kind.PROBE]
+            if job.kind in {Kind.PROMPTS, Kind.PROBE} and not self._fits(job):
+                self.dropped += 1
+                job = Ready(job.marks())
+            self._count += 1
+            self._set(lane, self._count, job)
+            if job.kind is Kind.STEP:
+                self._steps.append(self._count)
+            self._drop_steps(self._lanes[False])
+            self._drop_news(self._lanes[False])
+
+    def take(self, *, probes: bool) -> Job | None:
+        """The oldest one, if it is ready. It counts until it is `over`."""
+        with self._lock:
+            lane = self._lanes[probes]
+            if not lane or not next(iter(lane.values())).ready():
+                return None
+            number, job = lane.popitem(last=False)
+            while self._steps and not probes and self._steps[0] <= number:
+                self._steps.popleft()
+            return job
+
+    def over(self, kind: Kind, cost: int) -> None:
+        """What was taken is held no more."""
+        with self._lock:
+            self._held[kind] -= cost
+
+    @property
+    def held_bytes(self) -> int:
+        """Of everything that waits."""
+        return sum(self._held.values())
+
+    @property
+    def count(self) -> int:
+        """Jobs that wait."""
+        return sum(map(len, self._lanes.values()))
+
+    def _fits(self, job: Job) -> bool:
+        """One that is larger than the bound goes alone: it would fit at no time."""
+        held = self._held[Kind.PROMPTS] + self._held[Kind.PROBE]
+        return not held or held + cost_of(job) <= self._bounds[job.kind]
+
+    def _set(self, lane: collections.OrderedDict[int, Job], number: int, job: Job) -> None:
+        if number in lane:
+            self._held[lane[number].kind] -= cost_of(lane[number])
+        lane[number] = job
+        self._held[job.kind] += cost_of(job)
+
+    def _drop_steps(self, lane: collections.OrderedDict[int, Job]) -> None:
+        """The oldest that wait, but never the newest; marks stand in their place."""
+        while self._held[Kind.STEP] > self._bounds[Kind.STEP] and len(self._steps) > 1:
+            if (number := self._steps.popleft()) in lane:
+                self.dropped += 1
+                self._set(lane, number, Ready(lane[number].marks()))
+
+    def _drop_news(self, lane: collections.OrderedDict[int, Job]) -> None:
+        """The oldest, when nobody has read for long."""
+        if self._held[Kind.NEWS] <= self._bounds[Kind.NEWS]:
+            return
+        for number in [number for number, job in lane.items() if job.kind is Kind.NEWS][:-1]:
+            if self._held[Kind.NEWS] <= self._bounds[Kind.NEWS] * 3 // 4:  # not one by one
+                return
+            self._held[Kind.NEWS] -= cost_of(lane.pop(number))
+            self.dropped += 1
+
+
+def cost_of(job: Job) -> int:
+    """What a job counts while it waits, in bytes."""
+    return job.nbytes + FRAME_COST
+
+
+class Publisher:
+    """Sends in a thread of its own, from `start` to `close`."""
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        hello: Frame,
+        *,
+        bound_bytes: int = BOUND_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
+        lull: Lull | None = None,
+    ) -> None:
+        """`lull`: when to work; None: at any time."""
+        self._path = path
+        self._lull = lull
+        self._hello = encode(hello)
+        self._waiting = Waiting(bound_bytes, waiting_bytes)
+        self._coming: collections.deque[Job] = collections.deque(maxlen=MOST_COMING)
+        self._frames = {False: self._made(probes=False), True: self._made(probes=True)}
+        self._is_probe_next = True
+        self._is_overdue = False
+        """No lull came: all that can be sent is."""
+        self._numbers = Numbers()
+        self._socket: socket.socket | None = None
+        self._frame = b""
+        """What is being sent, from its beginning. A peer that goes away leaves it to the next one as a whole."""
+        self._unsent = memoryview(b"")
+        self._news = threading.Event()
+        if lull is not None:
+            lull.listeners.append(self._news.set)
+        self._until_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="scope-publisher", daemon=True)
+        self.failures: collections.deque[str] = collections.deque(maxlen=8)
+        """Why steps could not be told; the newest reasons."""
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def post(self, job: Job) -> None:
+        """Send when it is ready. Returns at once."""
+        self._coming.append(job)
+        for one in job.split():
+            self._waiting.put(one)
+        if self._may_work:  # else the lull wakes it
+            self._news.set()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Send what can be sent in this time, and end."""
+        self._until_s = time.monotonic() + timeout_s
+        self._news.set()
+        self._thread.join(timeout_s + 1)
+
+    @property
+    def held_bytes(self) -> int:
+        """That wait to be sent."""
+        return self._waiting.held_bytes
+
+    @property
+    def dropped(self) -> int:
+        """Steps, prompts and probes that a mark was told of instead, and news that nobody will see."""
+        return self._waiting.dropped
+
+    def _run(self) -> None:
+        while True:
+            self._await_lull()
+            while self._coming and self._coming[0].ready():  # what has come lets its memory on the device go
+                self._coming.popleft()
+            if self._send():
+                continue
+            self._is_overdue = False
+            if self._until_s is not None and (self._is_through or time.monotonic() > self._until_s):
+                break
+            self._rest()
+        self._disconnect()
+
+    @property
+    def _is_through(self) -> bool:
+        """Everything has been sent, or there is nobody to send it to."""
+        return self._socket is None or not (self._waiting.held_bytes or self._unsent)
+
+    @property
+    def _may_work(self) -> bool:
+        """Also where it falls behind, because the device waits for the host and lulls are short."""
+        is_urgent = self._is_overdue or self._until_s is not None or self._waiting.count > _MOST_BEHIND
+        return self._lull is None or self._lull.is_on or is_urgent
+
+    def _await_lull(self) -> None:
+        while not self._may_work:
+            self._is_overdue = not self._news.wait(_LULL_S)
+            self._news.clear()
+
+    def _rest(self) -> None:
+        """Until there may be something to do: a full socket that drains, a copy that comes, a new job, a new try."""
+        wait_s = _POLL_S if self._coming else _IDLE_S if self._socket is not None else _RETRY_S
+        if self._socket is not None and self._unsent:
+            with contextlib.suppress(OSError, ValueError):
+                select.select([], [self._socket], [], wait_s)
+            return
+        self._news.wait(wait_s)
+        self._news.clear()
+
+    def _send(self) -> bool:
+        """Send some bytes without waiting; whether some went."""
+        if self._socket is None and not self._connect():
+            return False
+        assert self._socket is not None
+        if not self._unsent:
+            if (data := self._next()) is None:
+                return False
+            self._frame, self._unsent = data, memoryview(data)
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._disconnect()
+            return False
+        self._unsent = self._unsent[sent:]
+        if not self._unsent:
+            self._frame = b""
+        return True
+
+    def _next(self) -> bytes | None:
+        """The next frame: steps and probes take turns."""
+        for _ in self._frames:
+            self._is_probe_next = not self._is_probe_next
+            if (data := next(self._frames[self._is_probe_next])) is not None:
+                return data
+        return None
+
+    def _made(self, *, probes: bool) -> Iterator[bytes | None]:
+        """Frames of one lane, whatever comes; None where nothing is ready."""
+        while True:
+            if (job := self._waiting.take(probes=probes)) is None:
+                yield None
+                continue
+            cost, kind = cost_of(job), job.kind
+            try:
+                for frame in job.build():
+                    yield self._encoded(frame)
+            except Exception as error:  # whatever it is, those after it must be told
+                self._note(str(error))
+                self._waiting.dropped += 1
+                for mark in job.marks():
+                    yield self._encoded(mark)
+            del job
+            self._waiting.over(kind, cost)
+
+    def _note(self, failure: str) -> None:
+        """What fails at each step is said once."""
+        if failure not in self.failures:
+            log.warning("a step cannot be shown: %s", failure)
+            self.failures.append(failure)
+
+    def _encoded(self, frame: Frame) -> bytes:
+        data = encode(self._numbers.numbered(frame))
+        if len(data) > MAX_PART_BYTES:
+            raise FrameError(f"a frame of {len(data)} bytes; ranks send at most {MAX_PART_BYTES}")
+        self._numbers.go_on(frame)
+        return data
+
+    def _connect(self) -> bool:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            connect_to(connection, self._path)
+        except OSError as error:
+            connection.close()
+            if error.errno not in _NOT_LISTENING:
+                self._note(f"no connection to {self._path}: {error}")
+            return False
+        self._socket, self._unsent = connection, memoryview(self._hello + self._frame)
+        return True
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+
+def connect_to(connection: socket.socket, path: pathlib.Path) -> None:
+    """Connect to a Unix socket. Its path may be longer than the 107 bytes of a socket's address. Raises OSError."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        connection.connect(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+
+
+Sink = Callable[[Job], None]

@@ -1,0 +1,125 @@
+"""The application, and the thread that serves it."""
+
+import contextlib
+import logging
+import pathlib
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from megatronapp_common.web.security_headers import SafeHeaders
+from megatronapp_common.web.tcp_nodelay import send_at_once
+from megatronapp_trainer.errors import RendezvousError, UsageError
+from megatronapp_trainer.serve import problems, routes_health
+from megatronapp_trainer.serve.bounded_protocols import bounded
+from megatronapp_trainer.serve.middleware import BodyLimit, RequestLimit, TokenGuard
+from megatronapp_trainer.serve.openai import event_schemas, routes_openai, routes_tokens
+from megatronapp_trainer.serve.request_broker import Desk
+from megatronapp_trainer.serve.scope import routes_scope
+from megatronapp_trainer.serve.scope.detached_runs import Runs
+
+API_VERSION = "1"
+LOOPBACK = "127."
+SHUTDOWN_S = 2
+SPARE_REQUESTS = 64
+"""Requests beyond the prompts that may be open: lists, states, what is refused."""
+SPARE_CONNECTIONS = 192
+"""Connections beyond those whose requests are worked on; the oldest that asks nothing gives its place to a new one."""
+SPARE_FILES = 256
+KERNEL_BYTES = 128 << 10
+"""What the kernel may hold of an answer that nobody reads (it doubles it); by itself it takes megabytes, and so long
+nobody would notice."""
+
+
+def build_api() -> FastAPI:
+    """All routes, without a model behind them."""
+    app = FastAPI(title="MegatronApp serve", version=API_VERSION, docs_url=None, redoc_url=None)
+    problems.install(app)
+    for module in (routes_health, routes_openai, routes_tokens, routes_scope):
+        app.include_router(module.router)
+    event_schemas.describe(app)
+    return app
+
+
+def create_app(desk: Desk, *, secret: str | None) -> FastAPI:
+    """The application in front of a desk; `app.state.model` is set once there is a model, under `app.state.opening`."""
+    app = build_api()
+    app.state.desk, app.state.model, app.state.runs = desk, None, Runs(desk)
+    app.state.opening = threading.Lock()
+    app.state.most_requests = desk.most_open + SPARE_REQUESTS
+    app.add_middleware(BodyLimit)
+    app.add_middleware(RequestLimit, most=app.state.most_requests)
+    app.add_middleware(TokenGuard, secret=secret)
+    app.add_middleware(SafeHeaders)
+    return app
+
+
+def check_address(host: str, secret: str | None) -> None:
+    """Raise UsageError for an address that other machines reach where nobody has to prove anything."""
+    if secret is None and not host.startswith(LOOPBACK):
+        raise UsageError(
+            f"--host {host} lets other machines in, and without MEGATRONAPP_SECRET_FILE nobody needs a key; "
+            "take 127.0.0.1, or `megatronapp serve`, which makes a key"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises RendezvousError if the port is taken or the address not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    send_at_once(found)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BYTES)
+    try:
+        found.bind((host, port))
+        found.listen(128)
+    except OSError as error:
+        found.close()
+        raise RendezvousError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return found
+
+
+@contextlib.contextmanager
+def served(app: FastAPI, sock: socket.socket) -> Iterator[None]:
+    """Serve in a thread; at the end answers that are on their way get 2 s."""
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    connections = app.state.most_requests + SPARE_CONNECTIONS
+    _allow_files(connections + SPARE_FILES)
+    config = uvicorn.Config(
+        app,
+        http=bounded(connections),
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([sock],), name="http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(SHUTDOWN_S + 1)
+        sock.close()
+
+
+def _allow_files(wanted: int) -> None:
+    """Let this process open so many files, as far as the system does; each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
+
+
+def write_address(path: pathlib.Path, url: str) -> None:
+    """Tell where the API answers, beside and renamed."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(url + "\n", encoding="utf-8")
+    draft.rename(path)

@@ -1,0 +1,84 @@
+"""Answers of /v1/chat/completions: the pieces of a completion in the shape of chat."""
+
+import dataclasses
+
+from megatronapp_trainer.serve.openai.completion import Answer
+from megatronapp_trainer.serve.openai.schemas_chat import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatToken,
+    ScoredToken,
+)
+from megatronapp_trainer.serve.openai.schemas_completions import Choice, Logprobs, Usage
+from megatronapp_trainer.serve.served_model import BY_ID
+
+
+@dataclasses.dataclass(kw_only=True)
+class ChatAnswer(Answer):
+    """As `Answer`, for messages."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._begun: set[int] = set()
+
+    def whole(self, choices: list[Choice]) -> ChatCompletion:
+        """The answer with these texts."""
+        return ChatCompletion(
+            id=self.name,
+            created=self.created,
+            model=self.model.name,
+            seed=self.seed,
+            choices=[
+                ChatChoice(message=ChatMessage(content=one.text), logprobs=_logprobs(one.logprobs), **_common(one))
+                for one in choices
+            ],
+            usage=self.usage(),
+        )
+
+    def chunk(self, choices: list[Choice], usage: Usage | None = None) -> ChatChunk:
+        """A chunk of a stream, with these pieces."""
+        return ChatChunk(
+            id=self.name,
+            created=self.created,
+            model=self.model.name,
+            seed=self.seed,
+            choices=[
+                ChatChunkChoice(delta=self._delta(one), logprobs=_logprobs(one.logprobs), **_common(one))
+                for one in choices
+            ],
+            usage=usage,
+        )
+
+    def _delta(self, piece: Choice) -> ChatDelta:
+        is_first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        return ChatDelta(role="assistant" if is_first else None, content=piece.text)
+
+
+def _common(choice: Choice) -> dict[str, object]:
+    return choice.model_dump(include={"index", "token_ids", "finish_reason", "stop_reason"})
+
+
+def _logprobs(given: Logprobs | None) -> ChatLogprobs | None:
+    if given is None:
+        return None
+    rows = zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True)
+    return ChatLogprobs(
+        content=[
+            ChatToken(
+                **_scored(name, value or 0.0).model_dump(),
+                top_logprobs=[_scored(other, logprob) for other, logprob in (top or {}).items()],
+            )
+            for name, value, top in rows
+        ]
+    )
+
+
+def _scored(name: str, logprob: float) -> ScoredToken:
+    data = None if name.startswith(BY_ID) else list(name.encode())
+    return ScoredToken(token=name, logprob=logprob, bytes=data)

@@ -1,0 +1,243 @@
+"""From the engine's events to the answers of /v1/completions and /v1/chat/completions, whole or in pieces."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import anyio.to_thread
+from pydantic import BaseModel
+
+from megatronapp_trainer.inference.events import Candidate, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.openai.schemas_completions import (
+    Choice,
+    Completion,
+    Logprobs,
+    QueueNotice,
+    StreamOptions,
+    Usage,
+)
+from megatronapp_trainer.serve.problems import api_error, error_body
+from megatronapp_trainer.serve.request_broker import Gone, PromptPart, QueueEvent, Ticket
+from megatronapp_trainer.serve.served_model import Echo, ServedModel
+
+KEEP_ALIVE_S = 10.0
+DONE = "data: [DONE]\n\n"
+Made = TypeVar("Made")
+
+
+class GoneError(Exception):
+    """The client has hung up; nobody is left to answer. Never leaves this package."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Answer:
+    """What has come so far of one request over HTTP."""
+
+    model: ServedModel
+    name: str
+    seed: int
+    requests: Sequence[GenerationRequest]
+    """One for each choice, in their order."""
+    with_logprobs: bool
+    prompts: int = 1
+    """Number of different prompts, whose tokens count once."""
+    echoes: Sequence[Echo] = ()
+    """Each text's prompt, where texts begin with it."""
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.ids = tuple(request.id for request in self.requests)
+        self._index = {request_id: index for index, request_id in enumerate(self.ids)}
+        self._told = [0] * len(self.ids)
+        self._readings: list[list[PromptEvent]] = [[] for _ in self.ids]
+        self._echoed: set[int] = set()
+        self._open = set(self.ids)
+        self._prompt_tokens: dict[int, int] = {}
+        self._generated = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All texts have ended."""
+        return not self._open
+
+    def pieces(self, item: PromptPart | TokenEvent | FinishedEvent) -> list[Choice]:
+        """The item as pieces of its text: none of a part of a prompt, two where the prompt comes first.
+
+        Raises GenerationError where the text ended by an error.
+        """
+        index = self._index[item.request_id]
+        if isinstance(item, PromptPart):
+            self._readings[index] += item.readings
+            return []
+        piece = self._last(index, item) if isinstance(item, FinishedEvent) else self._next(index, item)
+        if not self.echoes or index in self._echoed:
+            return [piece]
+        self._echoed.add(index)
+        return [self._prompt(index), piece]
+
+    def whole(self, choices: list[Choice]) -> BaseModel:
+        """The answer with these texts."""
+        return self.chunk(choices, self.usage())
+
+    def chunk(self, choices: list[Choice], usage: Usage | None = None) -> BaseModel:
+        """A chunk of a stream, with these pieces."""
+        return Completion(
+            id=self.name, created=self.created, model=self.model.name, seed=self.seed, choices=choices, usage=usage
+        )
+
+    def usage(self) -> Usage:
+        """The numbers of tokens so far."""
+        copies = len(self.ids) // self.prompts
+        prompt = sum(self._prompt_tokens.get(place * copies, 0) for place in range(self.prompts))
+        return Usage(prompt_tokens=prompt, completion_tokens=self._generated, total_tokens=prompt + self._generated)
+
+    def _last(self, index: int, event: FinishedEvent) -> Choice:
+        self._open.discard(event.request_id)
+        self._prompt_tokens[index] = event.prompt_tokens
+        if event.error is not None or event.reason == "error":
+            assert event.error is not None
+            raise event.error
+        matched = list(event.matched) if isinstance(event.matched, tuple) else event.matched
+        return Choice(index=index, text=event.text or "", token_ids=[], finish_reason=event.reason, stop_reason=matched)
+
+    def _next(self, index: int, event: TokenEvent) -> Choice:
+        text = event.text or ""
+        self._generated += 1
+        offset = self._told[index] + (len(self.echoes[index].text) if self.echoes else 0)
+        self._told[index] += len(text)
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = _transposed([self._scored(event.token, event.logprob, event.candidates, offset)])
+        return Choice(index=index, text=text, token_ids=[event.token], logprobs=logprobs, finish_reason=None)
+
+    def _prompt(self, index: int) -> Choice:
+        """The prompt as the first piece of its text. Position i predicts token i + 1."""
+        echo, before = self.echoes[index], {event.index + 1: event for event in self._readings[index]}
+        logprobs = None
+        if self.with_logprobs:
+            scored = [
+                self._scored(token, event.logprob, event.candidates, offset)
+                if (event := before.get(place)) is not None
+                else _Scored(self.model.names_of([token])[0], token, None, None, None, offset)
+                for place, (token, offset) in enumerate(zip(echo.ids, echo.offsets, strict=True))
+            ]
+            logprobs = _transposed(scored)
+        self._readings[index].clear()
+        return Choice(index=index, text=echo.text, token_ids=list(echo.ids), logprobs=logprobs, finish_reason=None)
+
+    def _scored(self, token: int, logprob: float | None, candidates: Sequence[Candidate], offset: int) -> "_Scored":
+        tokens, values = [one.token for one in candidates], [one.logprob for one in candidates]
+        names = self.model.names_of(tokens if token in tokens else [*tokens, token])
+        name = names[tokens.index(token) if token in tokens else -1]
+        return _Scored(name, token, logprob, dict(zip(names, values, strict=False)), tokens, offset)
+
+
+class _Scored(NamedTuple):
+    """One entry of each list of `Logprobs`, in their order."""
+
+    tokens: str
+    token_ids: int
+    token_logprobs: float | None
+    top_logprobs: dict[str, float] | None
+    top_token_ids: list[int] | None
+    text_offset: int
+
+
+def _transposed(scored: Sequence[_Scored]) -> Logprobs:
+    columns = zip(*scored, strict=True)
+    return Logprobs(**dict(zip(_Scored._fields, map(list, columns), strict=True)))
+
+
+async def whole(answer: Answer, ticket: Ticket) -> str:
+    """The answer as JSON once all texts have ended. Raises GenerationError, GoneError."""
+    pieces: dict[int, list[Choice]] = {index: [] for index in range(len(answer.ids))}
+    while not answer.is_complete:
+        item = await ticket.get()
+        if isinstance(item, Gone):
+            raise GoneError
+        if isinstance(item, PromptPart | TokenEvent | FinishedEvent):
+            for piece in await _computed(answer, functools.partial(answer.pieces, item)):
+                pieces[piece.index].append(piece)
+    return await anyio.to_thread.run_sync(_whole_json, answer, pieces.values())
+
+
+async def stream(answer: Answer, ticket: Ticket, options: StreamOptions) -> AsyncIterator[str]:
+    """Server-sent events until all texts have ended, one of them by an error, or the client is gone."""
+    if ticket.position is not None:
+        yield _queue_event(answer, QueueEvent(ticket.position), options)
+    while not answer.is_complete:
+        item = await ticket.get(KEEP_ALIVE_S)
+        match item:
+            case Gone():
+                return
+            case None:
+                yield ": still there\n\n"
+            case QueueEvent():
+                yield _queue_event(answer, item, options)
+            case _:
+                try:
+                    for event in await _computed(answer, functools.partial(_piece_events, answer, item)):
+                        yield event
+                except Exception as error:
+                    yield _failure(error)
+                    return
+    if options.include_usage:
+        yield _event(answer.chunk([], answer.usage()).model_dump_json())
+    yield DONE
+
+
+async def _computed(answer: Answer, work: Callable[[], Made]) -> Made:
+    """Do work on an item; where it may be a whole prompt with its candidates, not in the event loop's thread."""
+    return await anyio.to_thread.run_sync(work) if answer.echoes else work()
+
+
+def _whole_json(answer: Answer, pieces: Iterable[list[Choice]]) -> str:
+    return answer.whole([_joined(parts) for parts in pieces]).model_dump_json()
+
+
+def _piece_events(answer: Answer, item: PromptPart | TokenEvent | FinishedEvent) -> list[str]:
+    return [_event(answer.chunk([piece]).model_dump_json()) for piece in answer.pieces(item)]
+
+
+def _failure(error: Exception) -> str:
+    from megatronapp_trainer.inference.errors import GenerationError
+
+    if not isinstance(error, GenerationError):
+        raise error
+    return _event(json.dumps(error_body(api_error(error))), name="error")
+
+
+def _queue_event(answer: Answer, event: QueueEvent, options: StreamOptions) -> str:
+    if options.include_queue:
+        return _event(QueueNotice(id=answer.name, position=event.position).model_dump_json(), name="queue")
+    return ": generating\n\n" if event.position is None else f": queue {event.position}\n\n"
+
+
+def _event(data: str, name: str | None = None) -> str:
+    first = "" if name is None else f"event: {name}\n"
+    return f"{first}data: {data}\n\n"
+
+
+def _joined(parts: list[Choice]) -> Choice:
+    last = parts[-1]
+    found = [part.logprobs for part in parts if part.logprobs is not None]
+    logprobs = None
+    if found:
+        logprobs = Logprobs(
+            **{name: list(itertools.chain.from_iterable(getattr(one, name) for one in found)) for name in _LISTS}
+        )
+    return last.model_copy(
+        update={
+            "text": "".join(part.text for part in parts),
+            "token_ids": [token for part in parts for token in part.token_ids],
+            "logprobs": logprobs,
+        }
+    )
+
+
+_LISTS = tuple(Logprobs.model_fields)

@@ -1,0 +1,148 @@
+"""The routes that OpenAI's clients know."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+import anyio.to_thread
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatronapp_trainer.serve.dependencies import DeskOf, ModelOf
+from megatronapp_trainer.serve.logprobs import logprobs_held
+from megatronapp_trainer.serve.openai.chat_response import ChatAnswer
+from megatronapp_trainer.serve.openai.completion import Answer, GoneError, stream, whole
+from megatronapp_trainer.serve.openai.event_schemas import streamed
+from megatronapp_trainer.serve.openai.schemas_chat import ChatChunk, ChatCompletion, ChatRequest
+from megatronapp_trainer.serve.openai.schemas_completions import (
+    Completion,
+    CompletionRequest,
+    GenerationBody,
+    ModelCard,
+    ModelList,
+    Problem,
+    StreamOptions,
+)
+from megatronapp_trainer.serve.problems import ApiError
+from megatronapp_trainer.serve.request_broker import Desk, Gone, Ticket
+from megatronapp_trainer.serve.served_model import ServedModel, new_seed, prompts_of
+
+router = APIRouter()
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 404, 408, 409, 413, 421, 422, 429, 500, 503)
+}
+POSITION = "X-Queue-Position"
+GONE_STATUS = 499
+"""What nginx calls a request whose client has closed; nobody reads it."""
+
+
+@router.get("/v1/models", responses=ANSWERS)
+async def models(model: ModelOf) -> ModelList:
+    """The model that is served."""
+    return ModelList(data=[_card(model)])
+
+
+@router.get("/v1/models/{name:path}", responses=ANSWERS)
+async def one_model(name: Annotated[str, Path(max_length=256)], model: ModelOf) -> ModelCard:
+    """The model of this name."""
+    if name != model.name:
+        raise ApiError(404, "no-such-model", f"there is no model of this name, only {model.name}", param="model")
+    return _card(model)
+
+
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses=ANSWERS | streamed(Completion),
+)
+async def complete(request: Request, body: CompletionRequest, model: ModelOf, desk: DeskOf) -> Response:
+    """Go on from one or more prompts."""
+    name, seed = f"cmpl-{secrets.token_hex(12)}", new_seed(body.seed)
+    requests = await anyio.to_thread.run_sync(model.completion_requests, body, name, seed)
+    echoes = await anyio.to_thread.run_sync(model.echoes_of, body, requests) if body.echo else ()
+    answer = Answer(
+        model=model,
+        name=name,
+        seed=seed,
+        requests=requests,
+        with_logprobs=body.with_logprobs,
+        prompts=len(prompts_of(body)),
+        echoes=echoes,
+    )
+    return await respond(request, body, answer, desk)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatCompletion,
+    responses=ANSWERS | streamed(ChatChunk),
+)
+async def chat(request: Request, body: ChatRequest, model: ModelOf, desk: DeskOf) -> Response:
+    """Answer messages, which the model's chat template makes a prompt."""
+    name, seed = f"chatcmpl-{secrets.token_hex(12)}", new_seed(body.seed)
+    requests = await anyio.to_thread.run_sync(model.chat_requests, body, name, seed)
+    answer = ChatAnswer(model=model, name=name, seed=seed, requests=requests, with_logprobs=body.with_logprobs)
+    return await respond(request, body, answer, desk)
+
+
+async def respond(request: Request, body: GenerationBody, answer: Answer, desk: Desk) -> Response:
+    """Generate, and give the answer whole or as a stream. Raises as `Desk.submit` does."""
+    ticket = desk.submit(answer.requests, logprobs=logprobs_held(body, answer.requests))
+    headers = {POSITION: str(ticket.position or 0)}
+    if body.stream:
+        return EventStream(stream(answer, ticket, body.stream_options or StreamOptions()), desk, ticket, headers)
+    with cancelled_when_gone(request.receive, desk, ticket):
+        try:
+            content = await whole(answer, ticket)
+        except GoneError:
+            return Response(status_code=GONE_STATUS)
+    return Response(content, headers=headers, media_type="application/json")
+
+
+class EventStream(Response):
+    """Server-sent events; what is not asked for any more is cancelled."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: AsyncIterator[str], desk: Desk, ticket: Ticket, headers: dict[str, str]) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._pieces, self._desk, self._ticket = pieces, desk, ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the pieces as they come."""
+        with cancelled_when_gone(receive, self._desk, self._ticket):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def cancelled_when_gone(receive: Receive, desk: Desk, ticket: Ticket) -> Iterator[None]:
+    """While this is entered a client that hangs up is noticed; at its end whatever is open is cancelled."""
+    listener = asyncio.create_task(_until_gone(receive, ticket))
+    try:
+        yield
+    finally:
+        listener.cancel()
+        desk.release(ticket)
+
+
+async def _until_gone(receive: Receive, ticket: Ticket) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.put([Gone()])
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(
+        id=model.name,
+        created=model.created,
+        max_model_len=model.capacity,
+        vocab_size=model.vocab_size,
+        has_tokenizer=model.tokenizer is not None,
+    )

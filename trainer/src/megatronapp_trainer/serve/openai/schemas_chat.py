@@ -1,0 +1,254 @@
+"""Bodies of /v1/chat/completions, /tokenize and /detokenize."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from megatronapp_trainer.serve.body import Body
+from megatronapp_trainer.serve.openai.neutral_fields import Only
+from megatronapp_trainer.serve.openai.schemas_completions import (
+    MOST_LOGPROBS,
+    Count,
+    GenerationBody,
+    Text,
+    Token,
+    Usage,
+)
+from megatronapp_trainer.serve.openai.schemas_neutral import Name, NeutralChatBody
+
+MOST_MESSAGES = 4096
+Role = Literal["system", "developer", "user", "assistant"]
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES), Tag("<parts>")],
+    Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
+        custom_error_type="content",
+        custom_error_message="must be a string or a list of parts of type text",
+    ),
+]
+
+
+class Message(Body):
+    """A message. The fields from `refusal` on are those that an assistant's message of OpenAI's clients has."""
+
+    role: Role
+    content: Content | None = None
+    """A string, or parts of type text, which are joined by line ends. An assistant's may be null: it said nothing."""
+    name: Name | None = None
+    """Who says it, for templates that use it."""
+    refusal: None = None
+    annotations: Annotated[list[Any] | None, Only(([],), "messages have no annotations")] = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any] | None, Only(([],), "there are no tools")] = None
+    reasoning: None = None
+    reasoning_content: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content must be given; it may be null for the role assistant alone, not for {self.role}")
+        return self
+
+    def plain(self) -> dict[str, str]:
+        """As templates take it."""
+        parts = [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
+class ResponseFormat(Body):
+    """Of an answer."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationBody, NeutralChatBody):
+    """A request to answer messages."""
+
+    messages: Messages
+    max_tokens: Count | None = None
+    """Most new tokens; not given: as many as fit."""
+    max_completion_tokens: Count | None = None
+    """The same, by its newer name."""
+    logprobs: bool = False
+    """Tell the log-probability of each token."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    """With `logprobs`: tell so many of the likeliest, too."""
+    response_format: ResponseFormat | None = None
+    """There is only text."""
+    add_generation_prompt: bool = True
+    """End the prompt with what an answer begins with."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are one setting; give one of them")
+        return self
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if log-probabilities are asked for."""
+        return self.logprobs
+
+    @property
+    def most_new(self) -> int | None:
+        """Most new tokens, by either name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ScoredToken(BaseModel):
+    """A token with its log-probability."""
+
+    token: str
+    """Its text; `id:N` for a piece of a character."""
+    logprob: float
+    bytes: list[int] | None
+    """Of the text; null for a piece of a character."""
+
+
+class ChatToken(ScoredToken):
+    """A token of the answer."""
+
+    top_logprobs: list[ScoredToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Of each token of the answer."""
+
+    content: list[ChatToken]
+    refusal: None = None
+
+
+FinishReason = Literal["stop", "length", "cancelled"] | None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | list[int] | None = None
+    """What ended it: a text, or tokens."""
+
+
+class ChatCompletion(BaseModel):
+    """What came of a request."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    seed: int
+    """The one that was used."""
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(BaseModel):
+    """What comes next of an answer."""
+
+    role: Literal["assistant"] | None = None
+    """In the first chunk."""
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | int | list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    seed: int
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class TokenizeRequest(Body):
+    """A text, or messages, to be made tokens."""
+
+    model: Name | None = None
+    """Name as in /v1/models; there is one."""
+    prompt: Text | None = None
+    messages: Messages | None = None
+    """In place of `prompt`: what the chat template makes of these."""
+    add_special_tokens: bool = True
+    """With `prompt`: also the tokens around it that the model expects."""
+    add_generation_prompt: bool = True
+    """With `messages`: end with what an answer begins with."""
+    return_token_strs: bool = False
+    """Also the text of each token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages, one of them")
+        return self
+
+
+class Tokenized(BaseModel):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Tokens whose text is wanted."""
+
+    model: Name | None = None
+    tokens: Annotated[list[Token], Field(fail_fast=True, max_length=1_048_576)]
+
+
+class Detokenized(BaseModel):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    """What clients ask of a tokenizer."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None

@@ -1,0 +1,275 @@
+"""Bodies of requests and answers. Names and meanings are those of OpenAI's completions; the rest is refused."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from megatronapp_trainer.inference.request import LONGEST_STOP, MOST_STOPS
+from megatronapp_trainer.serve.body import Body
+from megatronapp_trainer.serve.openai.neutral_fields import Only
+from megatronapp_trainer.serve.openai.schemas_neutral import NeutralBody
+
+MOST_LOGPROBS = 20
+MOST_PROMPTS = 1024
+MOST_TEXT = 4_000_000
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1, max_length=1_048_576)]
+"""Judged up to the first bad one: of a million of them nobody reads a million reasons."""
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+TokenLists = Annotated[list[Tokens], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+
+
+def _kind_of_prompt(value: Any) -> str | None:  # noqa: ANN401 - whatever JSON holds
+    """Which member of the union a value is meant to be, so that errors are about that one alone."""
+    if isinstance(value, list):
+        first = value[0] if value else ""
+        return "<texts>" if isinstance(first, str) else "<token lists>" if isinstance(first, list) else "<tokens>"
+    return "<text>" if isinstance(value, str) else None
+
+
+def _holds_lists(value: list[Any]) -> bool:
+    return bool(value) and isinstance(value[0], list)
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Texts, Tag("<texts>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[TokenLists, Tag("<token lists>")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="must be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+OneStopText = Annotated[str, Field(max_length=LONGEST_STOP)]
+StopTokens = Annotated[list[Token], Field(min_length=1, max_length=LONGEST_STOP)]
+StopTexts = Annotated[list[StopText], Field(max_length=MOST_STOPS)]
+Stop = Annotated[
+    Annotated[OneStopText, Tag("<text>")] | Annotated[StopTexts, Tag("<texts>")],
+    Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
+        custom_error_type="stop",
+        custom_error_message="must be a string or a list of strings",
+    ),
+]
+StopIds = Annotated[
+    Annotated[list[Token], Field(max_length=MOST_STOPS), Tag("<tokens>")]
+    | Annotated[list[StopTokens], Field(min_length=1, max_length=MOST_STOPS), Tag("<token lists>")],
+    Discriminator(
+        lambda value: None if not isinstance(value, list) else "<token lists>" if _holds_lists(value) else "<tokens>",
+        custom_error_type="stop_token_ids",
+        custom_error_message="must be a list of token ids, or a list of such lists",
+    ),
+]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    """A last chunk with the numbers of tokens."""
+    include_queue: bool = False
+    """Events `queue` with the place in the queue; without, these are comments, which all clients skip."""
+    include_obfuscation: Annotated[bool, Only((False,), "events are not padded")] = False
+    continuous_usage_stats: Annotated[bool, Only((False,), "include_usage gives the numbers in the last event")] = False
+
+
+class GenerationBody(NeutralBody):
+    """What requests for texts and for answers to messages have in common."""
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    """Name as in /v1/models; there is one."""
+    temperature: Temperature = 1.0
+    """0: always the likeliest token."""
+    top_p: TopP = 1.0
+    """Choose among the fewest likeliest tokens that have this probability together."""
+    top_k: TopK = 0
+    """Choose among so many of the likeliest tokens; 0 or -1: among all."""
+    seed: Seed | None = None
+    """The same seed gives the same text again; not given: a new one each time."""
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    """Texts for each prompt. The choice of index i is drawn with seed + i."""
+    stop: Stop | None = None
+    """Texts that end the generation; they are no part of the answer. An empty text ends nothing."""
+    stop_token_ids: StopIds | None = None
+    """Tokens that end the generation, each by itself, or sequences of tokens."""
+    skip_special_tokens: bool = False
+    """Leave the texts of special tokens out of the answer; the token that ends it is never in its text."""
+    ignore_eos: bool = False
+    """Go on after the end of a document."""
+    stream: bool = False
+    """Send the text as it comes, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """What a stream tells beside the text."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the generation."""
+        return tuple(([self.stop] if isinstance(self.stop, str) else self.stop) if self.stop else ())
+
+    @property
+    def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Sequences of tokens that end the generation."""
+        return tuple((one,) if isinstance(one, int) else tuple(one) for one in self.stop_token_ids or ())
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if log-probabilities are asked for."""
+        raise NotImplementedError
+
+
+class CompletionRequest(GenerationBody):
+    """A request to go on from one or more prompts."""
+
+    prompt: Prompts
+    """A text, ids of tokens, or a list of either."""
+    max_tokens: Count = 16
+    """Most new tokens of each prompt."""
+    add_special_tokens: bool = True
+    """A prompt that is a text gets the tokens around it that the model expects (Llama: <|begin_of_text|>)."""
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    """Tell the log-probability of each token, and so many of the likeliest."""
+    echo: bool = False
+    """Begin each text with its prompt; with `logprobs` also the log-probabilities of the prompt's tokens."""
+    suffix: Annotated[str, Only(("",), "a text has no end that is given")] = ""
+
+    @property
+    def with_logprobs(self) -> bool:
+        """True if log-probabilities are asked for; 0 asks for those of the tokens alone."""
+        return self.logprobs is not None
+
+
+class Logprobs(BaseModel):
+    """Of each token of the text."""
+
+    tokens: list[str]
+    """Names as in `top_logprobs`."""
+    token_ids: list[int]
+    token_logprobs: list[float | None]
+    """null for the first token of a prompt, which nothing predicts."""
+    top_logprobs: list[dict[str, float] | None]
+    """By text, the likeliest first; `id:N` for pieces of characters, and for a text that a likelier token has too."""
+    top_token_ids: list[list[int] | None]
+    """Ids of the same tokens in the same order."""
+    text_offset: list[int]
+    """Characters of text before it."""
+
+
+class Choice(BaseModel):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: Logprobs | None = None
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"] | None
+    stop_reason: str | int | list[int] | None = None
+    """What ended it: a text, or tokens."""
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Completion(BaseModel):
+    """What came of a request."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    seed: int
+    """The one that was used."""
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+class QueueNotice(BaseModel):
+    """An event `queue` of a stream."""
+
+    id: str
+    position: int | None
+    """Prompts that wait before this request's first; null: none of it waits any more."""
+
+
+class ModelCard(BaseModel):
+    """The model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["megatronapp"] = "megatronapp"
+    max_model_len: int
+    """Most tokens of a prompt and what follows it."""
+    vocab_size: int
+    has_tokenizer: bool
+    """Without one prompts are ids of tokens."""
+
+
+class ModelList(BaseModel):
+    """All models: there is one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Problem(BaseModel):
+    """An error."""
+
+    code: str
+    message: str
+    hint: str
+    error: dict[str, Any]
+    """The same as clients of OpenAI's interface read it: message, type, param, code."""
+
+
+class Health(BaseModel):
+    """Whether the server is well."""
+
+    status: Literal["ok", "starting", "stopping"]
+
+
+class RunStarted(BaseModel):
+    """A run that was taken."""
+
+    run: str
+    position: int | None
+    """Prompts before it in the queue; null: it does not wait."""
+
+
+class ProbeStarted(BaseModel):
+    """A probe that was taken."""
+
+    probe: str
+
+
+class Done(BaseModel):
+    """Nothing more to say."""
+
+
+class Run(BaseModel):
+    """What became of a run."""
+
+    run: str
+    state: Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
+    position: int | None
+    prompts: list[str]
+    capture: dict[str, Any]
+    texts: list[str]
+    ids: list[list[int]]
+    tokens: int
+    seed: int
+    error: dict[str, str] | None
+    startedAt: str

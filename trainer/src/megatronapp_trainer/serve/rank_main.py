@@ -1,0 +1,317 @@
+"""One rank of a server: load, join the gang, then generate (rank 0) or follow. Exit codes: `names.ExitCode`."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatronapp_common.names import Env, ExitCode
+from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
+from megatronapp_common.web.tokens import read_secret
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.data.text_tokens import read_text_tokens
+from megatronapp_trainer.errors import TrainerError, UsageError
+from megatronapp_trainer.serve.settings import Command, build_serve_parser, configure, newest_arguments, read_command
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from megatronapp_trainer.inference.engine import Engine
+    from megatronapp_trainer.inference.errors import EngineLostError, GenerationError
+    from megatronapp_trainer.inference.worker_group import Gang
+    from megatronapp_trainer.scope.assemble import Scope
+    from megatronapp_trainer.serve.request_broker import Desk
+    from megatronapp_trainer.serve.served_model import ServedModel
+    from megatronapp_trainer.training.progress import Progress
+    from megatronapp_trainer.training.signals import StopWish
+
+IDLE_S = 0.2
+"""How long the engine's thread sleeps without work; a signal is acted upon as late as this."""
+PAGE_S = 1.0
+ADDRESS_FILE = "serve.url"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve; returns the exit code. Errors of ours become one message on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        build_serve_parser().print_help()
+        return ExitCode.OK
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        command = read_command(arguments)
+        return serve(command, configure(command))
+    except TrainerError as error:
+        rank = os.environ.get("RANK", "0")
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def serve(command: Command, config: TrainerConfig) -> ExitCode:
+    """Load, generate until asked to stop, tear down. Raises TrainerError."""
+    from megatronapp_trainer.inference.build import generation_layout
+    from megatronapp_trainer.inference.gc_freeze import settle
+    from megatronapp_trainer.parallel.groups import destroy_groups
+    from megatronapp_trainer.parallel.peer_loss import LossWatch
+    from megatronapp_trainer.pretrain import named_errors
+    from megatronapp_trainer.training.signals import StopWish
+
+    layout = generation_layout(config)
+    _load_plugins(command)
+    with StopWish() as wish, named_errors(), contextlib.ExitStack() as stack:
+        front = stack.enter_context(open_front(command, wish)) if layout.rank == 0 else None
+        stack.enter_context(LossWatch(_no_desk if front is None else front.lose))
+        gang = load(command, config)
+        look = functools.partial(look_out, gang, stack, limits_of(command, config))
+        if front is None:
+            look()
+            settle()
+            gang.follow()
+        else:
+            front.answer(gang, config, wish, look)
+        destroy_groups()
+    return ExitCode.PREEMPTED
+
+
+def _load_plugins(command: Command) -> None:
+    """Import what users look at the model with, before anything long is begun. Raises UsageError."""
+    if modules := command.options.scope_plugins:
+        from megatronapp_trainer.scope.plugins import load_plugins
+
+        print(f"sites of {', '.join(modules)}: {', '.join(load_plugins(modules))}", flush=True)
+
+
+def _no_desk() -> None:
+    """Followers have nobody to tell."""
+
+
+def load(command: Command, config: TrainerConfig) -> "Gang":
+    """The model with its weights, and this rank's end of the gang. Collective."""
+    from megatronapp_trainer.device import prepare_device
+    from megatronapp_trainer.inference import build
+    from megatronapp_trainer.inference.model_runner import Options
+    from megatronapp_trainer.parallel.groups import initialize_groups
+
+    layout = build.generation_layout(config)
+    device = prepare_device(layout.local_rank)
+    initialize_groups(config, layout, device)
+    vocab_size = config.data.vocab_size
+    assert vocab_size is not None  # of the checkpoint's arguments
+    model = build.build_model(config, layout, device, vocab_size=vocab_size, drawn=False)
+    path = build.load_weights(model, config, command.load)
+    options = Options(
+        slots=command.options.max_batch_size,
+        capacity=capacity_of(command, config),
+        prefill_chunk=command.options.prefill_chunk,
+    )
+    gang = build.open_gang(model, config, layout, device, options, vocab_size=vocab_size)
+    if layout.rank == 0:
+        print(f"weights read from {path}", flush=True)
+    return gang
+
+
+def look_out(gang: "Gang", stack: contextlib.ExitStack, limits: Mapping[str, int]) -> "Scope | None":
+    """MegaScope of this rank, until the stack ends; None, and nothing loaded, where there is no hub to look for."""
+    folder = os.environ.get(Env.RUN_DIR)
+    if not os.environ.get(Env.HUB_URL) or not folder:
+        return None
+    from megatronapp_trainer.scope.assemble import open_scope
+
+    scope = open_scope(gang, pathlib.Path(folder), attempt=int(os.environ.get(Env.ATTEMPT, "0")), limits=limits)
+    stack.callback(scope.close)
+    return scope
+
+
+def limits_of(command: Command, config: TrainerConfig) -> dict[str, int]:
+    """Most prompts of a run, and most new tokens of each, that this server takes."""
+    options = command.options
+    return {
+        "prompts": min(MAX_PROMPTS, options.max_batch_size),
+        "tokens": min(MAX_TOKENS, options.max_tokens, capacity_of(command, config) - 1),
+    }
+
+
+def capacity_of(command: Command, config: TrainerConfig) -> int:
+    """Most tokens of a prompt and what follows it."""
+    return command.options.max_length or config.model.positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Front:
+    """Rank 0's side that people see."""
+
+    command: Command
+    app: "FastAPI"
+    desk: "Desk"
+    url: str
+    page: "Progress | None"
+
+    def answer(self, gang: "Gang", config: TrainerConfig, wish: "StopWish", look: "Callable[[], Scope | None]") -> None:
+        """Generate what is asked for until asked to stop. `look` begins to tell a hub. Raises EngineLostError."""
+        from megatronapp_trainer.inference.engine import Engine
+        from megatronapp_trainer.inference.gc_freeze import settle
+        from megatronapp_trainer.serve.errors import StoppingError
+        from megatronapp_trainer.serve.request_broker import MOST_PROBED
+
+        model = describe(self.command, config)
+        engine = Engine(
+            gang,
+            decode=model.decode,
+            decode_plain=model.decode_plain,
+            end_tokens=model.end_tokens,
+            most_waiting=_most_open(self.command) + MOST_PROBED,
+            admitted=self.desk.tally.admitted,
+        )
+        if model.chat.flaw is not None:
+            print(f"messages are refused: the model's chat template cannot be used: {model.chat.flaw}", flush=True)
+        engine.warm_up()
+        self._open(engine, model, look)
+        settle()
+        print(f"serving {model.name} at {self.url}", flush=True)
+        self._work(engine, wish)
+        if engine.failure is not None:
+            self.desk.close(engine.failure)
+            raise _blamed(engine.failure)
+        self.desk.close(StoppingError("the server was asked to stop"))
+        engine.close()
+
+    def lose(self) -> None:
+        """A rank was lost: say so to all who wait. Not in the thread of the engine, which may hang."""
+        from megatronapp_trainer.inference.errors import EngineLostError
+
+        self.desk.close(EngineLostError("a rank of the gang was lost; the gang must be started again"))
+
+    def _open(self, engine: "Engine", model: "ServedModel", look: "Callable[[], Scope | None]") -> None:
+        """Take requests from now on. A page offers to generate once the hub hears of rank 0, so not before."""
+        with self.app.state.opening:
+            if (scope := look()) is not None:
+                self._look(engine, scope)
+            self.desk.open(engine)
+            self.app.state.model = model
+
+    def _look(self, engine: "Engine", scope: "Scope") -> None:
+        from megatronapp_trainer.scope.capture.coordinator import ScopeLeader
+        from megatronapp_trainer.serve.scope.capture_gateway import Looking
+
+        looking = Looking(ScopeLeader(engine, scope.session, scope.publisher.post), engine.defer)
+        self.app.state.runs.looking = looking
+        self.desk.observers.append(looking.observe)
+
+    def _work(self, engine: "Engine", wish: "StopWish") -> None:
+        due = 0.0
+        while not wish.requested and engine.failure is None:
+            self.desk.step(IDLE_S)
+            if time.monotonic() >= due:
+                self._report()
+                due = time.monotonic() + PAGE_S
+
+    def _report(self) -> None:
+        tally = self.desk.tally
+        if self.page is not None:
+            self.page.update(
+                state="serving",
+                iteration=tally.prompts,
+                tokensPerSecond=tally.tokens_per_second(),
+            )
+
+
+def _blamed(failure: "EngineLostError") -> "GenerationError":
+    """The failure with the exit code of who is to blame: a peer, or this rank itself."""
+    from megatronapp_trainer.inference.errors import GenerationError
+    from megatronapp_trainer.parallel.agreement import says_lost_peer
+
+    cause = failure.__cause__
+    return failure if cause is None or says_lost_peer(cause) else GenerationError(str(failure))
+
+
+@contextlib.contextmanager
+def open_front(command: Command, wish: "StopWish") -> Iterator[Front]:
+    """Listen and answer that the model is being loaded. Raises UsageError, RendezvousError."""
+    from megatronapp_trainer.serve import app as web
+    from megatronapp_trainer.serve.request_broker import Desk
+    from megatronapp_trainer.serve.statistics import Tally
+    from megatronapp_trainer.training.progress import open_progress
+
+    secret = load_secret()
+    place, wanted_port = address_of(command)
+    web.check_address(place, secret)
+    page = open_progress(0)
+    if page is not None:
+        page.update(state="starting", totalIterations=None)
+    sock = web.listen(place, wanted_port)
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    desk = Desk(most_open=_most_open(command), tally=Tally())
+    desk.is_stopping = lambda: wish.requested
+    app = web.create_app(desk, secret=secret)
+    with web.served(app, sock):
+        if (folder := os.environ.get(Env.RUN_DIR)) is not None:
+            web.write_address(pathlib.Path(folder) / ADDRESS_FILE, url)
+        yield Front(command=command, app=app, desk=desk, url=url, page=page)
+
+
+def address_of(command: Command) -> tuple[str, int]:
+    """Host and port to listen at: what a backend has chosen, else the flags. Raises UsageError."""
+    given = os.environ.get(Env.SERVE_ADDRESS)
+    if not given:
+        return command.options.host, command.options.port
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"{Env.SERVE_ADDRESS.value}={given} is not host:port")
+    return host, int(port)
+
+
+def describe(command: Command, config: TrainerConfig) -> "ServedModel":
+    """The model as people see it. Raises DataError, CheckpointError for files beside it that cannot be read."""
+    from megatronapp_trainer.data import tokenizer as tokenizers
+    from megatronapp_trainer.serve.openai.chat_template import read_template
+    from megatronapp_trainer.serve.served_model import ServedModel
+
+    data = config.data
+    tokenizer, folder = None, newest_arguments(command.load)[0]
+    if data.tokenizer_file is not None or data.vocab_file is not None:
+        tokenizer = tokenizers.load(
+            vocab_file=data.vocab_file, merge_file=data.merge_file, tokenizer_file=data.tokenizer_file
+        )
+    assert data.vocab_size is not None
+    return ServedModel(
+        name=os.environ.get(Env.JOB) or command.load.resolve().name,
+        created=int(time.time()),
+        capacity=capacity_of(command, config),
+        vocab_size=data.vocab_size,
+        most_prompts=command.options.max_batch_size,
+        most_open=_most_open(command),
+        most_tokens=command.options.max_tokens,
+        tokenizer=tokenizer,
+        tokens=read_text_tokens(folder),
+        chat=read_template(folder, *_folder_of(data.tokenizer_file or data.vocab_file)),
+    )
+
+
+def _folder_of(tokenizer: str | None) -> list[pathlib.Path]:
+    """Where a tokenizer lies, with its settings beside it."""
+    if tokenizer is None:
+        return []
+    path = pathlib.Path(tokenizer)
+    return [path if path.is_dir() else path.parent]
+
+
+def load_secret() -> str | None:
+    """The job's secret; None where no file is named. Raises UsageError for a file that cannot be read."""
+    path = os.environ.get(Env.SECRET_FILE)
+    if not path:
+        return None
+    try:
+        return read_secret(pathlib.Path(path))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{Env.SECRET_FILE.value}={path}: {error}") from error
+
+
+def _most_open(command: Command) -> int:
+    return command.options.max_batch_size + command.options.queue_length

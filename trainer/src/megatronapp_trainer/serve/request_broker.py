@@ -1,0 +1,258 @@
+"""Where the thread of HTTP and the thread of the engine meet: requests go in, events come out, nobody waits for long.
+
+The event loop of HTTP calls `submit` and `cancel`; the engine's thread calls `open`, `step`, `close`. Each ticket has a
+queue in the event loop, which the engine's thread fills.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from megatronapp_trainer.inference.errors import GenerationError, QueueFullError
+from megatronapp_trainer.inference.events import Event, FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.errors import NotReadyError, SlowReaderError, StoppingError
+from megatronapp_trainer.serve.logprobs import MOST_OPEN_LOGPROBS
+from megatronapp_trainer.serve.statistics import Tally
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.inference.engine import Engine
+
+MOST_HELD = 4096
+"""Events of an answer that may wait for its reader, beside what the connection holds."""
+MOST_PROBED = 48
+"""Prompts of the background that may be open; they have places of their own and take none of `most_open`. A hub asks
+for 36 probes at a time, nearly all of one prompt, some of eight."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueEvent:
+    """So many prompts wait before the first one of a ticket that waits; None: none of it waits any more."""
+
+    position: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What one step told of the positions of a prompt: one item, however many they are."""
+
+    request_id: str
+    readings: tuple[PromptEvent, ...]
+
+
+class Gone:
+    """The client has hung up."""
+
+
+Item = PromptPart | TokenEvent | FinishedEvent | QueueEvent | Gone
+Observer = Callable[[Sequence[Event]], None]
+"""Called in the engine's thread with what a step gave."""
+
+
+class Ticket:
+    """The prompts of one request over HTTP. Made and read in the event loop.
+
+    Who reads too slowly is told so after the events that are kept, and `too_slow` is called once.
+    """
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], too_slow: Callable[["Ticket"], None], logprobs: int = 0
+    ) -> None:
+        self.logprobs = logprobs
+        """Log-probabilities that its answer holds."""
+        self.ids = tuple(request.id for request in requests)
+        self.is_background = any(request.is_background for request in requests)
+        self.position: int | None = None
+        self._too_slow = too_slow
+        self._is_full = False
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[Item] = asyncio.Queue()
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Hand items over, from any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, tuple(items))
+
+    async def get(self, timeout_s: float | None = None) -> Item | None:
+        """The next item; None where none came in this time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._items.get()
+        except TimeoutError:
+            return None
+
+    def _put(self, items: tuple[Item, ...]) -> None:
+        if self._is_full:
+            return
+        if self._items.qsize() + len(items) > MOST_HELD:
+            self._is_full = True
+            items = tuple(map(_ended_slow, self.ids))
+            self._too_slow(self)
+        for item in items:
+            self._items.put_nowait(item)
+
+
+def _ended_slow(request_id: str) -> FinishedEvent:
+    error = SlowReaderError(f"{MOST_HELD} events of this answer wait to be read, and nobody reads them")
+    return FinishedEvent(request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=error)
+
+
+def _joined(events: Sequence[Event]) -> Iterator[PromptPart | TokenEvent | FinishedEvent]:
+    """Positions of one prompt that follow each other become one item."""
+    for request_id, same in itertools.groupby(events, key=_prompt_of):
+        if request_id is None:
+            yield from (event for event in same if not isinstance(event, PromptEvent))
+        else:
+            yield PromptPart(request_id, tuple(event for event in same if isinstance(event, PromptEvent)))
+
+
+def _prompt_of(event: Event) -> str | None:
+    return event.request_id if isinstance(event, PromptEvent) else None
+
+
+class Desk:
+    """Counts what is open, hands requests to the engine and events to their tickets."""
+
+    def __init__(self, *, most_open: int, tally: Tally) -> None:
+        self.tally = tally
+        self.observers: list[Observer] = []
+        self.most_open = most_open
+        """Prompts that wait or are generated, those of the background not counted."""
+        self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether the server was asked to stop, though a step may still be computed."""
+        self._engine: Engine | None = None
+        self._closed: GenerationError | None = None
+        self._lock = threading.Lock()
+        self._tickets: dict[str, Ticket] = {}
+        self._logprobs = 0
+        """Log-probabilities of all answers that are being made."""
+
+    @property
+    def problem(self) -> GenerationError | None:
+        """Why no request is taken now."""
+        if self._closed is not None:
+            return self._closed
+        if self.is_stopping():
+            return StoppingError("the server was asked to stop")
+        return NotReadyError("the model is being loaded; try again in a moment") if self._engine is None else None
+
+    def submit(self, requests: Sequence[GenerationRequest], *, logprobs: int = 0) -> Ticket:
+        """Take all of these prompts or none. `logprobs`: log-probabilities of the answer, until it is released.
+
+        Raises:
+            RequestError: one cannot be served.
+            QueueFullError: too many are open.
+            GenerationError: nothing is taken now (`problem`).
+        """
+        ticket = Ticket(requests, self.cancel, logprobs)
+        with self._lock:
+            if (problem := self.problem) is not None:
+                raise problem
+            assert self._engine is not None
+            self._check_room(ticket)
+            self._tickets |= dict.fromkeys(ticket.ids, ticket)
+            if not ticket.is_background:
+                self.tally.submitted(ticket.ids)
+            self._submit_all(self._engine, requests)
+            ticket.position = self._position(self._engine, ticket)
+            self._logprobs += logprobs
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """End what is still open of a ticket, whose answer is written or given up; once for each ticket."""
+        self.cancel(ticket)
+        with self._lock:
+            self._logprobs -= ticket.logprobs
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End what is still open of a ticket; its events come as ever."""
+        engine = self._engine
+        if engine is not None:
+            for request_id in ticket.ids:
+                engine.cancel(request_id)
+
+    def open(self, engine: "Engine") -> None:
+        """The model is there: requests are taken from now on."""
+        self._engine = engine
+
+    def step(self, idle_s: float) -> None:
+        """Let the engine do a step and tell what came of it; without work wait for some for a while."""
+        engine = self._engine
+        assert engine is not None
+        engine.wait_for_work(idle_s)
+        events = engine.step()
+        self.tally.count(events)
+        for observer in self.observers:
+            observer(events)
+        self._tell_positions(engine)
+        self._deliver(events)
+
+    def close(self, reason: GenerationError) -> None:
+        """Take nothing any more, and tell everybody who waits why."""
+        with self._lock:
+            self._closed = reason
+            tickets, self._tickets = self._tickets, {}
+        for request_id, ticket in tickets.items():
+            ticket.put([FinishedEvent(
+                request_id=request_id, reason="error", prompt_tokens=0, generated_tokens=0, error=reason
+            )])  # fmt: skip
+
+    def counts(self) -> tuple[int, int]:
+        """Prompts that wait, and that are being generated."""
+        engine = self._engine
+        with self._lock:
+            ids = list(self._tickets)
+        waiting = 0 if engine is None else sum(engine.queue_position(one) is not None for one in ids)
+        return waiting, len(ids) - waiting
+
+    def _check_room(self, ticket: Ticket) -> None:
+        alike = sum(one.is_background == ticket.is_background for one in self._tickets.values())
+        most, what = (MOST_PROBED, "prompts of probes") if ticket.is_background else (self.most_open, "prompts")
+        if alike + len(ticket.ids) > most:
+            self.tally.refused += not ticket.is_background
+            raise QueueFullError(f"{alike} {what} are open, and at most {most} may be")
+        if self._logprobs + ticket.logprobs > MOST_OPEN_LOGPROBS:
+            self.tally.refused += 1
+            raise QueueFullError(
+                f"answers that are being made hold {self._logprobs} log-probabilities, this one would hold "
+                f"{ticket.logprobs}, and at most {MOST_OPEN_LOGPROBS} may be held"
+            )
+
+    def _submit_all(self, engine: "Engine", requests: Sequence[GenerationRequest]) -> None:
+        try:
+            engine.submit(*requests)
+        except GenerationError:
+            for request in requests:
+                self._tickets.pop(request.id, None)
+            self.tally.refuse(request.id for request in requests)
+            raise
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Events of one ticket go together."""
+        batches: dict[Ticket, list[Item]] = {}
+        with self._lock:
+            for item in _joined(events):
+                ticket = self._tickets.get(item.request_id)
+                if ticket is not None:
+                    batches.setdefault(ticket, []).append(item)
+                if isinstance(item, FinishedEvent):
+                    self._tickets.pop(item.request_id, None)
+        for ticket, batch in batches.items():
+            ticket.put(batch)
+
+    def _tell_positions(self, engine: "Engine") -> None:
+        with self._lock:
+            waiting = {ticket for ticket in self._tickets.values() if ticket.position is not None}
+        for ticket in waiting:
+            position = self._position(engine, ticket)
+            if position != ticket.position:
+                ticket.position = position
+                ticket.put([QueueEvent(position)])
+
+    @staticmethod
+    def _position(engine: "Engine", ticket: Ticket) -> int | None:
+        places = (engine.queue_position(request_id) for request_id in ticket.ids)
+        return min((place for place in places if place is not None), default=None)

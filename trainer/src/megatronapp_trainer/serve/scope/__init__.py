@@ -1,0 +1,1 @@
+"""Routes of MegaScope on rank 0."""

@@ -1,0 +1,339 @@
+"""Runs of MegaScope: requests that outlive their HTTP request, until they end or are cancelled."""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio.to_thread
+
+from megatronapp_common import frames
+from megatronapp_common.scope.protocol_requests import Capture, Probe, RunRequest, ScoreRequest
+from megatronapp_trainer.inference.errors import GenerationError
+from megatronapp_trainer.inference.events import FinishedEvent, PromptEvent, TokenEvent
+from megatronapp_trainer.inference.request import GenerationRequest
+from megatronapp_trainer.serve.openai.schemas_completions import Run
+from megatronapp_trainer.serve.problems import ApiError, api_error
+from megatronapp_trainer.serve.request_broker import Desk, PromptPart, QueueEvent, Ticket
+from megatronapp_trainer.serve.scope.schemas import RunDetail, ToldSample
+from megatronapp_trainer.serve.served_model import ServedModel, utf16_units
+
+if TYPE_CHECKING:
+    from megatronapp_trainer.serve.scope.capture_gateway import Looking
+
+KEPT = 64
+"""Newest runs that are told about, and all that have not ended."""
+State = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
+ENDED = frozenset({"done", "cancelled", "failed"})
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Generated:
+    """What has come of one prompt, as frames TOKENS told it."""
+
+    units: int
+    """UTF-16 units of the text so far, the prompt included."""
+    ids: list[int] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    held_back: str = ""
+    """Text of a prompt that was ended, of no token that was told."""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts) + self.held_back
+
+    def add(self, event: TokenEvent) -> None:
+        """A token has come."""
+        self.ids.append(event.token)
+        self.texts.append(event.text or "")
+
+    def end(self, event: FinishedEvent) -> None:
+        """No more come."""
+        self.reason = event.reason
+        if self.texts and event.reason in {"stop", "length"}:
+            self.texts[-1] += event.text or ""
+        else:
+            self.held_back = event.text or ""
+
+    def told(self) -> dict[str, list[Any]]:
+        """Columns over all tokens."""
+        ends = list(itertools.accumulate(map(utf16_units, self.texts), initial=self.units))
+        pairs = zip(self.texts, itertools.pairwise(ends), strict=True)
+        return {
+            "ids": list(self.ids),
+            "texts": list(self.texts),
+            "offsets": [list(pair) if text else None for text, pair in pairs],
+            "finished": [None] * (len(self.ids) - 1) + [self.reason] * bool(self.ids),
+        }
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Record:
+    """A run and what has come of it."""
+
+    run: str
+    body: RunRequest
+    seed: int
+    ticket: Ticket
+    started_at: str
+    prompts: Sequence[Mapping[str, Any]]
+    """As frames tell them: text, ids, offsets."""
+    tell: Tell
+    state: State = "queued"
+    error: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self.capture: Capture = self.body.capture
+        self.samples = [Generated(units=utf16_units(text)) for text in self.body.prompts]
+        self._open = len(self.body.prompts)
+        self._ended: State = "done"
+        """What it will be once all prompts have ended."""
+        self._first_token_at: float | None = None
+
+    async def follow(self) -> None:
+        """Take over what comes until all prompts have ended, and tell whenever the state is another."""
+        while self._open:
+            before = self.state
+            match item := await self.ticket.get():
+                case TokenEvent():
+                    self._add(item)
+                case FinishedEvent():
+                    self._end(item)
+                case QueueEvent(position=None) if self.state == "queued":
+                    self.state = "prefill"
+            if self.state != before or isinstance(item, QueueEvent):
+                self.tell(self.header())
+
+    def header(self) -> dict[str, Any]:
+        """Of a frame RUN_STATE (docs/scope-protocol.md, frame 41)."""
+        return {
+            "run": self.run,
+            "state": self.state,
+            "position": self._position(),
+            "prompts": list(self.prompts),
+            "sampling": self.body.sampling.model_dump(mode="json", by_alias=True) | {"seed": self.seed},
+            "capture": self.capture.model_dump(mode="json", by_alias=True),
+            "tokens": self.body.tokens,
+            "error": self.error,
+            "startedAt": self.started_at,
+            "tokensPerSecond": self._tokens_per_second(),
+            "steps": max(len(sample.ids) for sample in self.samples),
+        }
+
+    def shown(self) -> Run:
+        """The run as the API tells it."""
+        return Run(**self._shown())
+
+    def detail(self) -> RunDetail:
+        """The same, with all that a hub needs that knows nothing of it."""
+        told = [ToldSample(**sample.told()) for sample in self.samples]
+        return RunDetail(**self._shown(), header=self.header(), samples=told)
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "state": self.state,
+            "position": self._position(),
+            "prompts": list(self.body.prompts),
+            "capture": self.capture.model_dump(mode="json", by_alias=True),
+            "texts": [sample.text for sample in self.samples],
+            "ids": [list(sample.ids) for sample in self.samples],
+            "tokens": self.body.tokens,
+            "seed": self.seed,
+            "error": self.error,
+            "startedAt": self.started_at,
+        }
+
+    def _position(self) -> int | None:
+        return self.ticket.position if self.state == "queued" else None
+
+    def _tokens_per_second(self) -> float | None:
+        """Since the first token, which says nothing about itself."""
+        count = sum(len(sample.ids) for sample in self.samples) - len(self.samples)
+        if self._first_token_at is None or count < 1:
+            return None
+        return count / max(time.monotonic() - self._first_token_at, 1e-6)
+
+    def _sample(self, request_id: str) -> Generated:
+        return self.samples[self.ticket.ids.index(request_id)]
+
+    def _add(self, event: TokenEvent) -> None:
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+        self.state = "decoding"
+        self._sample(event.request_id).add(event)
+
+    def _end(self, event: FinishedEvent) -> None:
+        """The run has ended when all of its prompts have: until then their tokens may still come."""
+        self._open -= 1
+        self._sample(event.request_id).end(event)
+        if event.error is not None:
+            told = api_error(event.error)
+            self._ended, self.error = "failed", {"code": told.code, "message": str(told), "hint": told.hint}
+        elif event.reason == "cancelled" and self._ended != "failed":
+            self._ended = "cancelled"
+        if not self._open:
+            self.state = self._ended
+
+
+class Runs:
+    """The newest runs. Used in the event loop alone."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.looking: Looking | None = None
+        """MegaScope, where there is a hub to look for."""
+        self._desk = desk
+        self._records: dict[str, Record] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @staticmethod
+    def new_id() -> str:
+        """12 hex digits."""
+        return secrets.token_hex(6)
+
+    def start(
+        self, run: str, body: RunRequest, seed: int, model: ServedModel, requests: list[GenerationRequest]
+    ) -> Record:
+        """Take a run. Raises as `Desk.submit` does, and ApiError for a capture that the model cannot give."""
+        prompts = [model.told(text, one.prompt) for text, one in zip(body.prompts, requests, strict=True)]
+        with contextlib.nullcontext() if self.looking is None else self.looking.quiet():
+            record = Record(
+                run=run,
+                body=body,
+                seed=seed,
+                ticket=self._submit(self._looked_at(run, body, model, requests)),
+                started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+                prompts=prompts,
+                tell=self._tell,
+            )
+            record.tell(record.header())
+        self._records[run] = record
+        self._forget_oldest()
+        self._follow(record.follow())
+        return record
+
+    def _forget_oldest(self) -> None:
+        """Of those that have ended: the others are no more than the prompts that may be open."""
+        over = [run for run, record in self._records.items() if record.state in ENDED]
+        for run in over[: max(0, len(self._records) - KEPT)]:
+            del self._records[run]
+
+    def _looked_at(
+        self, run: str, body: RunRequest, model: ServedModel, requests: list[GenerationRequest]
+    ) -> list[GenerationRequest]:
+        if self.looking is None:
+            return requests
+        units = [utf16_units(text) for text in body.prompts]
+        text_of = None if model.tokenizer is None else model.text_of
+        return self.looking.begin(run, body.capture, requests, units, text_of)
+
+    def cancel(self, run: str) -> None:
+        """End a run. Raises ApiError for one that is not known."""
+        self._desk.cancel(self.get(run).ticket)
+
+    def change(self, run: str, capture: Capture) -> Record:
+        """Look at something else. Raises ApiError."""
+        record = self.get(run)
+        if self.looking is not None and record.state not in ENDED:
+            self.looking.change(run, capture)
+        record.capture = capture
+        self._tell(record.header())
+        return record
+
+    def probe(self, wanted: Probe) -> str:
+        """Read known tokens once more; the probe's id. Prompts that wait go first.
+
+        Raises ApiError, and as `Desk.submit` does.
+        """
+        probe, requests = self._needed().probe(wanted)
+        requests = [dataclasses.replace(one, is_background=True) for one in requests]
+        self._follow(_drain(self._submit(requests)))
+        return probe
+
+    async def scores(self, asked: ScoreRequest, model: ServedModel) -> bytes:
+        """Score the tokens of a text but the first; the answer is a frame SCOPE_TOKENS.
+
+        Prompts that wait go first. Raises ApiError, and as `Desk.submit` does.
+        """
+        self._needed()
+        from megatronapp_trainer.scope.scores import scores_frame
+
+        request = GenerationRequest(
+            id=f"{self.new_id()}-0",
+            prompt=asked.ids,
+            max_new_tokens=0,
+            temperature=0,
+            prompt_logprobs=True,
+            measures=min(asked.candidates, model.vocab_size),
+            is_background=True,
+        )
+        events = await _readings(self._desk.submit([request]))
+        text_of = None if model.tokenizer is None else model.text_of
+        return await anyio.to_thread.run_sync(lambda: frames.encode(scores_frame(events, text_of)))
+
+    def set_basis(self, data: bytes) -> None:
+        """Let ranks project on these axes. Raises ApiError."""
+        self._needed().set_basis(data)
+
+    def newest_first(self) -> list[Record]:
+        """All that are kept."""
+        return list(reversed(self._records.values()))
+
+    def get(self, run: str) -> Record:
+        """The run of this id. Raises ApiError."""
+        if run not in self._records:
+            raise ApiError(404, "no-such-run", f"there is no run {run}", hint=f"The newest {KEPT} are kept.")
+        return self._records[run]
+
+    def _needed(self) -> "Looking":
+        if self.looking is None:
+            hint = "Serve with the pages (spec.analyzer.enabled)."
+            raise ApiError(409, "nothing-looks", "this server has no hub that could show it", hint=hint)
+        return self.looking
+
+    def _submit(self, requests: list[GenerationRequest]) -> Ticket:
+        try:
+            return self._desk.submit(requests)
+        except GenerationError:
+            if self.looking is not None:
+                self.looking.forget(requests)
+            raise
+
+    def _tell(self, header: Mapping[str, Any]) -> None:
+        if self.looking is not None:
+            self.looking.tell(header)
+
+    def _follow(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _readings(ticket: Ticket) -> list[PromptEvent]:
+    """Collect the events of all positions of one prompt. Raises ApiError where it ended early."""
+    found: list[PromptEvent] = []
+    while True:
+        match await ticket.get():
+            case PromptPart(readings=readings):
+                found += readings
+            case FinishedEvent(error=error) as ended:
+                if error is not None:
+                    raise api_error(error)
+                if ended.reason == "cancelled":
+                    raise ApiError(503, "cancelled", "the text was not read to its end", hint="Ask again.")
+                return found
+
+
+async def _drain(ticket: Ticket) -> None:
+    """What a probe finds goes to the hub by itself."""
+    left = len(ticket.ids)
+    while left:
+        left -= isinstance(await ticket.get(), FinishedEvent)

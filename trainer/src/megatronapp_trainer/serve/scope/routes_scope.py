@@ -1,0 +1,70 @@
+"""The routes of MegaScope on rank 0 (docs/scope-protocol.md, section 6)."""
+
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import APIRouter, Path, Request, Response
+
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
+from megatronapp_trainer.serve.dependencies import ModelOf, RunsOf
+from megatronapp_trainer.serve.openai.routes_openai import ANSWERS
+from megatronapp_trainer.serve.openai.schemas_completions import Done, ProbeStarted, Run, RunStarted
+from megatronapp_trainer.serve.scope.schemas import RunDetail
+from megatronapp_trainer.serve.served_model import new_seed
+
+router = APIRouter(prefix="/scope/v1")
+RunId = Annotated[str, Path(pattern="^[0-9a-f]{12}$", description="12 hex digits")]
+SCORES = {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+FRAME = {"requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+@router.post("/runs", status_code=201, responses=ANSWERS)
+async def start(body: RunRequest, model: ModelOf, runs: RunsOf) -> RunStarted:
+    """Generate from some prompts."""
+    run, seed = runs.new_id(), new_seed(body.sampling.seed)
+    requests = await anyio.to_thread.run_sync(model.run_requests, body, run, seed)
+    record = runs.start(run, body, seed, model, requests)
+    return RunStarted(run=run, position=record.ticket.position)
+
+
+@router.get("/runs", responses=ANSWERS)
+async def listed(runs: RunsOf) -> list[Run]:
+    """The newest runs, newest first."""
+    return [record.shown() for record in runs.newest_first()]
+
+
+@router.get("/runs/{run}", responses=ANSWERS)
+async def shown(run: RunId, runs: RunsOf) -> RunDetail:
+    """One run, with all tokens that were generated so far."""
+    return runs.get(run).detail()
+
+
+@router.delete("/runs/{run}", status_code=204, responses=ANSWERS)
+async def cancel(run: RunId, runs: RunsOf) -> None:
+    """End a run; one that has ended already stays as it is."""
+    runs.cancel(run)
+
+
+@router.patch("/runs/{run}", responses=ANSWERS)
+async def change(run: RunId, body: CaptureChange, runs: RunsOf) -> Run:
+    """Change what is captured of a run, from the next step on."""
+    return runs.change(run, body.capture).shown()
+
+
+@router.post("/probes", responses=ANSWERS)
+async def probe(body: Probe, model: ModelOf, runs: RunsOf) -> ProbeStarted:
+    """Read known tokens once more, for exact numbers; what is found goes to the hub as PART frames."""
+    return ProbeStarted(probe=runs.probe(body))
+
+
+@router.post("/scores", response_class=Response, responses={**ANSWERS, 200: SCORES})
+async def scores(body: ScoreRequest, model: ModelOf, runs: RunsOf) -> Response:
+    """Score the tokens of a text: a frame SCOPE_TOKENS with surprise, entropy and candidates of each."""
+    return Response(await runs.scores(body, model), media_type="application/octet-stream")
+
+
+@router.put("/basis", responses=ANSWERS, openapi_extra=FRAME)
+async def basis(request: Request, model: ModelOf, runs: RunsOf) -> Done:
+    """Project residual states on the axes of a frame SCOPE_BASIS."""
+    runs.set_basis(await request.body())
+    return Done()

@@ -1,0 +1,1 @@
+"""Training loop, optimizer, evaluation and progress."""

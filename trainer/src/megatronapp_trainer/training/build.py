@@ -1,0 +1,88 @@
+"""Everything that a training run stands on: device, groups, model, optimizer, schedules, data."""
+
+import dataclasses
+from typing import Any
+
+from megatronapp_trainer.checkpoint.train_state import TrainState
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.config.checks import check_world
+from megatronapp_trainer.data.batch_size import BatchSchedule, batch_schedule
+from megatronapp_trainer.data.microbatches import DataIterators
+from megatronapp_trainer.device import Device
+from megatronapp_trainer.models.gpt import build_chunks, padded_vocab_size
+from megatronapp_trainer.parallel.groups import seed_everything
+from megatronapp_trainer.parallel.layout import Layout, layout_from_environment
+from megatronapp_trainer.pipeline.static import connect
+from megatronapp_trainer.training.optimizer import build_optimizer, build_scheduler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that is ready to train: what stays the same in all its steps, and the state that does not."""
+
+    config: TrainerConfig
+    layout: Layout
+    device: Device
+    core_config: Any
+    """megatron-core's TransformerConfig."""
+    batches: BatchSchedule
+    padded_vocab_size: int
+    state: TrainState
+
+
+def layout_of(config: TrainerConfig) -> Layout:
+    """This process's layout. Raises UsageError if ranks or batch do not fit it."""
+    layout = layout_from_environment(
+        tensor_size=config.parallel.tensor_model_parallel_size,
+        pipeline_size=config.parallel.pipeline_model_parallel_size,
+        virtual_size=config.virtual_size,
+    )
+    check_world(config, layout.data_size)
+    return layout
+
+
+def build_run(config: TrainerConfig, layout: Layout, device: Device, *, vocab_size: int, drawn: bool = True) -> Run:
+    """Model, optimizer and schedules with their initial values; the groups exist already.
+
+    `drawn`: with initial weights; else with whatever is in memory, for a checkpoint to fill.
+    """
+    seed_everything(config, layout)
+    core_config, chunks = build_chunks(config, layout, device, vocab_size=vocab_size, drawn=drawn)
+    optimizer = build_optimizer(config, chunks)
+    connect(core_config, chunks, optimizer, overlap_grad_reduce=config.parallel.overlap_grad_reduce)
+    batches = batch_schedule(config, layout.data_size)
+    return Run(
+        config=config,
+        layout=layout,
+        device=device,
+        core_config=core_config,
+        batches=batches,
+        padded_vocab_size=padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by),
+        state=TrainState(
+            chunks=chunks,
+            optimizer=optimizer,
+            scheduler=build_scheduler(config, optimizer, batches),
+        ),
+    )
+
+
+def vocab_size_of(config: TrainerConfig) -> int:
+    """Tokens before padding: the flag's, else the tokenizer's. Raises UsageError where neither says it."""
+    if config.data.vocab_size is not None:
+        return config.data.vocab_size
+    from megatronapp_trainer.data.iterators import vocabulary_size
+
+    return vocabulary_size(config)
+
+
+def build_iterators(
+    config: TrainerConfig, layout: Layout, consumed_samples: int, *, order_samples: int | None = None
+) -> DataIterators:
+    """Microbatches of this rank from the given sample on; `order_samples` as in `TrainState`."""
+    if config.data.mock_data:
+        from megatronapp_trainer.data.mock_data import build_mock_iterators
+
+        return build_mock_iterators(config, layout, consumed_samples)
+    from megatronapp_trainer.data.iterators import build_train_valid_test_iterators
+
+    return build_train_valid_test_iterators(config, layout, consumed_samples, order_samples=order_samples)

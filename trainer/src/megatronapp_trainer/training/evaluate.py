@@ -1,0 +1,69 @@
+"""Evaluation that leaves no trace in training: own samples, random states put back."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatronapp_trainer.data.microbatches import Batch, BatchSource, StepFeed, chunks_that_need_data
+from megatronapp_trainer.models.language_model_loss import PendingLoss, reduce_loss
+from megatronapp_trainer.pipeline.static import Schedule
+from megatronapp_trainer.training.build import Run
+
+
+def evaluate(
+    run: Run,
+    schedule: Schedule,
+    source: BatchSource,
+    iterator: Iterator[Batch],
+    *,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss per token over ``--eval-iters`` global batches, equal on all ranks; None where a rank asked to stop.
+
+    Ranks agree on stopping after each batch, and read the answer after they have launched the next one: the device
+    never waits for it.
+    """
+    needed_by = chunks_that_need_data(run.config, run.layout)
+    microbatches = run.batches.final // (run.batches.micro_batch_size * run.batches.data_size)
+    reports: list[torch.Tensor] = []
+    agreed: PendingLoss | None = None
+    with untouched_training(run):
+        for _ in range(run.config.logging.eval_iters):
+            feed = StepFeed(source, iterator, microbatches, needed_by=needed_by, observer=None)
+            reports += schedule.evaluate(feed, microbatches)
+            if agreed is not None and agreed.read().stop:
+                return None
+            agreed = reduce_loss([], run.layout, run.device, stop=asked_to_stop())
+    return reduce_loss(reports, run.layout, run.device).read().mean
+
+
+@contextlib.contextmanager
+def untouched_training(run: Run) -> Iterator[None]:
+    """Within: dropout off, parameters whole, no timers; afterwards everything is as before."""
+    from megatron.core.tensor_parallel.random import _fork_rng
+
+    timers, run.core_config.timers = run.core_config.timers, None
+    with gathered_parameters(run), _fork_rng():
+        for chunk in run.state.chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in run.state.chunks:
+                chunk.train()
+            run.core_config.timers = timers
+
+
+@contextlib.contextmanager
+def gathered_parameters(run: Run) -> Iterator[None]:
+    """Within: no parameter gather is pending or starts; needed where ``--overlap-param-gather`` defers them."""
+    overlapped: list[Any] = run.state.chunks if run.config.parallel.overlap_param_gather else []
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()

@@ -1,0 +1,120 @@
+"""Throughput, model FLOPs and the log line."""
+
+import datetime
+import math
+
+from megatronapp_trainer.config import ModelConfig
+from megatronapp_trainer.hooks.step_observer import StepMetrics
+
+
+def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
+    """Floating-point operations of the forward and backward pass of one token, as Megatron-LM counts them.
+
+    Two per multiply-add, the backward pass costs twice the forward, recomputation is not counted. Of the attention
+    half is counted: the causal mask hides the other half. Up to 2024 Megatron counted all of it, and so do many papers.
+    """
+    return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length / 2)
+
+
+def flops_per_token_full_attention(model: ModelConfig, padded_vocab_size: int) -> float:
+    """The same with the attention as if nothing were masked."""
+    return _flops_per_token(model, padded_vocab_size, attended_tokens=model.seq_length)
+
+
+def _flops_per_token(model: ModelConfig, padded_vocab_size: int, *, attended_tokens: float) -> float:
+    attended = model.num_attention_heads * model.head_width
+    keys = model.heads_of_keys * model.head_width
+    projections = model.hidden_size * (attended + 2 * keys) + attended * model.hidden_size
+    attention = 2 * attended_tokens * attended
+    mlp = (3 if model.swiglu else 2) * model.hidden_size * model.mlp_width
+    logits = model.hidden_size * padded_vocab_size
+    return 3.0 * 2.0 * (model.num_layers * (projections + attention + mlp) + logits)
+
+
+PEAKS = (
+    ("GB300", 2500.0),
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("B100", 1750.0),
+    ("GH200", 989.4),
+    ("H200 NVL", 835.0),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10", 125.0),
+    ("L40S", 362.1),
+    ("L40", 181.1),
+    ("L4", 121.0),
+)
+"""Part of a device's name, and its dense bf16 TFLOP/s by the vendor's data sheet; the first that fits counts."""
+
+
+_MIG = "MIG"
+"""Word in the name of a slice: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`."""
+
+
+def peak_tflops(device_name: str, *, bf16: bool) -> float | None:
+    """Largest TFLOP/s of a device in the precision of the training; None where it is not known.
+
+    In fp32 there is no one peak: it depends on whether TF32 is allowed. A MIG slice has the name of its card, but only
+    a part of its multiprocessors; the data sheets give no peak for it.
+    """
+    words = device_name.split()
+    if not bf16 or _MIG in words:
+        return None
+    return next((peak for name, peak in PEAKS if _has_words(words, name.split())), None)
+
+
+def why_no_mfu(device_name: str, *, bf16: bool) -> str | None:
+    """Explain why a GPU that trains in bf16 has no MFU; None where it has one, or none is expected."""
+    if not bf16 or device_name == "cpu" or peak_tflops(device_name, bf16=True) is not None:
+        return None
+    if _MIG in device_name.split():
+        return f"no MFU: {device_name} is a MIG slice, which has a part of the card's peak; TFLOP/s are its own"
+    return f"no MFU: the peak of {device_name} is not known"
+
+
+def _has_words(words: list[str], wanted: list[str]) -> bool:
+    """Whether a name contains these words; `A100-SXM4-80GB` contains `A100`."""
+    parts = [part for word in words for part in word.split("-")]
+    return all(part in parts for part in wanted)
+
+
+def log_line(
+    metrics: StepMetrics, *, train_iters: int, elapsed_s: float, batch_size: int, skipped: int, seconds_left: float
+) -> str:
+    """One line in Megatron's form, so that tools that read its logs read ours."""
+    parts = [
+        f"iteration {metrics.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {metrics.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {elapsed_s * 1e3:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {metrics.tflops_per_gpu:.4g}",
+        *([] if metrics.mfu is None else [f"MFU: {100 * metrics.mfu:.1f} %"]),
+        f"tokens per second: {metrics.tokens_per_second:.0f}",
+        f"learning rate: {metrics.learning_rate:.6E}",
+        f"global batch size: {batch_size:5d}",
+        f"lm loss: {metrics.loss:.6E}",
+        f"grad norm: {0.0 if metrics.grad_norm is None else metrics.grad_norm:.3f}",
+        f"number of skipped iterations: {skipped:3d}",
+        f"time left: {datetime.timedelta(seconds=round(seconds_left))}",
+    ]
+    return " " + " | ".join(parts) + " |"
+
+
+def validation_line(iteration: int, loss: float, split: str) -> str:
+    """The line of an evaluation."""
+    return f" {split} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} |"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), bounded as Megatron does."""
+    return math.exp(min(20.0, loss))

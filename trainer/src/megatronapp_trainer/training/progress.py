@@ -1,0 +1,241 @@
+"""What the reporting rank tells: log lines, the progress page, TensorBoard. On every other rank all of it is silent."""
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import pathlib
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from megatronapp_common.errors import PageError
+from megatronapp_common.names import Env, ShmFile
+from megatronapp_common.pages import PageWriter
+from megatronapp_trainer.config import TrainerConfig
+from megatronapp_trainer.errors import UsageError
+from megatronapp_trainer.hooks.step_observer import StepMetrics
+from megatronapp_trainer.parallel.layout import Layout
+from megatronapp_trainer.training.metrics import log_line, perplexity, validation_line
+
+log = logging.getLogger(__name__)
+Print = Callable[[str], None]
+
+
+class Progress:
+    """The progress page of this worker (docs/contracts.md, section 5)."""
+
+    def __init__(self, page: PageWriter, *, attempt: int, total_iterations: int) -> None:
+        self._page = page
+        self._document: dict[str, Any] = dict.fromkeys(
+            (
+                "loss",
+                "learningRate",
+                "gradNorm",
+                "tokensPerSecond",
+                "tflopsPerGpu",
+                "mfu",
+                "secondsLeft",
+                "validationLoss",
+            )
+        )
+        self._document |= {"attempt": attempt, "totalIterations": total_iterations}
+        self._document |= {"iteration": 0, "consumedSamples": 0, "state": "starting"}
+
+    def update(self, **values: float | str | None) -> None:
+        """Change some values and write the page."""
+        self._document |= values | {"updatedAt": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
+        self._page.write(self._document)
+
+
+def open_progress(total_iterations: int) -> Progress | None:
+    """The page of this worker, or None outside a worker or without room for it, with a warning."""
+    prefix = os.environ.get(Env.SHM_PREFIX)
+    if not prefix:
+        return None
+    path = pathlib.Path(os.environ.get(Env.SHM_DIR, "/dev/shm")) / f"{prefix}.{ShmFile.PROGRESS}"
+    try:
+        page = PageWriter(path)
+    except PageError as error:
+        log.warning("no progress is published: %s", error)
+        return None
+    return Progress(page, attempt=int(os.environ.get(Env.ATTEMPT, "0")), total_iterations=total_iterations)
+
+
+class Events(Protocol):
+    """What is used of TensorBoard's SummaryWriter."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Add one sample."""
+
+    def close(self) -> None:
+        """Write what is pending."""
+
+
+def open_events(directory: str | None) -> Events | None:
+    """TensorBoard's writer. Raises UsageError where the package is missing."""
+    if directory is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError(
+            "--tensorboard-dir needs the package tensorboard; install megatronapp-trainer[tensorboard]"
+        ) from error
+    try:
+        events: Events = SummaryWriter(directory)
+    except OSError as error:
+        raise UsageError(f"--tensorboard-dir {directory} cannot be written to: {error}") from error
+    return events
+
+
+class Reporter:
+    """Tells about steps; made on the reporting rank only."""
+
+    def __init__(
+        self, config: TrainerConfig, *, progress: Progress | None, events: Events | None, print_line: Print = print
+    ) -> None:
+        self._config = config
+        self._total_iterations = config.training.train_iters
+        self._progress = progress
+        self._events = events
+        self._print = print_line
+        self._elapsed_s: list[float] = []
+        self._losses: list[float] = []
+
+    def state(self, state: str) -> None:
+        """starting, training, evaluating, saving or done."""
+        if self._progress is not None:
+            self._progress.update(state=state)
+
+    def resumed(self, iteration: int, consumed_samples: int, *, total_iterations: int) -> None:
+        """The checkpoint of `iteration` finished steps was loaded."""
+        total = self._total_iterations = total_iterations
+        if iteration < total:
+            self._print(f"goes on after step {iteration} of {total}, from its checkpoint")
+        else:
+            self._print(
+                f"nothing is left to train: the checkpoint has {iteration} steps, and {total} are asked for; ask for "
+                "more (--train-iters or --train-samples), or begin anew with another or an emptied --save"
+            )
+        if self._progress is not None:
+            self._progress.update(iteration=iteration, consumedSamples=consumed_samples, totalIterations=total)
+
+    def step(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int, skipped_steps: int) -> None:
+        """A step has ended: page, event file, and the log line where one is due."""
+        self._elapsed_s.append(elapsed_s)
+        self._losses.append(metrics.loss)
+        seconds_left = self._seconds_left(metrics.iteration)
+        self._publish(metrics, seconds_left)
+        if metrics.iteration % self._config.logging.tensorboard_log_interval == 0:
+            self._add_events(metrics, elapsed_s=elapsed_s, batch_size=batch_size)
+        if metrics.iteration % self._config.logging.log_interval == 0:
+            self._interval(metrics, batch_size=batch_size, skipped=skipped_steps, seconds_left=seconds_left)
+
+    def _seconds_left(self, iteration: int) -> float:
+        """By the median step since the last log line; a mean would believe the first step."""
+        return statistics.median(self._elapsed_s) * (self._total_iterations - iteration)
+
+    def _publish(self, metrics: StepMetrics, seconds_left: float) -> None:
+        if self._progress is None:
+            return
+        self._progress.update(
+            iteration=metrics.iteration,
+            loss=metrics.loss,
+            learningRate=metrics.learning_rate,
+            gradNorm=metrics.grad_norm,
+            tokensPerSecond=metrics.tokens_per_second,
+            tflopsPerGpu=metrics.tflops_per_gpu,
+            mfu=metrics.mfu,
+            secondsLeft=seconds_left,
+            consumedSamples=metrics.consumed_samples,
+            state="training",
+        )
+
+    def _interval(self, metrics: StepMetrics, *, batch_size: int, skipped: int, seconds_left: float) -> None:
+        """The log line: means over the steps since the last one."""
+        elapsed_s = statistics.fmean(self._elapsed_s)
+        speed_up = self._elapsed_s[-1] / elapsed_s
+        means = dataclasses.replace(
+            metrics,
+            loss=statistics.fmean(self._losses),
+            tokens_per_second=metrics.tokens_per_second * speed_up,
+            tflops_per_gpu=metrics.tflops_per_gpu * speed_up,
+            mfu=None if metrics.mfu is None else metrics.mfu * speed_up,
+        )
+        self.line(
+            log_line(
+                means,
+                train_iters=self._total_iterations,
+                elapsed_s=elapsed_s,
+                batch_size=batch_size,
+                skipped=skipped,
+                seconds_left=seconds_left,
+            )
+        )
+        self._elapsed_s.clear()
+        self._losses.clear()
+
+    def validation(self, iteration: int, loss: float, split: str) -> None:
+        """An evaluation has ended."""
+        self.line(validation_line(iteration, loss, split))
+        if self._progress is not None and split == "validation":
+            self._progress.update(validationLoss=loss)
+        self._write_events({f"lm loss {split}": loss, f"lm loss {split} ppl": perplexity(loss)}, iteration)
+
+    def line(self, text: str) -> None:
+        """A line with the time before it."""
+        self._print(f" [{datetime.datetime.now():%Y-%m-%d %H:%M:%S}]{text}")
+
+    def close(self) -> None:
+        """End the event file."""
+        with self._event_errors():
+            if self._events is not None:
+                self._events.close()
+
+    @contextlib.contextmanager
+    def _event_errors(self) -> Iterator[None]:
+        """Within, an error of TensorBoard's writer (a full disk, say) ends the event file, not the training."""
+        try:
+            yield
+        except Exception as error:  # its thread hands on whatever it met
+            self._events = None
+            log.warning("no more events are written to %s: %s", self._config.logging.tensorboard_dir, error)
+
+    def _write_events(self, values: dict[str, float], iteration: int) -> None:
+        with self._event_errors():
+            for tag, value in values.items():
+                if self._events is not None:
+                    self._events.add_scalar(tag, value, iteration)
+
+    def _add_events(self, metrics: StepMetrics, *, elapsed_s: float, batch_size: int) -> None:
+        values = {
+            "lm loss": metrics.loss,
+            "learning-rate": metrics.learning_rate,
+            "tokens-per-second": metrics.tokens_per_second,
+            "throughput": metrics.tflops_per_gpu,
+            "iteration-time": elapsed_s,
+            "batch-size": batch_size,
+        }
+        if metrics.mfu is not None:
+            values["mfu"] = metrics.mfu
+        if metrics.grad_norm is not None:
+            values["grad-norm"] = metrics.grad_norm
+        self._write_events(values, metrics.iteration)
+
+
+def make_reporter(config: TrainerConfig, layout: Layout) -> Reporter | None:
+    """The reporter where this rank reports, else None."""
+    if not layout.is_reporter:
+        return None
+
+    def print_line(text: str) -> None:
+        print(text, flush=True)
+
+    return Reporter(
+        config,
+        progress=open_progress(config.training.train_iters),
+        events=open_events(config.logging.tensorboard_dir),
+        print_line=print_line,
+    )

@@ -1,0 +1,1 @@
+"""Helpers without a place of their own."""
