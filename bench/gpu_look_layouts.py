@@ -22,7 +22,7 @@ import torch
 from gpu_generate_layouts import LAYOUTS, MODEL, VOCABULARY, requests
 from gpu_ranks import give_up_after, run_ranks
 
-from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
+from megatronapp_analyzer.scope.ingest.merge import Piece, Table, merge, pieces_of
 from megatronapp_common.frames import FrameType, decode, encode
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture

@@ -7,7 +7,7 @@ import sys
 
 from fastapi import FastAPI
 
-from megatronapp_analyzer.hub import app as hub
+from megatronapp_analyzer.hub.http import app as hub
 from megatronapp_operator.gateway import app as door
 
 FOLDER = pathlib.Path(__file__).parents[1] / "frontend" / "src" / "api"

@@ -18,7 +18,7 @@ import scope_replay
 import scope_session
 from axe import CONTRAST, violations
 
-from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common.frames import FrameType, encode
 from megatronapp_common.scope.protocol import TEMPERATURES, Tensor, frame_of
 

@@ -15,15 +15,15 @@ import scope_rank_zero
 import scope_session
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.hub.app import create_app
-from megatronapp_analyzer.hub.listening import server_of
-from megatronapp_analyzer.hub.scope import session_file
-from megatronapp_analyzer.hub.scope.player import Player, settings_of
-from megatronapp_analyzer.hub.scope.service import ScopeService
-from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_analyzer.hub.server import listening
+from megatronapp_analyzer.hub.http.app import create_app
+from megatronapp_analyzer.hub.http.server import server_of
+from megatronapp_analyzer.hub.http.sockets import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.service import ScopeService
 from megatronapp_common.frames import Frame
 from megatronapp_common.web.tokens import Role, derive, job_secret
 

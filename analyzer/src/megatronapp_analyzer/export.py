@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from megatronapp_analyzer.errors import ExportError
-from megatronapp_analyzer.hub.curves import Point
-from megatronapp_analyzer.hub.digest import durations_ns
-from megatronapp_analyzer.hub.flows import match_transfers, peers
-from megatronapp_analyzer.hub.ingest import CounterSample, Ingest
-from megatronapp_analyzer.hub.ranks import kind_name
-from megatronapp_analyzer.hub.rings import RankRing
-from megatronapp_analyzer.hub.store import StoredStep
+from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.digest import durations_ns
+from megatronapp_analyzer.hub.ingest.ingest import CounterSample, Ingest
+from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
+from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import RankRecords
 from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Counter, Flag, Kind
 

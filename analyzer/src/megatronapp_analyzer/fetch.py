@@ -8,10 +8,10 @@ import httpx
 
 from megatronapp_analyzer import export
 from megatronapp_analyzer.errors import ExportError, HubError
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.restore import restore
-from megatronapp_analyzer.hub.spool import SpoolReader
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.restore import restore
+from megatronapp_analyzer.hub.ingest.spool import SpoolReader
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common.state import jobs_dir
 from megatronapp_common.web.tokens import Role, derive, read_secret
 

@@ -12,7 +12,7 @@ from cluster.runtime import Cluster
 
 IMPORTS = {
     "operator": ["megatronapp_operator.plan", "megatronapp_operator.gateway.app", "kopf"],
-    "analyzer": ["megatronapp_analyzer.agent.service", "megatronapp_analyzer.hub.app", "megatronapp_native"],
+    "analyzer": ["megatronapp_analyzer.agent.service", "megatronapp_analyzer.hub.http.app", "megatronapp_native"],
     "trainer": ["megatronapp_trainer.launch.main", "megatronapp_native", "megatron.core", "torch"],
 }
 LOOK = pathlib.Path(__file__).with_name("look.py")

@@ -20,12 +20,12 @@ import websockets.asyncio.client
 from numpy.typing import NDArray
 from scope_pages import recording
 
-from megatronapp_analyzer.hub.app import create_app
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.http.app import create_app
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
-from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_analyzer.model import JobLayout, RankLiveness, StepView, Verdict
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env

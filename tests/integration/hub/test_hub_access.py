@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
-from megatronapp_analyzer.hub.logins import cookie_name
+from megatronapp_analyzer.hub.http.login import cookie_name
 from megatronapp_common.frames import FrameType
 from megatronapp_common.web.origin import ELSEWHERE_MARK
 from megatronapp_common.web.tokens import Role, derive

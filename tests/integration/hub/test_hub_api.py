@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatronapp_analyzer.hub.app import build_api
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.hub.http.app import build_api
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType

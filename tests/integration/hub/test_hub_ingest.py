@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS
+from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
 from megatronapp_common.frames import FrameType
 
 pytestmark = pytest.mark.asyncio

@@ -13,8 +13,8 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from megatronapp_analyzer.hub.app import build_api
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.http.app import build_api
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common.web.tokens import Role, derive
 
 DOCUMENT = build_api().openapi()

@@ -10,7 +10,7 @@ import scope_session
 from scope_pages import RUN, agents, play, receive, recording, until_done, viewer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from megatronapp_analyzer.hub.scope.limits import Slots
+from megatronapp_analyzer.scope.delivery.limits import Slots
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.codes import Code, decode

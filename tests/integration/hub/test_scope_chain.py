@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from scope_model import Shape
 from websockets.typing import Subprotocol
 
-from megatronapp_analyzer.hub.scope import exact
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.views import export_values
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.names import Env, ExitCode
@@ -272,9 +272,9 @@ def check_rows(case: Case) -> None:
 
 def places(site: str, key_heads: int) -> list[str]:
     """Where a site is asked for."""
-    if site in exact.LAYERLESS:
+    if site in export_values.LAYERLESS:
         return [""]
-    if site not in exact.HEADED:
+    if site not in export_values.HEADED:
         return [f"&layer={layer}" for layer in range(LAYERS)]
     heads = key_heads if site in {"k", "v"} else HEADS
     return [f"&layer={layer}&head={head}" for layer in range(LAYERS) for head in range(heads)]
@@ -302,7 +302,7 @@ async def check_values(case: Case) -> None:
             close(np.array([list(map(float, line.split(",")[1:])) for line in lines]), wanted, (site, where, "csv"))
 
     async with asyncio.TaskGroup() as group:
-        for site in sorted(exact.SITES):
+        for site in sorted(export_values.SITES):
             every = places(site, key_heads)
             group.create_task(one(site, 1, every[-1]))
             for where in every:

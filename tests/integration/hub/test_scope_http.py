@@ -14,9 +14,11 @@ import scope_rank_zero
 import scope_session
 from scope_pages import RUN, RUNS, agents, bearer, brought, pca_was_asked, receive, recording, shown, until_done, viewer
 
-from megatronapp_analyzer.hub.scope import asking, downloads, session_file, variance
-from megatronapp_analyzer.hub.scope.probes import MAX_OF_CALLER
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.scope import variance
+from megatronapp_analyzer.scope.delivery import session_download, session_file
+from megatronapp_analyzer.scope.probes import probe_client
+from megatronapp_analyzer.scope.probes.probe_tracker import MAX_OF_CALLER
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
@@ -385,7 +387,7 @@ async def test_a_run_is_known_once_it_was_asked_for(
         assert (await asked).json() == {"run": RUN, "position": 0}
         assert (await client.get(f"{RUNS}/{RUN}")).status_code == 200
         hub.hub.scope.desk.runs.clear()
-        monkeypatch.setattr(asking, "KNOWN_S", 0.01)
+        monkeypatch.setattr(probe_client, "KNOWN_S", 0.01)
         assert (await client.post(RUNS, json=request)).status_code == 201, "its agent may be away"
 
 
@@ -436,12 +438,12 @@ async def test_who_reads_no_session_holds_no_place_for_long(
     async with shown(hub, fake_job, until) as client:
         numbers = np.zeros((24, 1 << 18), "<f4")
         hub.hub.scope.desk.runs[RUN].values.put(("mlp2", 0, 0, None), range(24), numbers)
-        held = [await unread(hub, "jane") for _ in range(downloads.MAX_OF_CALLER)]
+        held = [await unread(hub, "jane") for _ in range(session_download.MAX_OF_CALLER)]
         path, jane = f"{RUNS}/{RUN}/session", {CALLER_HEADER: "jane", **bearer(hub, Role.VIEWER)}
         refused = await client.get(path, headers=jane)
         assert (refused.status_code, refused.json()["code"]) == (429, "too-many-sessions")
         assert (await client.get(path, headers=jane | {CALLER_HEADER: "joe"})).status_code == 200
-        monkeypatch.setattr(downloads, "PATIENCE_S", 0.05)
+        monkeypatch.setattr(session_download, "PATIENCE_S", 0.05)
         late = await unread(hub, "jim")
         await until(functools.partial(has_none, hub, "jim"))
         assert hub.hub.scope.sessions.taken_by("viewer jane") == 2, "these began with more patience"

@@ -13,8 +13,8 @@ import scope_session
 import websockets.asyncio.client
 from websockets.typing import Subprotocol
 
-from megatronapp_analyzer.hub.scope import pca
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.scope.probes import pca
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL, unpack

@@ -17,7 +17,7 @@ import scope_session
 import websockets.asyncio.client
 from websockets.typing import Subprotocol
 
-from megatronapp_analyzer.hub.scope import session_file
+from megatronapp_analyzer.scope.delivery import session_file
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import SUBPROTOCOL

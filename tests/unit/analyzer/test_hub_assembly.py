@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS, REJOIN_STEPS, StepAssembler, split_by_step, with_ranks
+from megatronapp_analyzer.hub.ingest.assembly import (
+    PATIENCE_STEPS,
+    REJOIN_STEPS,
+    StepAssembler,
+    split_by_step,
+    with_ranks,
+)
 from megatronapp_common.trace import NO_COMM, NO_MICROBATCH, RECORD, Kind
 
 

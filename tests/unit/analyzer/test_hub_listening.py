@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_analyzer.hub import server
-from megatronapp_analyzer.hub.server import listening
+from megatronapp_analyzer.hub.http import sockets
+from megatronapp_analyzer.hub.http.sockets import listening
 
 LONGER_S = 20.0
 """Than any connection may wait here."""
@@ -41,7 +41,7 @@ def test_a_port_that_somebody_has_at_the_other_address_gives_no_name() -> None:
 
 
 def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    listen, others = server._listen, contextlib.ExitStack()
+    listen, others = sockets._listen, contextlib.ExitStack()
     seized: list[int] = []
 
     def quick(host: str, port: int) -> socket.socket:
@@ -51,7 +51,7 @@ def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypa
             seized.append(port)
         return listen(host, port)
 
-    monkeypatch.setattr(server, "_listen", quick)
+    monkeypatch.setattr(sockets, "_listen", quick)
     with others, listening("127.0.0.1", 0) as found:
         assert found.named
         assert len(seized) == 2
@@ -60,7 +60,7 @@ def test_a_hub_without_a_port_of_its_own_takes_one_that_is_free_at_both(monkeypa
 
 
 def test_a_machine_without_the_other_address_has_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "has_ipv6", lambda: False)
+    monkeypatch.setattr(sockets, "has_ipv6", lambda: False)
     with listening("127.0.0.1", 0) as found:
         assert (len(found.sockets), found.named) == (1, True)
 
@@ -107,7 +107,7 @@ def test_the_end_of_an_answer_does_not_wait_for_the_peer() -> None:
 
 
 def test_a_connection_whose_peer_takes_nothing_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "STALL_S", 0.2)
+    monkeypatch.setattr(sockets, "STALL_S", 0.2)
     with (
         listening("127.0.0.1", 0) as found,
         socket.create_connection(found.sockets[0].getsockname()[:2]),

@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.hub.analysis import MAX_WAITING, Analysis, Liveness
-from megatronapp_analyzer.hub.curves import Point
-from megatronapp_analyzer.hub.digest import METRICS, Digester, StepDigest, against_others
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.live import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
-from megatronapp_analyzer.hub.store import StoredStep, StoreLimits
-from megatronapp_analyzer.hub.verdicts import VerdictBook
+from megatronapp_analyzer.hub.http.broadcast import QUEUE_FRAMES, Broadcaster, metrics_frame, steps_frame
+from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.digest import METRICS, Digester, StepDigest, against_others
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.store import StoredStep, StoreLimits
+from megatronapp_analyzer.hub.state.detector_task import MAX_WAITING, Analysis, Liveness
+from megatronapp_analyzer.hub.state.verdicts import VerdictBook
 from megatronapp_analyzer.model import (
     RANK_RECORD,
     Cause,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.logins import CODE_LIFE_S, LIFE_S, MAX_CODES, Codes, Logins, Sessions, cookie_name
+from megatronapp_analyzer.hub.http.login import CODE_LIFE_S, LIFE_S, MAX_CODES, Codes, Logins, Sessions, cookie_name
 from megatronapp_common.web.tokens import Role, derive, new_secret
 
 SECRET = "ab" * 32

@@ -6,9 +6,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatronapp_analyzer.detect.engine import Detector
-from megatronapp_analyzer.hub import views
+from megatronapp_analyzer.hub.http import views
+from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
 from megatronapp_analyzer.hub.service import Hub
-from megatronapp_analyzer.hub.session import AgentLink
 from megatronapp_analyzer.hub.settings import HubSettings, JobIdentity
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.room import LEAST_BYTES, Room

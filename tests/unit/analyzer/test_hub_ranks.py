@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from megatronapp_analyzer.errors import ProtocolError, SettingsError
-from megatronapp_analyzer.hub import ranks, schemas
-from megatronapp_analyzer.hub.faults import FaultBook
+from megatronapp_analyzer.hub.http import schemas
 from megatronapp_analyzer.hub.settings import check_bind, load_job_file
-from megatronapp_analyzer.hub.verdicts import MAX_VERDICTS, VerdictBook
+from megatronapp_analyzer.hub.state import ranks
+from megatronapp_analyzer.hub.state.faults import FaultBook
+from megatronapp_analyzer.hub.state.verdicts import MAX_VERDICTS, VerdictBook
 from megatronapp_analyzer.model import Cause, State, Subject, SubjectType, Verdict, When
 from megatronapp_common.trace import Kind
 

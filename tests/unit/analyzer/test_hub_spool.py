@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.restore import curve_frame, digest_frame, restore
-from megatronapp_analyzer.hub.spool import JsonFile, SpoolLimits, SpoolReader, SpoolWriter, read_frames
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.restore import curve_frame, digest_frame, restore
+from megatronapp_analyzer.hub.ingest.spool import JsonFile, SpoolLimits, SpoolReader, SpoolWriter, read_frames
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.assembly import PATIENCE_STEPS
-from megatronapp_analyzer.hub.bounded import ThinningList
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.hub.ingest.assembly import PATIENCE_STEPS
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
+from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
 from megatronapp_common.trace import Kind
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from megatronapp_analyzer import cli, export, fetch
 from megatronapp_analyzer.errors import AnalyzerError, ExportError, HubError
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.spool import SpoolLimits, SpoolWriter
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits, SpoolWriter
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.trace import Counter, Flag, Kind

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatronapp_analyzer.detect.baseline import History, median_of_others, median_of_others_by
 from megatronapp_analyzer.detect.effect import level
 from megatronapp_analyzer.detect.features import segment_medians
-from megatronapp_analyzer.detect.votes import Votes, confidence
+from megatronapp_analyzer.detect.findings.persistence import Votes, confidence
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), max_size=12)
 

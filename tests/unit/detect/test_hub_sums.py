@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatronapp_analyzer.graph.waits import imposed_s as imposed_on_aligned_clocks
-from megatronapp_analyzer.hub.digest import METRICS, StepDigest
-from megatronapp_analyzer.hub.store import StoredStep
-from megatronapp_analyzer.hub.sums import imposed_s, overhead_ratio, skew_correlation
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.ingest.step_totals import imposed_s, overhead_ratio, skew_correlation
+from megatronapp_analyzer.hub.ingest.store import StoredStep
 from megatronapp_analyzer.model import JobLayout, StepView
 from megatronapp_common.trace import Kind
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.scope import tiles
+from megatronapp_analyzer.scope.views import tiles
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_operator.gateway import websocket_proxy

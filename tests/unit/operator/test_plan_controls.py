@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.scope.actions import ActionLog
+from megatronapp_analyzer.scope.store.audit_log import ActionLog
 from megatronapp_operator.plan import Control, Job, JobSpec, Observed, RecordEvent, Status
 from megatronapp_operator.plan.plan_builder import Draft
 from megatronapp_operator.plan.policies.controls import GAP, KEPT, MAX_EVENTS, TURN_S, TURNS, controls, spent_after

@@ -12,10 +12,10 @@ from megatronapp_analyzer.detect.candidates import Candidate, Evidence, Places
 from megatronapp_analyzer.detect.effect import Remedy, seconds_lost
 from megatronapp_analyzer.detect.evidence import Channels, StepEvidence
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures, extract
+from megatronapp_analyzer.detect.findings.lifecycle import Track, Tracks
+from megatronapp_analyzer.detect.findings.report import evidence_text, verdict_of
 from megatronapp_analyzer.detect.hangs import HangBook
-from megatronapp_analyzer.detect.lifecycle import Track, Tracks
-from megatronapp_analyzer.detect.narrowing import Narrowing
-from megatronapp_analyzer.detect.report import evidence_text, verdict_of
+from megatronapp_analyzer.detect.localize import Narrowing
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.detect.units import Units
 from megatronapp_analyzer.errors import GraphError

@@ -9,10 +9,10 @@ from megatronapp_analyzer.detect.candidates import Candidate, Evidence
 from megatronapp_analyzer.detect.channels import COUPLED_CAP, SIGMA_CAP, DelayChannel, LogChannel, Reading
 from megatronapp_analyzer.detect.crowding import COMPUTE_PART, HELPER_PART, Crowding
 from megatronapp_analyzer.detect.features import Floats, Ints, StepFeatures
+from megatronapp_analyzer.detect.findings.persistence import Votes
 from megatronapp_analyzer.detect.launches import Launches, LaunchReading
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.detect.units import Units
-from megatronapp_analyzer.detect.votes import Votes
 from megatronapp_analyzer.model import Cause, JobLayout
 
 IDLE_WEIGHT = 2.0

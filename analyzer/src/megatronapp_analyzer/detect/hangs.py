@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megatronapp_analyzer.detect import hang
-from megatronapp_analyzer.detect.sentences import hang_sentence
+from megatronapp_analyzer.detect.findings.sentences import hang_sentence
 from megatronapp_analyzer.detect.settings import Settings
 from megatronapp_analyzer.model import (
     Cause,

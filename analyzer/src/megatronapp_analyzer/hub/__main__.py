@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 
 from megatronapp_analyzer.detect.engine import Detector
 from megatronapp_analyzer.errors import AnalyzerError, SettingsError
-from megatronapp_analyzer.hub.app import create_app
-from megatronapp_analyzer.hub.listening import server_of
+from megatronapp_analyzer.hub.http.app import create_app
+from megatronapp_analyzer.hub.http.server import server_of
+from megatronapp_analyzer.hub.http.sockets import listening
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.neighbours import Neighbours
-from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_analyzer.hub.server import listening
 from megatronapp_analyzer.hub.service import Hub
 from megatronapp_analyzer.hub.settings import HubSettings, check_bind, load_ended, load_job_file
-from megatronapp_analyzer.hub.store import StoreLimits
 from megatronapp_analyzer.process import die_with_parent
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common.names import Env, ExitCode
 from megatronapp_common.web.tokens import Role, derive, read_secret
 

@@ -20,10 +20,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from megatronapp_analyzer.hub import sums
-from megatronapp_analyzer.hub.digest import phase_seconds, stage_groups
-from megatronapp_analyzer.hub.ranks import kind_name
-from megatronapp_analyzer.hub.store import StoredStep
+from megatronapp_analyzer.hub.ingest import step_totals
+from megatronapp_analyzer.hub.ingest.digest import phase_seconds, stage_groups
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_analyzer.hub.state.ranks import kind_name
 from megatronapp_analyzer.model import SubjectType, Verdict
 
 if TYPE_CHECKING:
@@ -201,14 +201,14 @@ class HubCollector(Collector):
         yield self._gauge(
             "megascan_data_skew_correlation",
             "Correlation of forward and backward times over microbatches, without named ranks.",
-            sums.skew_correlation(whole, self._named_ranks()),
+            step_totals.skew_correlation(whole, self._named_ranks()),
         )
         state = self._hub.ingest.newest
         costs = {rank: ring.record_cost_ns for rank, ring in state.rings.items()} if state else {}
         yield self._gauge(
             "megascan_tracer_overhead_ratio",
             "Estimated cost of tracing over step time, in the rank where it is largest.",
-            sums.overhead_ratio(whole, {rank: cost for rank, cost in costs.items() if cost is not None}),
+            step_totals.overhead_ratio(whole, {rank: cost for rank, cost in costs.items() if cost is not None}),
         )
 
     def _newest_whole(self) -> list[StoredStep]:

@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from megatronapp_analyzer.hub import schemas
+from megatronapp_analyzer.hub.http import schemas
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import TERMINAL_PHASES, parse_manifest
 from megatronapp_common.processes import is_held

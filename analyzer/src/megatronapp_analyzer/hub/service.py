@@ -16,19 +16,21 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from megatronapp_analyzer.hub import ranks, restore, schemas, views
-from megatronapp_analyzer.hub.analysis import Analysis, DetectorFactory, Liveness
-from megatronapp_analyzer.hub.faults import FaultBook
-from megatronapp_analyzer.hub.ingest import Ingest
-from megatronapp_analyzer.hub.live import Broadcaster, metrics_frame, steps_frame
+from megatronapp_analyzer.hub.http import schemas, views
+from megatronapp_analyzer.hub.http.broadcast import Broadcaster, metrics_frame, steps_frame
+from megatronapp_analyzer.hub.ingest import restore
+from megatronapp_analyzer.hub.ingest.agent_connection import AgentLink
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.spool import SpoolReader, SpoolWriter
+from megatronapp_analyzer.hub.ingest.store import StepStore, StoredStep
 from megatronapp_analyzer.hub.metrics import HubCollector, Totals
-from megatronapp_analyzer.hub.scope.desk import ScopeSettings
-from megatronapp_analyzer.hub.scope.service import ScopeService
-from megatronapp_analyzer.hub.session import AgentLink
 from megatronapp_analyzer.hub.settings import HubSettings
-from megatronapp_analyzer.hub.spool import SpoolReader, SpoolWriter
-from megatronapp_analyzer.hub.store import StepStore, StoredStep
-from megatronapp_analyzer.hub.verdicts import VerdictBook
+from megatronapp_analyzer.hub.state import ranks
+from megatronapp_analyzer.hub.state.detector_task import Analysis, DetectorFactory, Liveness
+from megatronapp_analyzer.hub.state.faults import FaultBook
+from megatronapp_analyzer.hub.state.verdicts import VerdictBook
+from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.store.registry import ScopeSettings
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

@@ -8,11 +8,11 @@ import pathlib
 from typing import Any
 
 from megatronapp_analyzer.errors import SettingsError
-from megatronapp_analyzer.hub import schemas
+from megatronapp_analyzer.hub.http import schemas
+from megatronapp_analyzer.hub.ingest.spool import SpoolLimits
+from megatronapp_analyzer.hub.ingest.store import StoreLimits
 from megatronapp_analyzer.hub.neighbours import Neighbours
-from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_analyzer.hub.spool import SpoolLimits
-from megatronapp_analyzer.hub.store import StoreLimits
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 from megatronapp_common.errors import JobError
 from megatronapp_common.job import parse_manifest
 

@@ -12,18 +12,18 @@ import pytest
 import scope_rank_zero
 import scope_session
 
-from megatronapp_analyzer.hub.scope import bases
-from megatronapp_analyzer.hub.scope.desk import ScopeSettings
-from megatronapp_analyzer.hub.scope.run import Run
-from megatronapp_analyzer.hub.scope.service import ScopeService
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.scope.probes import pca_service
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.store.registry import ScopeSettings
+from megatronapp_analyzer.scope.store.run import Run
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import unpack
 
 pytestmark = pytest.mark.asyncio
 RUN, LAYERS = scope_session.RUN, range(4)
-FIRST = bases.Fit(layers=LAYERS, refit=False, tokens=8)
+FIRST = pca_service.Fit(layers=LAYERS, refit=False, tokens=8)
 
 
 @functools.cache
@@ -142,7 +142,7 @@ EVERY = [[sample, place] for sample in range(2) for place in range(len(recording
 
 
 async def test_rows_that_the_model_refuses_at_first_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bases, "RETRY_S", 0)
+    monkeypatch.setattr(pca_service, "RETRY_S", 0)
     scope = ScopeService(ScopeSettings(job="tiny"))
     model = Model(scope, refusals=(429, 503))
     async with scope.running():
@@ -162,8 +162,8 @@ async def test_rows_that_the_model_refuses_at_first_come_later(monkeypatch: pyte
 async def test_a_sample_that_is_refused_keeps_no_other_from_coming(
     status: int, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bases, "RETRY_S", 0)
-    monkeypatch.setattr(bases, "TRIES", 3)
+    monkeypatch.setattr(pca_service, "RETRY_S", 0)
+    monkeypatch.setattr(pca_service, "TRIES", 3)
     scope = ScopeService(ScopeSettings(job="tiny"))
     run, shown = seen(scope, "done"), [(0, place) for place in range(8)]
     model = Model(scope)

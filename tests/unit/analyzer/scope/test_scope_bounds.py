@@ -6,9 +6,9 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
-from megatronapp_analyzer.hub.scope import viewers
-from megatronapp_analyzer.hub.scope.player import settings_of
-from megatronapp_analyzer.hub.scope.session_file import Session
+from megatronapp_analyzer.scope.delivery import page_socket
+from megatronapp_analyzer.scope.delivery.session_file import Session
+from megatronapp_analyzer.scope.delivery.session_player import settings_of
 from megatronapp_common.frames import Frame, FrameType
 
 
@@ -30,4 +30,4 @@ def test_sizes_that_no_page_can_draw_are_refused() -> None:
 
 def test_a_message_of_another_type_is_refused() -> None:
     with pytest.raises(ProtocolError, match="'eval'"):
-        viewers._obey(viewers.parse_command('{"type": "eval"}'), None, None)  # type: ignore[arg-type]
+        page_socket._obey(page_socket.parse_command('{"type": "eval"}'), None, None)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import MAX_MESSAGE_BYTES, Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Capture

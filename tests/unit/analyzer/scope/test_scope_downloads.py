@@ -7,10 +7,10 @@ import scope_session
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope import session_file
-from megatronapp_analyzer.hub.scope.downloads import CHUNK_BYTES, MAX_OF_CALLER, MAX_SESSIONS, Pace, room
-from megatronapp_analyzer.hub.scope.limits import Slots
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.delivery.limits import Slots
+from megatronapp_analyzer.scope.delivery.session_download import CHUNK_BYTES, MAX_OF_CALLER, MAX_SESSIONS, Pace, room
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

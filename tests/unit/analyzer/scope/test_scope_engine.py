@@ -9,14 +9,14 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope import refill
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.engine import PATIENCE_S
-from megatronapp_analyzer.hub.scope.headers import SampleHeader
-from megatronapp_analyzer.hub.scope.run import Run
-from megatronapp_analyzer.hub.scope.service import ScopeService
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.ingest import token_backfill
+from megatronapp_analyzer.scope.ingest.engine_liveness import PATIENCE_S
+from megatronapp_analyzer.scope.ingest.wire_models import SampleHeader
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.service import ScopeService
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.run import Run
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
@@ -92,7 +92,7 @@ OUTCOMES: list[tuple[Answer, tuple[str, str | None]]] = [
 async def test_a_rank_zero_that_comes_back_is_asked_for_runs_that_go_on(
     answer: Answer, comes_of_it: tuple[str, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refill, "RETRY_S", 0)
+    monkeypatch.setattr(token_backfill, "RETRY_S", 0)
     answers = iter([AWAY, answer])
 
     def of_rank_zero(request: httpx.Request) -> httpx.Response:

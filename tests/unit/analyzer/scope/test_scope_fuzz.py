@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError, SessionError
-from megatronapp_analyzer.hub.scope import session_file
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.encode import tables_of
-from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of
-from megatronapp_analyzer.hub.scope.player import Player, settings_of
-from megatronapp_analyzer.hub.scope.session_file import Session
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.delivery.session_file import Session
+from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
+from megatronapp_analyzer.scope.ingest.merge import Piece, pieces_of
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.views.encode import tables_of
 from megatronapp_common import frames
 from megatronapp_common.errors import FrameError
 from megatronapp_common.frames import Frame, FrameType

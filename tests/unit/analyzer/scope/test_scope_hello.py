@@ -7,13 +7,13 @@ import pytest
 import scope_session
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.scope import session_file
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.player import Player, settings_of
-from megatronapp_analyzer.hub.scope.publishers import parse_publisher
-from megatronapp_analyzer.hub.scope.schemas import Hello
-from megatronapp_analyzer.hub.scope.session_file import Session
-from megatronapp_analyzer.hub.scope.viewers import Viewer
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.delivery.page_socket import Viewer
+from megatronapp_analyzer.scope.delivery.session_file import Session
+from megatronapp_analyzer.scope.delivery.session_player import Player, settings_of
+from megatronapp_analyzer.scope.ingest.ranks import parse_publisher
+from megatronapp_analyzer.scope.schemas import Hello
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope import probes, session_file
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.journal import Entry, Journal
-from megatronapp_analyzer.hub.scope.merge import Piece
-from megatronapp_analyzer.hub.scope.numbering import Numbering, Part, part_of
-from megatronapp_analyzer.hub.scope.outbox import Outbox
-from megatronapp_analyzer.hub.scope.ring import Ring
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.delivery.page_queue import Outbox
+from megatronapp_analyzer.scope.ingest.merge import Piece
+from megatronapp_analyzer.scope.ingest.part_tracker import Numbering, Part, part_of
+from megatronapp_analyzer.scope.probes import probe_tracker
+from megatronapp_analyzer.scope.store.frame_log import Entry, Journal
+from megatronapp_analyzer.scope.store.memory_budget import Ring
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor
@@ -41,8 +42,8 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 def test_probes_fail_once_each_with_their_reason() -> None:
-    book, got = probes.ProbeBook(), list[int]()
-    for why, at in (("dropped", 1.0), ("silent", probes.PATIENCE_S), ("lost", 1.0), ("whole", 1.0)):
+    book, got = probe_tracker.ProbeBook(), list[int]()
+    for why, at in (("dropped", 1.0), ("silent", probe_tracker.PATIENCE_S), ("lost", 1.0), ("whole", 1.0)):
         book.expect(why, "key", lambda pieces: got.append(len(pieces)), 0.0, caller="me")
         assert (book.asked("key"), book.count("me"), len(book)) == (why, 1, 1)
         if why == "lost":
@@ -64,22 +65,22 @@ def piece(nbytes: int) -> Piece:
 
 
 def test_parts_that_overtake_their_answers_are_kept_for_as_many_probes_as_may_be_waited_for() -> None:
-    book, got = probes.ProbeBook(), list[int]()
-    names = [str(number) for number in range(probes.MAX_PROBES)]
+    book, got = probe_tracker.ProbeBook(), list[int]()
+    names = [str(number) for number in range(probe_tracker.MAX_PROBES)]
     for name in names:
         book.add(name, [piece(1 << 10)], 0.0, Part(0))
     for name in names:
         book.expect(name, name, lambda pieces: got.append(len(pieces)), 0.0)
         book.settle([0], 0.0)
-    assert got == [1] * probes.MAX_PROBES
+    assert got == [1] * probe_tracker.MAX_PROBES
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.booleans()), max_size=120))
 def test_parts_that_nobody_waits_for_are_bounded_and_who_comes_for_lost_ones_is_told_at_once(
     parts: list[tuple[int, int, bool]],
 ) -> None:
-    book, got = probes.ProbeBook(), list[str]()
-    with unittest.mock.patch.multiple(probes, MAX_PROBES=6, MAX_EARLY_BYTES=100):
+    book, got = probe_tracker.ProbeBook(), list[str]()
+    with unittest.mock.patch.multiple(probe_tracker, MAX_PROBES=6, MAX_EARLY_BYTES=100):
         for probe, words, dropped in parts:
             book.add(str(probe), [piece(4 * words)], 0.0, Part(0, dropped=dropped))
             assert len(book._probes) <= 6 and sum(one.bytes for one in book._probes.values()) <= 100

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatronapp_analyzer.errors import ProtocolError
-from megatronapp_analyzer.hub.scope import states as merging
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.merge import merge, merge_all, pieces_of, rows_of
-from megatronapp_analyzer.hub.scope.numbering import Part
-from megatronapp_analyzer.hub.scope.run import Run
-from megatronapp_analyzer.hub.scope.steps import TOKENS_WAIT_S, WAIT_S, StepBook
+from megatronapp_analyzer.scope.ingest import shard_merge as merging
+from megatronapp_analyzer.scope.ingest.merge import merge, merge_all, pieces_of, rows_of
+from megatronapp_analyzer.scope.ingest.part_tracker import Part
+from megatronapp_analyzer.scope.ingest.step_assembler import TOKENS_WAIT_S, WAIT_S, StepBook
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.run import Run
 from megatronapp_common import frames
 from megatronapp_common.filters.shard_plan import Plan
 from megatronapp_common.frames import Frame, FrameType

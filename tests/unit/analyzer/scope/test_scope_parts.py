@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.scope import exact, pca
-from megatronapp_analyzer.hub.scope.journal import Journal
-from megatronapp_analyzer.hub.scope.outbox import MAX_KEPT_BYTES, Outbox
-from megatronapp_analyzer.hub.scope.ring import SHARES, Held, Ring
-from megatronapp_analyzer.hub.scope.tables import RowTable
-from megatronapp_analyzer.hub.scope.tiles import TILE, Place, missing, tile
-from megatronapp_analyzer.hub.scope.viewers import Rate
+from megatronapp_analyzer.scope.delivery.page_queue import MAX_KEPT_BYTES, Outbox
+from megatronapp_analyzer.scope.delivery.page_socket import Rate
+from megatronapp_analyzer.scope.probes import pca
+from megatronapp_analyzer.scope.store.frame_log import Journal
+from megatronapp_analyzer.scope.store.memory_budget import SHARES, Held, Ring
+from megatronapp_analyzer.scope.store.row_table import RowTable
+from megatronapp_analyzer.scope.views import export_values
+from megatronapp_analyzer.scope.views.tiles import TILE, Place, missing, tile
 from megatronapp_common import frames
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, frame_of
@@ -233,12 +234,12 @@ def test_a_tile_names_the_queries_that_it_lacks() -> None:
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8))
 def test_every_form_says_the_same_numbers(numbers: list[float]) -> None:
     row = np.array(numbers, "<f4")
-    block = exact.block("residual", (0, 1, None), {7: row}, [7])
-    np.testing.assert_array_equal(np.load(io.BytesIO(exact.render(block, "npy")))[0], row)
-    line = exact.render(block, "csv").decode().splitlines()[1].split(",")
+    block = export_values.block("residual", (0, 1, None), {7: row}, [7])
+    np.testing.assert_array_equal(np.load(io.BytesIO(export_values.render(block, "npy")))[0], row)
+    line = export_values.render(block, "csv").decode().splitlines()[1].split(",")
     assert line[0] == "7"
     np.testing.assert_array_equal(np.array([float(one) for one in line[1:]], "<f4"), row)
-    said = json.loads(exact.render(block, "json"))["values"][0]
+    said = json.loads(export_values.render(block, "json"))["values"][0]
     finite = [one if np.isfinite(one) else None for one in row.tolist()]
     assert said == finite
 

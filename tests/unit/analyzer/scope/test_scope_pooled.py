@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope.asking import Asker
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.pooled import MAX_PIECES, PIECE_SHARE, PooledTiles
-from megatronapp_analyzer.hub.scope.ring import Ring
-from megatronapp_analyzer.hub.scope.run import Run
-from megatronapp_analyzer.hub.scope.serving import ServeClient
-from megatronapp_analyzer.hub.scope.tiles import TILE, Place, tile
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.probes.probe_client import Asker
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.store.memory_budget import Ring
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.views.tile_pooling import MAX_PIECES, PIECE_SHARE, PooledTiles
+from megatronapp_analyzer.scope.views.tiles import TILE, Place, tile
 from megatronapp_common.frames import Frame, FrameType
 from megatronapp_common.scope.protocol import Tensor, frame_of
 from megatronapp_common.scope.protocol_requests import Probe, ProbeSite

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from megatronapp_analyzer.hub.problems import ApiError
+from megatronapp_analyzer.hub.http.problems import ApiError
 from megatronapp_analyzer.hub.scope.served import Latency, quantile, read_counts
-from megatronapp_analyzer.hub.scope.serving import ServeClient
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
 
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 COUNTS = """\

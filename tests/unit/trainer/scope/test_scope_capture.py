@@ -10,11 +10,11 @@ import pytest
 from capturing_ranks import BASIS_LAYERS, CAPTURE, LENGTHS, NEW, PROBED, RUN, basis_frame, capture, pooled, reference
 from generating_ranks import LAYOUTS, MORE_VARIANTS, VARIANTS
 
-from megatronapp_analyzer.hub.scope import session_file
-from megatronapp_analyzer.hub.scope.desk import ScopeDesk, ScopeSettings
-from megatronapp_analyzer.hub.scope.encode import attention_rows
-from megatronapp_analyzer.hub.scope.merge import Piece, pieces_of, rows_of
-from megatronapp_analyzer.hub.scope.merge import merge as merged
+from megatronapp_analyzer.scope.delivery import session_file
+from megatronapp_analyzer.scope.ingest.merge import Piece, pieces_of, rows_of
+from megatronapp_analyzer.scope.ingest.merge import merge as merged
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, split
 from megatronapp_common.scope.protocol import TEMPERATURES, unpack
 from megatronapp_common.scope.protocol_requests import Capture

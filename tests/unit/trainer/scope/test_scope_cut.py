@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.scope.encode import attention_rows
-from megatronapp_analyzer.hub.scope.merge import Piece, merge, pieces_of
+from megatronapp_analyzer.scope.ingest.merge import Piece, merge, pieces_of
+from megatronapp_analyzer.scope.views.encode import attention_rows
 from megatronapp_common.frames import Frame, FrameType, decode, encode
 from megatronapp_common.scope.protocol import MAX_PART_BYTES, frame_of, unpack
 from megatronapp_trainer.scope.tracked_requests import Row

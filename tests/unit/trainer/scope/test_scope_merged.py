@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatronapp_analyzer.hub.scope.merge import Piece, Table, merge, pieces_of
+from megatronapp_analyzer.scope.ingest.merge import Piece, Table, merge, pieces_of
 from megatronapp_common.errors import ExpressionError, PlanError
 from megatronapp_common.filters.reducers import parse_reducer
 from megatronapp_common.filters.shard_plan import compile_plan, run

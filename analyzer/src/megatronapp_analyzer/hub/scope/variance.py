@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
-from megatronapp_analyzer.hub.problems import ApiError
-from megatronapp_analyzer.hub.scope import pca
-from megatronapp_analyzer.hub.scope.asking import Asker
-from megatronapp_analyzer.hub.scope.run import Run
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.probes import pca
+from megatronapp_analyzer.scope.probes.probe_client import Asker
+from megatronapp_analyzer.scope.store.run import Run
 from megatronapp_common.scope.protocol_requests import ProbeSite
 
 SITE = "residual"

@@ -1,0 +1,79 @@
+"""Findings as verdicts: confidence, evidence in words, sentence."""
+
+from megatronapp_analyzer.detect.findings.lifecycle import Track
+from megatronapp_analyzer.detect.findings.persistence import confidence
+from megatronapp_analyzer.detect.findings.sentences import sentence
+from megatronapp_analyzer.detect.launches import LEAST_RATIO
+from megatronapp_analyzer.graph.waits import Waits
+from megatronapp_analyzer.model import Cause, JobLayout, Verdict
+
+PEERS_ONLY_CAP = 0.95
+"""Confidence of a finding that rests on peers alone."""
+UNDETERMINED_CAP = 0.6
+"""Confidence of a finding whose cause is left open."""
+SHOWN_WAITERS = 4
+_LAUNCHES = "time between spans and in late launches per microbatch"
+_WHAT = {
+    Cause.COMPUTE: "compute per microbatch, without run-queue delay",
+    Cause.HOST: "time between spans per microbatch, without run-queue delay",
+    Cause.LINK: "delivery per message, after both sides were ready and without run-queue delay",
+    Cause.UNDETERMINED: "compute per microbatch, without run-queue delay",
+}
+
+
+def evidence_text(track: Track, waits: Waits) -> tuple[str, ...]:
+    """What speaks for the finding."""
+    candidate = track.candidate
+    basis = "own healthy history" if candidate.by_history else "ranks that do the same work"
+    if candidate.cause is Cause.UNDETERMINED:
+        basis = "the other stages"
+    late = track.late_ratio > LEAST_RATIO
+    what = _LAUNCHES if late else _WHAT[candidate.cause]
+    lines = [
+        f"{what}: {track.occurrence_s * 1e3:.1f} ms more than expected from {basis}",
+        f"over its limit in {track.hits} of {track.steps_seen} steps since it was suspected",
+    ]
+    if late:
+        grown = f"its device spans were {track.late_ratio:.1f} times as long"
+        lines.append(f"{grown}: kernels were launched late; the cost includes it")
+    if candidate.cause is Cause.LINK:
+        return tuple(lines)
+    imposed = list(waits.imposed_by(candidate.subject.ranks).items())[:SHOWN_WAITERS]
+    if imposed:
+        told = ", ".join(f"rank {rank} {seconds:.3f} s" for rank, seconds in imposed)
+        lines.append(f"in the last of these steps others waited for it: {told}")
+    return tuple(lines)
+
+
+def verdict_of(track: Track, layout: JobLayout, columns: int) -> Verdict:
+    """The verdict that says what a track knows."""
+    candidate = track.candidate
+    sure = confidence(track.hits, track.steps_seen, columns)
+    if candidate.cause is Cause.UNDETERMINED:
+        sure = min(sure, UNDETERMINED_CAP)
+    elif not candidate.by_history:
+        sure = min(sure, PEERS_ONLY_CAP)
+    return Verdict(
+        id=track.id,
+        subject=candidate.subject,
+        cause=candidate.cause,
+        state=track.state,
+        seconds_per_step=track.seconds_per_step,
+        slowdown=track.ratio,
+        confidence=sure,
+        evidence_steps=tuple(track.evidence),
+        evidence_text=track.text,
+        since=track.since,
+        until=track.until,
+        sentence=sentence(
+            candidate.subject,
+            candidate.cause,
+            track.state,
+            layout,
+            launches_late=track.launches_late,
+            ratio=track.ratio,
+            excess_s=track.occurrence_s,
+            lost_s=track.seconds_per_step,
+            since=track.since.step,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""HTTP and WebSocket interface of the hub."""

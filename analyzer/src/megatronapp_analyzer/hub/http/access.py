@@ -1,0 +1,101 @@
+"""Who may talk to the hub: tokens, cookie and origin, checked before any route of the interface is reached.
+
+Agents prove the `agent` token; programs the `viewer` or `controller` token, as a Bearer header; browsers show the
+cookie that `POST /login` sets. Routes find the role by `role_of`. What a cookie opens must come from the hub's own
+page, because browsers send cookies with whatever any page asks (see `megatronapp_common.web.origin`). The page itself
+holds nothing of the job and is open.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+
+from fastapi import Depends
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection, cookie_parser
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatronapp_analyzer.hub.http.login import Logins
+from megatronapp_analyzer.hub.http.problems import problem_response
+from megatronapp_common.web.origin import READING, asked_here, bearer, same_origin
+from megatronapp_common.web.tokens import Role, matches
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+else:
+    Hub = object  # FastAPI resolves the annotation below at run time and only needs the dependency
+
+T = TypeVar("T")
+API = "/api/"
+AGENT_PATH = "/api/v1/agent"
+CLOSE_POLICY = 1008
+"""WebSocket close code "policy violation" (RFC 6455, section 7.4.1)."""
+ROLE = "megatronapp.role"
+"""Key of an ASGI scope."""
+UNAUTHORISED = "Send 'Authorization: Bearer <viewer token>', or open the address that `megatronapp ui JOB` prints."
+
+
+def hub_of(connection: HTTPConnection) -> "Hub":
+    """The hub that serves this connection."""
+    return cast("Hub", connection.app.state.hub)
+
+
+def role_of(connection: HTTPConnection) -> Role:
+    """What who asks may be: viewer or controller."""
+    return cast(Role, connection.scope[ROLE])
+
+
+def direct(find: Callable[[HTTPConnection], T]) -> Callable[[HTTPConnection], Awaitable[T]]:
+    """A dependency that FastAPI calls at once: plain functions it gives to threads, and a request waits for each."""
+
+    async def found(connection: HTTPConnection) -> T:
+        return find(connection)
+
+    return found
+
+
+HubOf = Annotated[Hub, Depends(direct(hub_of))]
+
+
+class TokenGuard:
+    """ASGI layer in front of the application. Refuses with 401 or 403, or closes a WebSocket with 1008."""
+
+    def __init__(self, app: ASGIApp, *, secret: str, logins: Logins) -> None:
+        self._app = app
+        self._secret = secret
+        self._logins = logins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it here."""
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and not scope["path"].startswith(API)):
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        scope[ROLE] = role = self._role(scope, headers)
+        if scope["type"] == "websocket":
+            if role is not None and same_origin(headers):
+                await self._app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": CLOSE_POLICY, "reason": "wrong token or origin"})
+            return
+        refusal = _refusal(role, scope["method"], headers)
+        await (refusal or self._app)(scope, receive, send)
+
+    def _role(self, scope: Scope, headers: Headers) -> Role | None:
+        token = bearer(headers)
+        if scope["type"] == "websocket" and scope["path"] == AGENT_PATH:
+            return Role.AGENT if matches(self._secret, Role.AGENT, token or "") else None
+        if token is not None:
+            return self._logins.role_of_token(token)
+        return self._logins.role_of_session(cookie_parser(headers.get("cookie", "")).get(self._logins.cookie, ""))
+
+
+def _refusal(role: Role | None, method: str, headers: Headers) -> Response | None:
+    """Why a request does not come through; None if it does."""
+    if role is None:
+        return problem_response(401, "unauthorised", "missing or wrong token", UNAUTHORISED)
+    ours = asked_here(headers) and (method in READING or same_origin(headers))
+    if ours or bearer(headers) is not None:
+        return None
+    hint = "Open the page at the address that `megatronapp ui JOB` prints."
+    return problem_response(403, "other-origin", "this request comes from a page that is not the hub's", hint)

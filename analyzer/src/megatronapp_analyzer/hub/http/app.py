@@ -1,0 +1,67 @@
+"""The web application of the hub: routes, guard and error answers put together."""
+
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+from megatronapp_analyzer.hub.http import (
+    access,
+    pages,
+    problems,
+    routes_faults,
+    routes_health,
+    routes_login,
+    routes_read,
+    routes_sockets,
+)
+from megatronapp_analyzer.hub.http.body_limit import BodyLimit
+from megatronapp_analyzer.hub.http.login import Logins
+from megatronapp_analyzer.scope import routes as routes_scope
+from megatronapp_common.web.security_headers import SafeHeaders
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+
+TITLE = "MegatronApp hub"
+API_VERSION = "1"
+
+
+def build_api(lifespan: Callable[[FastAPI], Any] | None = None) -> FastAPI:
+    """All routes of the interface without a hub behind them; enough to write the OpenAPI document."""
+    app = FastAPI(
+        title=TITLE,
+        version=API_VERSION,
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    problems.install(app)
+    for module in (routes_health, routes_login, routes_read, routes_faults, routes_scope, routes_sockets):
+        app.include_router(module.router)
+    return app
+
+
+def create_app(hub: "Hub", *, secret: str, frontend: pathlib.Path | None, named: bool = False) -> FastAPI:
+    """The application that serves `hub`; it starts and stops the hub's own tasks.
+
+    `named`: names below `localhost` lead to this hub alone, so that its page may have one.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with hub.running():
+            yield
+
+    app = build_api(lifespan)
+    app.state.hub = hub
+    app.state.logins = logins = Logins(secret, uid=hub.identity.uid)
+    if frontend is not None:
+        app.include_router(pages.build_router(frontend, named=named))
+    app.add_middleware(BodyLimit)
+    app.add_middleware(access.TokenGuard, secret=secret, logins=logins)
+    app.add_middleware(SafeHeaders)
+    return app

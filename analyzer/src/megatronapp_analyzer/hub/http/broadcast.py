@@ -1,0 +1,113 @@
+"""Pages that listen: one bounded queue each, so that a slow page loses its connection and nobody else anything."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+
+LOG = logging.getLogger(__name__)
+QUEUE_FRAMES = 256
+TOO_SLOW = 4008
+"""WebSocket close code (private range): the page did not keep up."""
+
+
+class Broadcaster:
+    """Hands every frame to every page."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[bytes | None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def subscribe(self) -> "asyncio.Queue[bytes | None]":
+        """A queue of frames; None in it means that the page was too slow and is let go."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_FRAMES)
+        self._queues.add(queue)
+        return queue
+
+    def unsubscribe(self, queue: "asyncio.Queue[bytes | None]") -> None:
+        """Forget a page."""
+        self._queues.discard(queue)
+
+    def publish(self, frame: bytes) -> None:
+        """Queue a frame for all pages."""
+        for queue in list(self._queues):
+            if queue.full():
+                self._let_go(queue)
+            else:
+                queue.put_nowait(frame)
+
+    def _let_go(self, queue: "asyncio.Queue[bytes | None]") -> None:
+        self._queues.discard(queue)
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
+
+
+def steps_frame(attempt: int, digests: Iterable[StepDigest]) -> bytes:
+    """STEPS frame of steps of one attempt; body float32 [metric][rank][step]."""
+    chosen = list(digests)
+    body = np.stack([digest.values for digest in chosen], axis=-1).astype("<f4")
+    header = {
+        "attempt": attempt,
+        "steps": [digest.step for digest in chosen],
+        "startsNs": [digest.start_real_ns for digest in chosen],
+        "durationsNs": [digest.duration_ns for digest in chosen],
+        "ranks": list(range(body.shape[1])),
+        "metrics": list(METRICS),
+    }
+    return frames.encode(Frame(FrameType.STEPS, header, body.tobytes()))
+
+
+def metrics_frame(points: Iterable[Point]) -> bytes:
+    """METRICS frame."""
+    series: dict[str, dict[str, list[float]]] = {}
+    for point in points:
+        curve = series.setdefault(point.name, {"attempts": [], "steps": [], "values": []})
+        curve["attempts"].append(point.attempt)
+        curve["steps"].append(point.step)
+        curve["values"].append(point.value)
+    return frames.encode(Frame(FrameType.METRICS, {"series": series}))
+
+
+async def serve(socket: WebSocket, hub: "Hub") -> None:
+    """Send to one page until it goes or is too slow. What the page says is not listened to."""
+    queue = hub.live.subscribe()
+    try:
+        for frame in hub.greeting():
+            await socket.send_bytes(frame)
+        async with asyncio.TaskGroup() as group:
+            listener = group.create_task(_until_gone(socket))
+            sender = group.create_task(_send_all(socket, queue))
+            await asyncio.wait({listener, sender}, return_when=asyncio.FIRST_COMPLETED)
+            listener.cancel()
+            sender.cancel()
+    except* WebSocketDisconnect:
+        LOG.debug("a page went away")
+    finally:
+        hub.live.unsubscribe(queue)
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+async def _send_all(socket: WebSocket, queue: "asyncio.Queue[bytes | None]") -> None:
+    while (frame := await queue.get()) is not None:
+        await socket.send_bytes(frame)
+    problem = {"code": "too-slow", "message": "the page did not keep up", "hint": "Connect again."}
+    await socket.send_bytes(frames.encode(Frame(FrameType.ERROR, problem)))
+    await socket.close(TOO_SLOW)

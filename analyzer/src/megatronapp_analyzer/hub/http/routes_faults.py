@@ -1,0 +1,88 @@
+"""Faults for demonstration: given to the agents, which put them on the control pages of their workers."""
+
+from typing import Any
+
+from fastapi import APIRouter, status
+
+from megatronapp_analyzer.hub.http import schemas
+from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.hub.service import Hub
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 422: {"model": schemas.Problem}}
+
+PROBLEM: dict[str, Any] = {"model": schemas.Problem}
+BODY: dict[int | str, dict[str, Any]] = {400: PROBLEM, 408: PROBLEM, 409: PROBLEM, 413: PROBLEM}
+
+STEPS_AHEAD = 5
+"""Steps from the newest finished one to the first that a new fault surely reaches, as a proposal."""
+
+router = APIRouter(prefix="/api/v1/faults", responses=PROBLEMS)
+
+
+@router.get("", operation_id="listFaults")
+async def list_faults(hub: HubOf) -> list[schemas.Fault]:
+    """Faults that were given and not ended."""
+    return hub.faults.current()
+
+
+@router.post("", operation_id="addFault", status_code=status.HTTP_201_CREATED, responses=BODY)
+async def add_fault(hub: HubOf, request: schemas.FaultRequest) -> schemas.Fault:
+    """Make one rank slow for some steps."""
+    _check_acts(hub, request)
+    fault = hub.faults.add(request, newest_step=hub.newest_step())
+    if fault is None:
+        raise ApiError(
+            409,
+            "page-full",
+            "the ranks' control page is full of faults",
+            "Wait until some have ended, or end some on the page.",
+        )
+    return fault
+
+
+def _check_acts(hub: Hub, request: schemas.FaultRequest) -> None:
+    """Raises ApiError for a fault that would never do anything."""
+    if not hub.identity.traced:
+        raise ApiError(
+            409,
+            "tracing-off",
+            "tracing is off in this job, and faults act in the tracer",
+            "Start the job with spec.trace.enabled: true.",
+        )
+    for rank in {request.rank, request.peer} - {None}:
+        if rank not in hub.live_ranks():
+            raise ApiError(409, "rank-gone", f"rank {rank} is not running", _ranks_hint(hub.live_ranks()))
+    newest = hub.newest_step()
+    if newest is not None and request.last_step <= newest:
+        raise ApiError(
+            409,
+            "steps-over",
+            f"the fault would end with step {request.last_step}, but step {newest} is finished already",
+            f"Let it begin at step {newest + STEPS_AHEAD} or later.",
+        )
+
+
+def _ranks_hint(live: set[int]) -> str:
+    return f"Running now: {', '.join(map(str, sorted(live)))}." if live else "No rank runs now; wait until they do."
+
+
+@router.delete(
+    "/{fault_id}",
+    operation_id="endFault",
+    status_code=status.HTTP_204_NO_CONTENT,
+    responses={404: {"model": schemas.Problem}, 409: {"model": schemas.Problem}},
+)
+async def end_fault(hub: HubOf, fault_id: str) -> None:
+    """End a fault now."""
+    if hub.faults.is_of_manifest(fault_id):
+        raise ApiError(
+            409, "manifest-fault", f"{fault_id} stands in the manifest", "It ends by itself; start the job without it."
+        )
+    if not hub.faults.remove(fault_id):
+        raise ApiError(
+            404,
+            "no-such-fault",
+            f"there is no fault {fault_id!r}",
+            "It may have ended already; take one that is listed.",
+        )

@@ -1,0 +1,96 @@
+"""What people, the operator and the page read over HTTP."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+from starlette.responses import JSONResponse
+
+from megatronapp_analyzer import export
+from megatronapp_analyzer.hub.http import schemas, views
+from megatronapp_analyzer.hub.http.access import HubOf
+from megatronapp_analyzer.hub.http.problems import ApiError
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {401: {"model": schemas.Problem}, 422: {"model": schemas.Problem}}
+NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": schemas.Problem}}
+TRACE_STEPS = 50
+"""Steps in a trace without `from`: the newest, because a browser opens some hundred thousand spans, not millions."""
+
+router = APIRouter(prefix="/api/v1", responses=PROBLEMS)
+
+From = Annotated[int | None, Query(alias="from", ge=0, description="First step; all if absent.")]
+To = Annotated[int | None, Query(ge=0, description="Last step, included; the newest if absent.")]
+AttemptOf = Annotated[int | None, Query(ge=0, description="Attempt; the newest with that step if absent.")]
+
+
+@router.get("/jobs", operation_id="listJobs")
+async def jobs(hub: HubOf) -> list[schemas.JobEntry]:
+    """Jobs that this address knows: the hub's own, and on a laptop the others of this user."""
+    own, others = views.job_entry(hub), hub.settings.neighbours
+    return [own] if others is None else [own, *await asyncio.to_thread(others.entries, own.uid)]
+
+
+@router.get("/job", operation_id="getJob")
+async def job(hub: HubOf) -> schemas.JobView:
+    """State of the job and all its ranks."""
+    return views.job_view(hub)
+
+
+@router.get("/summary", operation_id="getSummary", responses={503: {"model": schemas.Problem}})
+async def summary(hub: HubOf) -> schemas.Summary:
+    """What an operator needs to know; 503 while a hub that was started again judges the stored steps."""
+    if not hub.analysis.caught_up:
+        raise ApiError(503, "starting", "the stored steps are being judged again", "Ask again in a second.")
+    return views.summary(hub)
+
+
+@router.get("/metrics/series", operation_id="getSeries")
+async def series(hub: HubOf, name: schemas.SeriesName, first: From = None, to: To = None) -> schemas.Series:
+    """Points of one curve."""
+    return views.series(hub, name, first, to)
+
+
+@router.get("/steps", operation_id="listSteps")
+async def steps(hub: HubOf, first: From = None, to: To = None) -> list[schemas.StepView]:
+    """Finished steps, oldest first."""
+    return views.steps(hub, first, to)
+
+
+@router.get("/heatmap", operation_id="getHeatmap")
+async def heatmap(
+    hub: HubOf, metric: schemas.HeatmapMetric = "slowdown", first: From = None, to: To = None
+) -> schemas.Heatmap:
+    """Ranks by steps."""
+    return views.heatmap(hub, metric, first, to)
+
+
+@router.get("/timeline", operation_id="getTimeline", responses=NOT_FOUND)
+async def timeline(
+    hub: HubOf, step: Annotated[int | None, Query(ge=0)] = None, attempt: AttemptOf = None
+) -> schemas.Timeline:
+    """All spans of one step over all ranks; of the newest finished step if none is given."""
+    found = hub.store.find(step, attempt)
+    if found is None:
+        raise ApiError(
+            404,
+            "step-not-held",
+            f"step {step} is not held in full",
+            "Only the newest steps are; older ones are kept as sums for the heat map.",
+        )
+    return await asyncio.to_thread(views.timeline, found)
+
+
+@router.get("/verdicts", operation_id="listVerdicts")
+async def verdicts(hub: HubOf) -> list[schemas.VerdictView]:
+    """All verdicts, newest first."""
+    return views.verdicts(hub)
+
+
+@router.get("/trace", operation_id="getTrace", response_model=schemas.TraceDocument, responses=NOT_FOUND)
+async def trace(hub: HubOf, first: From = None, to: To = None) -> Response:
+    """Chrome trace of the steps that are held in full, with arrows from sends to receives."""
+    chosen = hub.store.select(first, to, newest=TRACE_STEPS)
+    if not chosen:
+        raise ApiError(404, "step-not-held", "no step of that range is held in full", "Leave out from and to.")
+    document = await asyncio.to_thread(export.chrome_trace, export.source_of(hub.ingest, hub.identity.name, chosen))
+    return JSONResponse(document, headers={"Cache-Control": "no-store"})

@@ -1,0 +1,249 @@
+"""Answers of the HTTP interface, made from what the hub holds."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.hub.http import schemas
+from megatronapp_analyzer.hub.ingest.digest import METRICS, durations_ns
+from megatronapp_analyzer.hub.ingest.message_arrows import match_transfers, peers
+from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing
+from megatronapp_analyzer.hub.ingest.store import StoredStep, in_range
+from megatronapp_analyzer.hub.state.ranks import RankState, RankStatus, kind_name
+from megatronapp_analyzer.model import RankRecords
+from megatronapp_common.trace import BYTES_UNIT, DURATION_UNIT_NS, NO_MICROBATCH, Flag
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.service import Hub
+
+HEATMAP_STEPS = 2000
+"""Columns of a heat map at most: the newest of the range; a page has no more pixels."""
+JsonNumber = float | None
+SERVED = {"ready": "Running", "restarting": "Restarting"}
+"""Phase of a job whose ranks have no rings, because they serve, by the state of its model."""
+
+
+def phase(hub: "Hub") -> str:
+    """Phase of the job as far as its hub can see; the operator knows better."""
+    if hub.settings.ended is not None:
+        return hub.settings.ended.phase
+    states = hub.rank_states()
+    if not states:
+        return SERVED.get(hub.scope.desk.state, "Pending")
+    if all(state == RankState.ENDED for state in states.values()):
+        done = hub.progress is not None and hub.progress.state == "done"
+        return "Succeeded" if done else "Ended"
+    return "Running" if hub.store.recent(1) else "Starting"
+
+
+def job_entry(hub: "Hub") -> schemas.JobEntry:
+    """The job in a list."""
+    job = hub.identity
+    return schemas.JobEntry(name=job.name, namespace=job.namespace, phase=phase(hub), uid=job.uid)
+
+
+def job_view(hub: "Hub") -> schemas.JobView:
+    """State of the job and its ranks."""
+    newest = hub.ingest.newest
+    rings = newest.rings if newest else {}
+    any_ring = next(iter(rings.values()), None)
+    states = hub.rank_states()
+    done = newest.assembler.newest if newest and newest.assembler else {}
+    return schemas.JobView(
+        name=hub.identity.name,
+        namespace=hub.identity.namespace,
+        uid=hub.identity.uid,
+        attempt=newest.attempt if newest else 0,
+        phase=phase(hub),
+        spec_digest=hub.identity.spec_digest,
+        world_size=any_ring.world if any_ring else 0,
+        layout=schemas.Layout(**dict(any_ring.layout) if any_ring else {}),
+        ranks=[
+            rank_view(ring, states[rank], hub.statuses.get(rank), done.get(rank))
+            for rank, ring in sorted(rings.items())
+        ],
+        faults=hub.faults.current(),
+        tracer=tracer_health(hub),
+        progress=hub.progress,
+        server_time=time.time(),
+    )
+
+
+def snapshot(hub: "Hub") -> dict[str, Any]:
+    """Header of a SNAPSHOT frame, without its time."""
+    return job_view(hub).model_dump(exclude={"server_time"})
+
+
+def rank_view(ring: RankRing, state: RankState, status: RankStatus | None, step: int | None) -> schemas.RankView:
+    """One rank."""
+    place = ring.coordinates
+    return schemas.RankView(
+        rank=ring.rank,
+        worker=ring.worker,
+        node=ring.node,
+        local_rank=ring.local_rank,
+        tp=place.tp,
+        cp=place.cp,
+        ep=place.ep,
+        dp=place.dp,
+        pp=place.pp,
+        device=ring.device,
+        state=state.value,
+        step=step,
+        open_span=open_span(status),
+    )
+
+
+def open_span(status: RankStatus | None) -> schemas.OpenSpan | None:
+    """What a rank is inside of."""
+    span = status.liveness.open_span if status and not status.ended else None
+    if status is None or span is None:
+        return None
+    return schemas.OpenSpan(
+        kind=kind_name(span.kind),
+        step=span.step,
+        microbatch=None if span.microbatch == NO_MICROBATCH else span.microbatch,
+        age_seconds=round(status.open_span_age_s, 3),
+    )
+
+
+def tracer_health(hub: "Hub") -> schemas.TracerHealth:
+    """Whether the trace is whole."""
+    newest = hub.ingest.newest
+    rings = len(newest.rings) if newest else 0
+    lost = sum(hub.lost_by_worker().values())
+    lag = hub.analysis.lag_s
+    return schemas.TracerHealth(
+        state="off" if not rings else "lossy" if lost else "ok",
+        lost=lost,
+        rings=rings,
+        agents=len(hub.links),
+        missing_ranks=newest.missing if newest else [],
+        lag_seconds=None if lag is None else round(lag, 3),
+    )
+
+
+def verdicts(hub: "Hub") -> list[schemas.VerdictView]:
+    """All verdicts, newest first."""
+    return [schemas.VerdictView.model_validate(verdict) for verdict in hub.verdicts.all()]
+
+
+def summary(hub: "Hub") -> schemas.Summary:
+    """What the operator polls; only verdicts that stand. One that is cleared is gone from here."""
+    newest = hub.ingest.newest
+    return schemas.Summary(
+        attempt=newest.attempt if newest else 0,
+        progress=hub.progress,
+        slow_ranks=[schemas.VerdictView.model_validate(verdict.to_json()) for verdict in hub.verdicts.standing()],
+        hung_ranks=hub.verdicts.hung_ranks(),
+        ranks=newest.world if newest else 0,
+        tracer=tracer_health(hub),
+        full_shared_memory=[
+            schemas.SharedMemory(worker=link.worker, node=link.node, **link.room.to_json())
+            for link in hub.links.values()
+            if link.room is not None and link.room.full
+        ],
+        actions=[schemas.Action.model_validate(dataclasses.asdict(one)) for one in hub.scope.asker.actions.all()],
+    )
+
+
+def series(hub: "Hub", name: str, first: int | None, last: int | None) -> schemas.Series:
+    """One curve; NaN and Inf become null."""
+    points = [point for point in hub.ingest.curves.curve(name) if in_range(point.step, first, last)]
+    return schemas.Series(
+        name=name,
+        attempts=[point.attempt for point in points],
+        steps=[point.step for point in points],
+        values=[point.value if math.isfinite(point.value) else None for point in points],
+    )
+
+
+def steps(hub: "Hub", first: int | None, last: int | None) -> list[schemas.StepView]:
+    """Finished steps."""
+    return [
+        schemas.StepView(
+            attempt=digest.attempt,
+            step=digest.step,
+            start_ns=digest.start_real_ns,
+            duration_ns=digest.duration_ns,
+            complete=digest.complete,
+        )
+        for digest in hub.store.digests(first, last)
+    ]
+
+
+def heatmap(hub: "Hub", metric: schemas.HeatmapMetric, first: int | None, last: int | None) -> schemas.Heatmap:
+    """One metric, ranks by steps; attempts may differ in their number of ranks."""
+    chosen = list(hub.store.digests(first, last))[-HEATMAP_STEPS:]
+    world = max((digest.values.shape[1] for digest in chosen), default=0)
+    table = np.full((world, len(chosen)), np.nan)
+    for column, digest in enumerate(chosen):
+        values = digest.values[METRICS.index(metric)]
+        table[: len(values), column] = values
+    return schemas.Heatmap(
+        metric=metric,
+        attempts=[digest.attempt for digest in chosen],
+        steps=[digest.step for digest in chosen],
+        ranks=list(range(world)),
+        values=[_nullable(row, decimals=6) for row in table],
+    )
+
+
+def _nullable(values: NDArray[np.float64], *, decimals: int) -> list[JsonNumber]:
+    return [None if math.isnan(value) else value for value in np.round(values, decimals).tolist()]
+
+
+def _where(chosen: NDArray[np.bool_], values: NDArray[Any]) -> list[int | None]:
+    """Values where `chosen`, else null."""
+    return [int(value) if keep else None for keep, value in zip(chosen.tolist(), values.tolist(), strict=True)]
+
+
+def real_starts_ns(step: StoredStep) -> NDArray[np.int64]:
+    """Start of every span in real time."""
+    records = step.view.records
+    starts: NDArray[np.int64] = records["start_ns"].astype(np.int64) + step.offsets_ns[records["rank"]]
+    return starts
+
+
+def _flag(records: RankRecords, flag: Flag) -> NDArray[np.bool_]:
+    chosen: NDArray[np.bool_] = (records["flags"] & flag) != 0
+    return chosen
+
+
+def timeline(step: StoredStep) -> schemas.Timeline:
+    """Spans of one step as columns."""
+    records = step.view.records
+    starts = real_starts_ns(step)
+    origin = int(starts.min())
+    aux = records["aux"].astype(np.int64)
+    kinds = records["kind"]
+    other = peers(step.view)
+    return schemas.Timeline(
+        attempt=step.view.attempt,
+        step=step.view.step,
+        origin_ns=origin,
+        complete=step.digest.complete,
+        ranks=_ints(np.unique(records["rank"])),
+        kind_names={int(kind): kind_name(int(kind)) for kind in np.unique(kinds)},
+        rank=_ints(records["rank"]),
+        kind=_ints(kinds),
+        chunk=_ints(records["chunk"]),
+        microbatch=_where(records["microbatch"] != NO_MICROBATCH, records["microbatch"]),
+        start_ns=_ints(starts - origin),
+        duration_ns=_ints(durations_ns(records)),
+        flags=_ints(records["flags"]),
+        run_queue_ns=_where(_flag(records, Flag.AUX_RUN_QUEUE), aux * DURATION_UNIT_NS),
+        bytes=_where(_flag(records, Flag.AUX_BYTES), aux * BYTES_UNIT),
+        peer=_where(other >= 0, other),
+        flows=[(int(send), int(receive)) for send, receive in match_transfers(step.view)],
+    )
+
+
+def _ints(values: NDArray[Any]) -> list[int]:
+    numbers: Sequence[int] = values.tolist()
+    return list(numbers)

@@ -1,0 +1,1 @@
+"""From frames of agents to complete steps, in memory and on disk."""

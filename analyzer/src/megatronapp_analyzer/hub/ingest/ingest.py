@@ -1,0 +1,264 @@
+"""From RING and RECORDS frames to finished steps, curves and counters. No sockets, files or clock."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.align.clocks import ClockAligner
+from megatronapp_analyzer.errors import LayoutError, ProtocolError
+from megatronapp_analyzer.hub.ingest.assembly import Assembled, StepAssembler
+from megatronapp_analyzer.hub.ingest.curves import Curves, Point, points_of
+from megatronapp_analyzer.hub.ingest.digest import Digester, StepDigest, durations_ns, is_kind
+from megatronapp_analyzer.hub.ingest.ring_metadata import RankRing, build_layout, parse_ring
+from megatronapp_analyzer.hub.ingest.store import StepKey, StepStore, StoredStep, StoreLimits
+from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
+from megatronapp_analyzer.model import JobLayout, RankRecords, StepView
+from megatronapp_common.trace import RECORD, RECORD_BYTES, Kind
+
+LOG = logging.getLogger(__name__)
+COUNTER_SAMPLES = 20_000
+RingKey = tuple[int, int | None]
+"""(worker, rank); rank None is the worker's own ring."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CounterSample:
+    """One sample of a host or device counter of a worker; `start_ns` is on its monotonic clock."""
+
+    worker: int
+    counter: int
+    device: int
+    start_ns: int
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What one RECORDS frame brought."""
+
+    finished: list[StoredStep]
+    points: list[Point]
+    records: int
+    """Records that were new."""
+
+
+class AttemptState:
+    """Rings and unfinished steps of one attempt."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.rings: dict[int, RankRing] = {}
+        self.layout: JobLayout | None = None
+        self.next_index: dict[RingKey, int] = {}
+        self.lost: dict[RingKey, int] = {}
+        self.assembler: StepAssembler | None = None
+        self._laid_out = 0
+        """Rings that `layout` was made from."""
+        self._digester: Digester | None = None
+        self._aligner: ClockAligner | None = None
+        self.clock_uncertainty_s: dict[int, float] = {}
+        """Of each rank against the first rank's clock, newest estimate; infinite where nothing ties them together."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks; 0 before the first ring."""
+        return next(iter(self.rings.values())).world if self.rings else 0
+
+    def add_ring(self, ring: RankRing) -> None:
+        """Take the metadata of a ring. Raises ProtocolError if it contradicts the others, LayoutError likewise."""
+        if self.rings and ring.world != self.world:
+            raise ProtocolError("bad-ring", f"rank {ring.rank} says a world of {ring.world}, others {self.world}")
+        self.rings[ring.rank] = ring
+        if self.assembler is None:
+            self.assembler = StepAssembler(self.attempt, ring.world, ring.total_iterations)
+            self._digester = Digester(ring.world, None)
+        if len(self.rings) == ring.world:
+            self._lay_out()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without which steps are judged, because nothing was heard of them for long."""
+        return sorted(self.assembler.absent) if self.assembler else []
+
+    def _lay_out(self) -> None:
+        """Make the layout of the rings that are known, if more are known than before. Raises LayoutError."""
+        if len(self.rings) == self._laid_out:
+            return
+        self._laid_out = len(self.rings)
+        if (layout := build_layout(self.rings, partial=True)) is not None:
+            self.layout = layout
+            self._digester = Digester(layout.world, layout)
+            self._aligner = ClockAligner(layout)
+
+    def _lay_out_partly(self) -> None:
+        """As `_lay_out`; rings that do not fit leave the layout as it was.
+
+        Who brings the step has nothing to do with the rings, and the step is out of the assembler already.
+        """
+        try:
+            self._lay_out()
+        except LayoutError as error:
+            LOG.warning("rings of attempt %d do not fit; its layout stays as it was: %s", self.attempt, error)
+
+    def store_form(self, step: Assembled) -> StoredStep:
+        """An assembled step with the tables that reading it needs."""
+        if self.missing:
+            self._lay_out_partly()
+        assert self._digester is not None
+        known = self.rings[min(self.rings)]
+        view = StepView(
+            attempt=step.attempt,
+            step=step.step,
+            records=step.records,
+            comms={rank: ring.comms for rank, ring in self.rings.items()},
+            boot_ids={rank: self.rings.get(rank, known).boot_id for rank in range(self.world)},
+            lost=step.lost,
+        )
+        offsets = self._offsets(view)
+        start, duration = step_interval(step.records, offsets)
+        view = dataclasses.replace(view, real_time_s=(start + duration) * 1e-9)
+        digest = StepDigest(
+            attempt=step.attempt,
+            step=step.step,
+            start_real_ns=start,
+            duration_ns=duration,
+            complete=step.complete,
+            values=self._digester.values(step.records),
+        )
+        return StoredStep(view=view, digest=digest, offsets_ns=offsets)
+
+    def _offsets(self, view: StepView) -> NDArray[np.int64]:
+        """Real time minus each rank's clock.
+
+        Real clocks of nodes differ by milliseconds; where the traffic of the step ties the clocks together more
+        tightly, all ranks count by the real clock of the first.
+        """
+        known = self.rings[min(self.rings)]
+        offsets = np.array([self.rings.get(rank, known).real_offset_ns for rank in range(self.world)], np.int64)
+        if self._aligner is None or len(set(view.boot_ids.values())) < 2:
+            return offsets
+        model = self._aligner.observe(view)
+        self.clock_uncertainty_s = dict(enumerate((model.uncertainty_ns * 1e-9).tolist()))
+        tied = np.isfinite(model.uncertainty_ns)
+        return np.where(tied, offsets[0] - model.offset_ns, offsets)
+
+
+def step_interval(records: RankRecords, offsets_ns: NDArray[np.int64]) -> tuple[int, int]:
+    """Real time of a step's start and its length, from its STEP spans, or from all spans where there is none."""
+    own = records[is_kind(records, (Kind.STEP,))]
+    rows = own if len(own) else records
+    starts = rows["start_ns"].astype(np.int64) + offsets_ns[rows["rank"]]
+    lengths = durations_ns(rows)
+    if len(own):
+        return int(starts.min()), int(lengths.max())
+    return int(starts.min()), int((starts + lengths).max() - starts.min())
+
+
+def read_body(body: bytes | memoryview) -> NDArray[np.void]:
+    """The records of a RECORDS frame. Raises ProtocolError if the body is not whole records."""
+    if len(body) % RECORD_BYTES:
+        raise ProtocolError("bad-records", f"RECORDS frame of {len(body)} bytes is not whole records")
+    return np.frombuffer(body, RECORD)
+
+
+class Ingest:
+    """All attempts of the job, the store of their steps, and the curves."""
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self.store = StepStore(limits)
+        self.curves = Curves()
+        self.counters: ThinningList[CounterSample] = ThinningList(COUNTER_SAMPLES)
+        self.attempts: dict[int, AttemptState] = {}
+        self._known_steps: set[StepKey] = set()
+        self._known_points: set[tuple[str, int, int]] = set()
+
+    @property
+    def newest(self) -> AttemptState | None:
+        """The newest attempt that has a ring."""
+        begun = [attempt for attempt, state in self.attempts.items() if state.rings]
+        return self.attempts[max(begun)] if begun else None
+
+    def add_ring(self, attempt: int, header: Mapping[str, Any]) -> list[StoredStep]:
+        """Take a RING frame. Returns the unfinished steps of older attempts, which end here."""
+        if header.get("rank") is None:
+            return []
+        ring = parse_ring(attempt, header)
+        state = self.attempts.setdefault(attempt, AttemptState(attempt))
+        is_new = not state.rings
+        state.add_ring(ring)
+        return self._end_older(attempt) if is_new else []
+
+    def add_records(self, attempt: int, header: Mapping[str, Any], body: bytes | memoryview) -> Taken:
+        """Take a RECORDS frame; records that came before are skipped. Raises ProtocolError."""
+        records, lost = self._new_records(attempt, header, body)
+        if header.get("rank") is None:
+            self._add_counters(int(header["worker"]), records)
+            return Taken(finished=[], points=[], records=len(records))
+        rank = int(header["rank"])
+        state = self.attempts.get(attempt)
+        if state is None or state.assembler is None or rank not in state.rings:
+            raise ProtocolError("no-ring", f"RECORDS of rank {rank} before its RING", "Send RING first.")
+        points = [point for point in points_of(attempt, rank, records) if point.key not in self._known_points]
+        for point in points:
+            self.curves.add(point)
+        spans = records[records["kind"] < Kind.METRIC]
+        assembled, late = state.assembler.add(rank, spans, lost=lost)
+        for step, rows in late:
+            self.store.add_late(attempt, step, rows)
+        return Taken(finished=self._keep(state, assembled), points=points, records=len(records))
+
+    def begin_replay(self, steps: set[StepKey]) -> None:
+        """From here on, records are read again: `steps` have their digests and present points are not added twice."""
+        self._known_steps = steps
+        self._known_points = {point.key for point in self.curves.points()}
+
+    def end_replay(self) -> None:
+        """Back to new records."""
+        self._known_steps, self._known_points = set(), set()
+
+    def end_attempt(self, attempt: int) -> list[StoredStep]:
+        """Finish what is left of an attempt, as incomplete steps."""
+        state = self.attempts.get(attempt)
+        if state is None or state.assembler is None:
+            return []
+        return self._keep(state, state.assembler.flush())
+
+    def _end_older(self, attempt: int) -> list[StoredStep]:
+        return [step for older in sorted(self.attempts) if older < attempt for step in self.end_attempt(older)]
+
+    def _keep(self, state: AttemptState, assembled: list[Assembled]) -> list[StoredStep]:
+        finished = [state.store_form(step) for step in assembled]
+        for step in finished:
+            self.store.add(step, with_digest=step.key not in self._known_steps)
+        return finished
+
+    def _new_records(
+        self, attempt: int, header: Mapping[str, Any], body: bytes | memoryview
+    ) -> tuple[NDArray[np.void], int]:
+        try:
+            rank, worker, first, lost = header["rank"], int(header["worker"]), int(header["first"]), int(header["lost"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError("bad-records", f"RECORDS frame: {type(error).__name__}: {error}") from error
+        records = read_body(body)
+        state = self.attempts.setdefault(attempt, AttemptState(attempt))
+        key = (worker, rank)
+        known = state.next_index.get(key)
+        skip = min(max((known or 0) - first, 0), len(records))
+        if skip == len(records):
+            return records[:0], 0
+        # A gap after what is known was lost in the ring or dropped by the agent; `lost` says it only of the ring.
+        gap = lost if known is None else max(0, first - known)
+        state.next_index[key] = first + len(records)
+        state.lost[key] = state.lost.get(key, 0) + gap
+        return records[skip:], gap
+
+    def _add_counters(self, worker: int, records: NDArray[np.void]) -> None:
+        samples = records[records["kind"] == Kind.COUNTER]
+        values = samples["aux"].astype("<u4").view("<f4")
+        for row, value in zip(samples, values, strict=True):
+            sample = CounterSample(worker, int(row["comm"]), int(row["ordinal"]), int(row["start_ns"]), float(value))
+            self.counters.append(sample)

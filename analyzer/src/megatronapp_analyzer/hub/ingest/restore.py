@@ -1,0 +1,83 @@
+"""Between what the hub holds in memory and what its spool keeps on disk."""
+
+import numpy as np
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.ingest.curves import Point
+from megatronapp_analyzer.hub.ingest.digest import METRICS, StepDigest
+from megatronapp_analyzer.hub.ingest.ingest import Ingest
+from megatronapp_analyzer.hub.ingest.spool import LOG, SpoolFrame, SpoolReader, read_frames
+from megatronapp_analyzer.hub.ingest.store import StoredStep
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame
+
+
+def digest_frame(digest: StepDigest) -> bytes:
+    """A digest as the spool keeps it."""
+    header = {
+        "step": digest.step,
+        "startNs": digest.start_real_ns,
+        "durationNs": digest.duration_ns,
+        "complete": digest.complete,
+    }
+    return frames.encode(Frame(SpoolFrame.DIGEST, header, digest.values.astype("<f4").tobytes()))
+
+
+def parse_digest(attempt: int, frame: Frame) -> StepDigest:
+    """The reverse of `digest_frame`."""
+    return StepDigest(
+        attempt=attempt,
+        step=frame.header["step"],
+        start_real_ns=frame.header["startNs"],
+        duration_ns=frame.header["durationNs"],
+        complete=frame.header["complete"],
+        values=np.frombuffer(frame.body, "<f4").reshape(len(METRICS), -1),
+    )
+
+
+def curve_frame(points: list[Point]) -> bytes:
+    """Points of one frame of records as the spool keeps them."""
+    rows = [[point.name, point.step, point.value, point.start_ns, point.rank] for point in points]
+    return frames.encode(Frame(SpoolFrame.CURVE, {"points": rows}))
+
+
+def restore(reader: SpoolReader, ingest: Ingest, *, newest_segments: int | None) -> list[StoredStep]:
+    """Fill `ingest` from disk; returns the steps that are held in full, oldest first.
+
+    Digests and curves are read whole, records only of the `newest_segments` of each attempt (all if None).
+    """
+    finished = []
+    for attempt in reader.attempts():
+        for frame in reader.rings(attempt):
+            ingest.add_ring(attempt, frame.header)
+        known = _restore_sums(reader, ingest, attempt)
+        finished += _restore_records(reader, ingest, attempt, newest_segments, known)
+    return finished
+
+
+def _restore_sums(reader: SpoolReader, ingest: Ingest, attempt: int) -> set[tuple[int, int]]:
+    """Digests and curves; returns the keys of the digests."""
+    known = set()
+    for frame in reader.digests(attempt):
+        digest = parse_digest(attempt, frame)
+        known.add((attempt, digest.step))
+        ingest.store.add_digest(digest)
+    for frame in reader.curves(attempt):
+        for name, step, value, start_ns, rank in frame.header["points"]:
+            ingest.curves.add(Point(name, attempt, step, value, start_ns, rank))
+    return known
+
+
+def _restore_records(
+    reader: SpoolReader, ingest: Ingest, attempt: int, newest_segments: int | None, known: set[tuple[int, int]]
+) -> list[StoredStep]:
+    finished = []
+    ingest.begin_replay(known)
+    for path in reader.segments(attempt)[-newest_segments if newest_segments else None :]:
+        for frame in read_frames(path):
+            try:
+                finished += ingest.add_records(attempt, frame.header, frame.body).finished
+            except ProtocolError as error:
+                LOG.warning("%s: a stored frame is left out: %s", path, error)
+    ingest.end_replay()
+    return finished

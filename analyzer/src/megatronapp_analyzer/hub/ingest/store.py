@@ -1,0 +1,119 @@
+"""Finished steps in bounded memory: the newest in full, all of them as digests."""
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.hub.ingest.assembly import in_order
+from megatronapp_analyzer.hub.ingest.digest import StepDigest
+from megatronapp_analyzer.hub.ingest.thinning_list import ThinningList
+from megatronapp_analyzer.model import RankRecords, StepView
+
+StepKey = tuple[int, int]
+"""(attempt, step): step numbers repeat after a resume."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLimits:
+    """How much the hub keeps in memory."""
+
+    full_steps: int = 2000
+    """Steps held with all their spans."""
+    full_bytes: int = 256 << 20
+    """Spans held at most; beats full_steps."""
+    digest_steps: int = 20_000
+    """Digests held; older ones are thinned out."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStep:
+    """A step with all its spans, and the communicators and clocks to read them with."""
+
+    view: StepView
+    digest: StepDigest
+    offsets_ns: NDArray[np.int64]
+    """Real time minus the monotonic clock, per rank."""
+
+    @property
+    def key(self) -> StepKey:
+        """(attempt, step)."""
+        return self.view.attempt, self.view.step
+
+
+class StepStore:
+    """All steps of all attempts. Values handed out are never changed afterwards."""
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self._limits = limits
+        self._full: OrderedDict[StepKey, StoredStep] = OrderedDict()
+        self._full_bytes = 0
+        self._digests: ThinningList[StepDigest] = ThinningList(limits.digest_steps)
+
+    def add(self, step: StoredStep, *, with_digest: bool = True) -> None:
+        """Keep a step; forgets the oldest full ones beyond the limits."""
+        if step.key in self._full:
+            self._full_bytes -= self._full.pop(step.key).view.records.nbytes
+        self._full[step.key] = step
+        self._full_bytes += step.view.records.nbytes
+        if with_digest:
+            self._digests.append(step.digest)
+        while len(self._full) > self._limits.full_steps or self._full_bytes > self._limits.full_bytes:
+            _, oldest = self._full.popitem(last=False)
+            self._full_bytes -= oldest.view.records.nbytes
+
+    def add_digest(self, digest: StepDigest) -> None:
+        """Keep only the digest of a step, as after a restart."""
+        self._digests.append(digest)
+
+    def add_late(self, attempt: int, step: int, rows: RankRecords) -> bool:
+        """Add spans that came after their step was finished, such as a checkpoint's. False if it is not held."""
+        held = self._full.get((attempt, step))
+        if held is None:
+            return False
+        records = in_order(np.concatenate([held.view.records, rows]))
+        self._full_bytes += records.nbytes - held.view.records.nbytes
+        self._full[held.key] = dataclasses.replace(held, view=dataclasses.replace(held.view, records=records))
+        return True
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of spans held."""
+        return self._full_bytes
+
+    @property
+    def full_steps(self) -> int:
+        """Steps held in full."""
+        return len(self._full)
+
+    def find(self, step: int | None, attempt: int | None) -> StoredStep | None:
+        """The step, held in full, of that attempt or else of the newest that has it; the newest step if None."""
+        for key in reversed(self._full):
+            if step in (None, key[1]) and attempt in (None, key[0]):
+                return self._full[key]
+        return None
+
+    def newest(self, count: int) -> list[StoredStep]:
+        """The newest `count` steps held in full, oldest first."""
+        return list(itertools.islice(reversed(self._full.values()), count))[::-1]
+
+    def select(self, first: int | None, last: int | None, *, newest: int) -> list[StoredStep]:
+        """Steps held in full whose number is in [first, last], oldest first; only the `newest` if first is None."""
+        chosen = [held for held in self._full.values() if in_range(held.view.step, first, last)]
+        return chosen[-newest:] if first is None else chosen
+
+    def digests(self, first: int | None, last: int | None) -> Iterator[StepDigest]:
+        """Digests whose step is in [first, last], oldest first."""
+        return (digest for digest in self._digests if in_range(digest.step, first, last))
+
+    def recent(self, count: int) -> list[StepDigest]:
+        """The newest `count` digests, oldest first."""
+        return self._digests.tail(count)
+
+
+def in_range(value: int, first: int | None, last: int | None) -> bool:
+    """Whether `value` lies in [first, last], where None is open."""
+    return (first is None or value >= first) and (last is None or value <= last)

@@ -1,0 +1,84 @@
+"""Faults that were given to the ranks, with a version that grows with every change and survives a restart."""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatronapp_analyzer.hub.http import schemas
+from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_common.pages import PAGE_ROOM
+
+ENDED_KEPT = 100
+"""Faults that are over and still shown."""
+
+
+class FaultBook:
+    """The list behind every worker's control page. `on_change` is called after each change.
+
+    Faults of the manifest are shown, but never stand on the page: the ranks have them already. Nor do those whose
+    steps are over, because the page is small.
+    """
+
+    def __init__(
+        self, path: pathlib.Path | None, manifest: Iterable[schemas.Fault] = (), *, writable: bool = True
+    ) -> None:
+        self._file = JsonFile(path, writable=writable)
+        self._manifest = tuple(manifest)
+        stored = self._file.read() or {}
+        # One more than the last run's: what that one changed last may not have reached the disk.
+        self.version = int(stored.get("version", 0)) + 1
+        self._faults = _by_id(stored.get("faults", ()))
+        self._ended = _by_id(stored.get("ended", ()))
+        self.on_change: Callable[[], None] = lambda: None
+
+    def current(self) -> list[schemas.Fault]:
+        """Faults of the manifest, and those that were given and not taken back."""
+        return [*self._manifest, *self._ended.values(), *self._faults.values()]
+
+    def is_of_manifest(self, fault_id: str) -> bool:
+        """Whether a fault stands in the manifest and so cannot be ended here."""
+        return any(fault.id == fault_id for fault in self._manifest)
+
+    def control_page(self) -> dict[str, Any]:
+        """What agents write to the control page; also the header of a COMMAND frame."""
+        return {"version": self.version, "faults": [fault.model_dump() for fault in self._faults.values()]}
+
+    def add(self, request: schemas.FaultRequest, *, newest_step: int | None = None) -> schemas.Fault | None:
+        """Take a fault and give it an id; None if the page is full.
+
+        Faults that ended by `newest_step`, the newest finished one, make room.
+        """
+        self._retire(newest_step)
+        fault = schemas.Fault(id=f"fault-{self.version + 1}", **request.model_dump())
+        self._faults[fault.id] = fault
+        if len(json.dumps(self.control_page() | {"version": self.version + 1}).encode()) > PAGE_ROOM:
+            del self._faults[fault.id]
+            return None
+        self._changed()
+        return fault
+
+    def remove(self, fault_id: str) -> bool:
+        """End a fault; False if there is none of that id."""
+        if self._faults.pop(fault_id, None) is None and self._ended.pop(fault_id, None) is None:
+            return False
+        self._changed()
+        return True
+
+    def _retire(self, newest_step: int | None) -> None:
+        if newest_step is None:
+            return
+        for fault in [fault for fault in self._faults.values() if fault.last_step <= newest_step]:
+            self._ended[fault.id] = self._faults.pop(fault.id)
+        for fault_id in list(self._ended)[:-ENDED_KEPT]:
+            del self._ended[fault_id]
+
+    def _changed(self) -> None:
+        self.version += 1
+        ended = [fault.model_dump() for fault in self._ended.values()]
+        self._file.write(self.control_page() | {"ended": ended})
+        self.on_change()
+
+
+def _by_id(entries: Iterable[dict[str, Any]]) -> dict[str, schemas.Fault]:
+    return {entry["id"]: schemas.Fault.model_validate(entry) for entry in entries}

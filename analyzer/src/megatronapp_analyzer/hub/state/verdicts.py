@@ -1,0 +1,97 @@
+"""All verdicts of the job by id, in the form of the contract, kept on disk over a restart."""
+
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from megatronapp_analyzer.hub.ingest.spool import JsonFile
+from megatronapp_analyzer.model import Cause, State, Verdict
+
+ACTIVE = frozenset({State.SUSPECT, State.CONFIRMED, State.RECOVERING})
+MAX_VERDICTS = 1000
+"""Verdicts kept; the oldest cleared ones go first."""
+
+
+def sort_key(verdict: dict[str, Any]) -> tuple[float, int]:
+    """Time and step at which it began."""
+    return verdict["since"]["time"], verdict["since"]["step"]
+
+
+class VerdictBook:
+    """What the detector has said. `version` grows with every change."""
+
+    def __init__(self, path: pathlib.Path | None, *, writable: bool = True) -> None:
+        self._file = JsonFile(path, writable=writable)
+        self._verdicts: dict[str, dict[str, Any]] = {}
+        self._live: dict[str, Verdict] = {}
+        self.version = 0
+        for verdict in self._file.read() or []:
+            self._verdicts[verdict["id"]] = verdict
+
+    def update(self, verdicts: Iterable[Verdict]) -> bool:
+        """Take verdicts, new or changed. True if that changed anything."""
+        changed = False
+        for verdict in verdicts:
+            document = verdict.to_json()
+            self._live[verdict.id] = verdict
+            changed |= self._verdicts.get(verdict.id) != document
+            self._verdicts[verdict.id] = document
+        if changed:
+            self._save()
+        return changed
+
+    def clear_unsaid(self, now_s: float) -> None:
+        """After a restart: what the detector has not said again is over."""
+        self._clear([verdict for id_, verdict in self._verdicts.items() if id_ not in self._live], now_s)
+
+    def clear_all(self, now_s: float) -> None:
+        """The detector that said these is gone."""
+        self._clear(list(self._verdicts.values()), now_s)
+        self._live.clear()
+
+    def _clear(self, verdicts: list[dict[str, Any]], now_s: float) -> None:
+        stale = [verdict for verdict in verdicts if verdict["state"] in ACTIVE]
+        for verdict in stale:
+            since = verdict["since"]
+            last_step = max([since["step"], *verdict["evidence"]["steps"]])
+            verdict["state"] = str(State.CLEARED)
+            verdict["until"] = {"attempt": since["attempt"], "step": last_step, "time": now_s}
+        if stale:
+            self._save()
+
+    def all(self) -> list[dict[str, Any]]:
+        """Newest first, in the form of the contract."""
+        return sorted(self._verdicts.values(), key=sort_key, reverse=True)
+
+    def active(self) -> list[Verdict]:
+        """Those that are not cleared."""
+        return [verdict for verdict in self._live.values() if verdict.state in ACTIVE]
+
+    def confirmed(self) -> list[Verdict]:
+        """Those that hold now."""
+        return [verdict for verdict in self.active() if verdict.state == State.CONFIRMED]
+
+    def standing(self) -> list[Verdict]:
+        """Those that were told and are not cleared: confirmed, or recovering and perhaps soon confirmed again."""
+        return [verdict for verdict in self.active() if verdict.state != State.SUSPECT]
+
+    def slowing(self) -> list[Verdict]:
+        """Those that make each step longer; a hang does not, it ends them."""
+        return [verdict for verdict in self.confirmed() if verdict.cause != Cause.HANG and verdict.seconds_per_step > 0]
+
+    def hung_ranks(self) -> list[int]:
+        """Ranks that a confirmed verdict names as hung."""
+        return sorted(
+            {rank for verdict in self.confirmed() if verdict.cause == Cause.HANG for rank in verdict.subject.ranks}
+        )
+
+    def _save(self) -> None:
+        self.version += 1
+        self._trim()
+        self._file.write(self.all())
+
+    def _trim(self) -> None:
+        for verdict in self.all()[MAX_VERDICTS:]:
+            if verdict["state"] == State.CLEARED:
+                del self._verdicts[verdict["id"]]
+                self._live.pop(verdict["id"], None)

@@ -1,0 +1,1 @@
+"""Delivery to pages: sockets, queues, recorded sessions and downloads."""

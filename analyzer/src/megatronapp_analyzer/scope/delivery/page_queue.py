@@ -1,0 +1,167 @@
+"""What waits for one page: frames that others share, by reference, within bounds. Pure.
+
+A page grants bytes (credit) and grants them again once it has painted. Without credit, or with too much waiting, what
+may be dropped is: attention rows first, then vectors; tokens and states never. What was left out is told by a GAP.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from megatronapp_analyzer.scope.store.frame_log import Drop, Entry
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import GRANTED_BYTES
+
+MAX_WAITING_BYTES = 8 << 20
+MAX_KEPT_BYTES = 16 << 20
+"""Of frames that must not be dropped: a page that lets so many wait is let go."""
+
+
+MAX_REPLAYS = 32
+"""That one page may wait for."""
+Replay = Callable[[], Iterable[Entry]]
+"""Frames to send again, as they are when it is called."""
+
+
+@dataclasses.dataclass(slots=True)
+class Gap:
+    """Frames of one kind, one behind the other, that a page does not get."""
+
+    run: str
+    what: str
+    first: int
+    last: int
+    reason: str
+
+    def frame(self, seq: int) -> bytes:
+        """GAP, before the frame with this number."""
+        header = {"seq": seq, "run": self.run, "what": self.what, "from": self.first, "to": self.last}
+        return frames.encode(Frame(FrameType.SCOPE_GAP, header | {"ranks": [], "reason": self.reason}))
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    entry: Entry
+    short: bool = False
+    reason: str = "slow"
+
+    @property
+    def size(self) -> int:
+        return len((self.entry.short if self.short else self.entry.whole) or b"")
+
+
+class Outbox:
+    """Queue of one page. `overrun` says that it must be let go."""
+
+    def __init__(self, credit: int = GRANTED_BYTES, limit_bytes: int = MAX_WAITING_BYTES) -> None:
+        self.credit = credit
+        self._limit = limit_bytes
+        self._queue: deque[_Waiting] = deque()
+        self._backlog: deque[Entry] = deque()
+        """What was asked for again: frames that the ring holds anyway, sent as fast as the page paints."""
+        self._replays: dict[str, Replay] = {}
+        """Runs that are asked for again and wait until the one before is sent: one at a time is held."""
+        self._replayed = ""
+        self._gaps: dict[tuple[str, str], Gap] = {}
+        self.waiting_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._backlog) + len(self._replays)
+
+    @property
+    def overrun(self) -> bool:
+        """Whether more waits than a page that reads at all would let wait."""
+        return self.waiting_bytes > MAX_KEPT_BYTES
+
+    def grant(self, count: int) -> None:
+        """The page has painted so many bytes."""
+        self.credit = min(GRANTED_BYTES, self.credit + count)
+
+    def push(self, entry: Entry) -> None:
+        """Queue a frame."""
+        self._queue.append(_Waiting(entry))
+        self.waiting_bytes += self._queue[-1].size
+        for drop in (Drop.ROWS, Drop.VECTORS):
+            if self.waiting_bytes > self._limit:
+                self._shorten(drop)
+
+    def _shorten(self, drop: Drop) -> None:
+        """Drop frames of one class, the oldest first, until there is room."""
+        for waiting in self._queue:
+            if self.waiting_bytes <= self._limit:
+                return
+            if waiting.entry.drop == drop and not waiting.short:
+                self.waiting_bytes -= waiting.size
+                waiting.short = True
+                self.waiting_bytes += waiting.size
+
+    def resume(self, run: str, replay: Replay) -> None:
+        """These frames of a run instead of all that wait of it; what the ring let go is a gap.
+
+        One run is sent again at a time: others wait, and what they are made of is asked for when their turn comes.
+        """
+        if self._backlog and self._replayed == run:
+            self._backlog.clear()
+        self._replays.pop(run, None)
+        if len(self._replays) < MAX_REPLAYS:
+            self._replays[run] = replay
+        self._next_replay()
+
+    def _next_replay(self) -> None:
+        if self._backlog or not self._replays:
+            return
+        run = next(iter(self._replays))
+        entries = self._replays.pop(run)()
+        self._queue = deque(waiting for waiting in self._queue if waiting.entry.run != run)
+        self.waiting_bytes = sum(waiting.size for waiting in self._queue)
+        self._replayed = run
+        self._backlog.extend(entries)
+
+    def pop(self) -> list[bytes]:
+        """The next frames to send, in their order; empty if nothing waits, or the page must paint first."""
+        while len(self):
+            self._next_replay()
+            if self._must_paint_first():
+                return []
+            waiting = self._next()
+            frame = None if waiting is None else self._take(waiting)
+            if waiting is not None and frame is not None:
+                gaps = [gap.frame(waiting.entry.seq) for gap in self._gaps.values()]
+                self._gaps.clear()
+                return [*gaps, frame]
+        return self._last_gaps()
+
+    def _must_paint_first(self) -> bool:
+        """A page gets all of what it asked for again, in its time."""
+        whole = self._backlog[0].whole if self._backlog and self._backlog[0].drop != Drop.NEVER else None
+        return whole is not None and self.credit < min(len(whole), GRANTED_BYTES)
+
+    def _next(self) -> _Waiting | None:
+        if self._backlog:
+            return _Waiting(self._backlog.popleft())
+        if not self._queue:
+            return None
+        waiting = self._queue.popleft()
+        self.waiting_bytes -= waiting.size
+        return waiting
+
+    def _take(self, waiting: _Waiting) -> bytes | None:
+        """What is sent of a frame; None if nothing is."""
+        entry = waiting.entry
+        if entry.drop == Drop.NEVER:
+            return entry.whole
+        if entry.whole is not None and not waiting.short and self.credit >= len(entry.whole):
+            self.credit -= len(entry.whole)
+            return entry.whole
+        self._note(entry, "old" if entry.whole is None else "slow")
+        return entry.short
+
+    def _note(self, entry: Entry, reason: str) -> None:
+        gap = self._gaps.setdefault((entry.run, entry.what), Gap(entry.run, entry.what, entry.step, entry.step, reason))
+        gap.last = entry.step
+
+    def _last_gaps(self) -> list[bytes]:
+        gaps = [gap.frame(0) for gap in self._gaps.values()]
+        self._gaps.clear()
+        return gaps

@@ -1,0 +1,153 @@
+"""Pages on the scope socket: what each is sent and says. A slow or dead one holds up nobody."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.delivery.page_queue import Outbox
+from megatronapp_analyzer.scope.store.frame_log import Entry
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import MAX_COMMAND_BYTES
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.scope.store.registry import ScopeDesk
+
+LOG = logging.getLogger(__name__)
+TOO_SLOW = 4008
+"""WebSocket close code (private range): the page did not keep up."""
+REFUSED = 1008
+BUSY = 1013
+"""Try again later."""
+MAX_RESUMES = 10
+"""Of a page in a second."""
+MAX_RATE = 200
+"""Messages of a page in a second; an honest one sends one for every frame it paints."""
+GOODBYE_S = 1.0
+
+
+class Viewer:
+    """One page: its outbox, and what wakes its sender."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.wake = asyncio.Event()
+        self.overrun = asyncio.Event()
+
+    def push(self, entry: Entry) -> None:
+        """Queue a frame; never waits."""
+        self.outbox.push(entry)
+        self.wake.set()
+        if self.outbox.overrun:
+            self.overrun.set()
+
+
+class Rate:
+    """At most so many of something in a second. `clock` gives seconds."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._began = clock()
+        self._count = 0
+
+    def allows(self) -> bool:
+        """Count one more."""
+        now = self._clock()
+        if now - self._began >= 1:
+            self._began, self._count = now, 0
+        self._count += 1
+        return self._count <= self._limit
+
+
+async def serve(socket: WebSocket, desk: "ScopeDesk", role: str) -> None:
+    """Talk to one page until it goes, breaks the rules, or does not read at all."""
+    viewer = desk.subscribe()
+    works = [_send_all(socket, viewer, desk.hello_frame(role)), _listen(socket, viewer, desk), viewer.overrun.wait()]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        problem = next((task.exception() for task in tasks if task.done()), None)
+    finally:
+        desk.unsubscribe(viewer)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(problem, ProtocolError):
+        await refuse(socket, REFUSED, problem)
+    elif viewer.overrun.is_set():
+        await refuse(socket, TOO_SLOW, ProtocolError("too-slow", "the page did not keep up", "Connect again."))
+    elif problem is not None and not isinstance(problem, WebSocketDisconnect):
+        raise problem
+
+
+async def refuse(socket: WebSocket, code: int, problem: ProtocolError) -> None:
+    """Say why, if the page still listens, and close."""
+    said = {"code": problem.code, "message": str(problem), "hint": problem.hint}
+    with contextlib.suppress(TimeoutError, WebSocketDisconnect, RuntimeError):
+        async with asyncio.timeout(GOODBYE_S):
+            await socket.send_bytes(frames.encode(Frame(FrameType.ERROR, said)))
+            await socket.close(code, reason=problem.code)
+
+
+async def _send_all(socket: WebSocket, viewer: Viewer, hello: bytes) -> None:
+    await socket.send_bytes(hello)
+    while True:
+        while waiting := viewer.outbox.pop():
+            for frame in waiting:
+                await socket.send_bytes(frame)
+        viewer.wake.clear()
+        await viewer.wake.wait()
+
+
+async def _listen(socket: WebSocket, viewer: Viewer, desk: "ScopeDesk") -> None:
+    rate, resumes = Rate(MAX_RATE), Rate(MAX_RESUMES)
+    while True:
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message.get("code") or 1005)
+        if not rate.allows():
+            raise ProtocolError("too-many", f"more than {MAX_RATE} messages in a second", "Send fewer.")
+        command = parse_command(message.get("text"))
+        if command["type"] == "resume" and not resumes.allows():
+            raise ProtocolError("too-many", f"more than {MAX_RESUMES} resumes in a second", "Follow one run at a time.")
+        _obey(command, viewer, desk)
+
+
+def parse_command(text: str | None) -> dict[str, Any]:
+    """What a page says. Raises ProtocolError."""
+    if text is None or len(text.encode("utf-8", "surrogatepass")) > MAX_COMMAND_BYTES:
+        raise ProtocolError("bad-message", f"not a text of at most {MAX_COMMAND_BYTES} bytes", "Send JSON texts.")
+    try:
+        command = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("bad-message", f"not JSON: {error}", "Send JSON texts.") from error
+    if not isinstance(command, dict) or not isinstance(command.get("type"), str):
+        raise ProtocolError("bad-message", "not an object with a type", 'Send {"type": "credit", "bytes": n}.')
+    return command
+
+
+def _obey(command: dict[str, Any], viewer: Viewer, desk: "ScopeDesk") -> None:
+    """Raises ProtocolError, for another type, too."""
+    if command["type"] == "credit":
+        viewer.outbox.grant(_count(command, "bytes"))
+        viewer.wake.set()
+    elif command["type"] == "resume":
+        desk.resume(viewer, str(command.get("run")), _count(command, "seq"))
+    else:
+        what = f"there is no message of type {command['type'][:40]!r}"
+        raise ProtocolError("bad-message", what, "Send credit or resume (docs/scope-protocol.md, 7).")
+
+
+def _count(command: dict[str, Any], name: str) -> int:
+    value = command.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+        raise ProtocolError("bad-message", f"{command['type']}: {name} is not a whole number from 0 on")
+    return value

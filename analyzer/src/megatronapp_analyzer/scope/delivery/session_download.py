@@ -1,0 +1,115 @@
+"""Recorded sessions on their way to who asked: few at a time, and none that is read so slowly that others wait.
+
+A hub cannot answer with an error what it has begun to answer. It writes an ERROR frame behind what it has sent, as far
+as the reader takes it, and lets the connection break off: `session_file.parse` finds the frame, and says its words.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.delivery.limits import Slots
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+LOG = logging.getLogger(__name__)
+MAX_SESSIONS = 4
+"""That are written at a time."""
+MAX_OF_CALLER = 2
+"""Of these, for one caller."""
+LEAST_BYTES_S = 128 << 10
+"""A reader that takes fewer bytes in a second is ended."""
+PATIENCE_S = 20.0
+"""So long may it take nothing; all the time that it loses against the least rate counts."""
+CHUNK_BYTES = 32 << 10
+"""A multiple of 8, as frames are."""
+GOODBYE_S = 2.0
+HINT = "Download it again over a faster connection; `megatronapp scope replay` plays what came."
+
+
+def room(slots: Slots, caller: str) -> contextlib.ExitStack:
+    """A place for a caller until the stack is closed. Raises ApiError 429 if there is none."""
+    if slots.taken_by(caller) >= MAX_OF_CALLER:
+        text = f"you download {MAX_OF_CALLER} sessions at the moment"
+        raise ApiError(429, "too-many-sessions", text, "Ask again once one of them has ended.", retry_s=1)
+    if not slots.take(caller):
+        text = f"{MAX_SESSIONS} sessions are being downloaded at the moment"
+        raise ApiError(429, "too-many-sessions", text, "Ask again in a moment.", retry_s=1)
+    stack = contextlib.ExitStack()
+    stack.callback(slots.give_back, caller)
+    return stack
+
+
+@dataclasses.dataclass(slots=True)
+class Pace:
+    """Whether a reader keeps up: `left_s` seconds that it may still take, which come back with the bytes it takes."""
+
+    rate: float = LEAST_BYTES_S
+    patience_s: float = PATIENCE_S
+    left_s: float = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_s = self.patience_s
+
+    def took(self, size: int, seconds: float) -> None:
+        """So many bytes went in so long."""
+        self.left_s = min(self.patience_s, self.left_s - seconds + size / self.rate)
+
+
+class SessionAnswer(StreamingResponse):
+    """Pieces that are made in a thread, one after another, of what nobody changes. Gives its place back at the end."""
+
+    def __init__(self, pieces: Iterator[bytes], place: contextlib.ExitStack, headers: dict[str, str]) -> None:
+        super().__init__(pieces, headers=headers, media_type="application/octet-stream")
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self._place:
+            await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send all, or as much as a slow reader takes in its time; then the place is free at once."""
+        pace = Pace(patience_s=PATIENCE_S)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for piece in self.body_iterator:
+                assert isinstance(piece, bytes)
+                await _send(piece, pace, send)
+        except _TooSlowError:
+            LOG.warning("a download of a session is ended: its reader takes less than %d bytes/s", LEAST_BYTES_S)
+            self._place.close()
+            await _say_goodbye(send)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _TooSlowError(Exception):
+    """The reader is below the least rate."""
+
+
+async def _send(piece: bytes, pace: Pace, send: Send) -> None:
+    """Only the time of sending counts: what a piece takes to be made is not the reader's."""
+    loop = asyncio.get_running_loop()
+    for begin in range(0, len(piece), CHUNK_BYTES):
+        chunk, began_s = piece[begin : begin + CHUNK_BYTES], loop.time()
+        try:
+            async with asyncio.timeout(pace.left_s):
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError as error:
+            raise _TooSlowError from error
+        pace.took(len(chunk), loop.time() - began_s)
+
+
+async def _say_goodbye(send: Send) -> None:
+    text = f"the download was ended: its reader took less than {LEAST_BYTES_S >> 10} KiB in a second"
+    said = frames.encode(Frame(FrameType.ERROR, {"code": "too-slow", "message": text, "hint": HINT}))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GOODBYE_S):
+            await send({"type": "http.response.body", "body": said, "more_body": True})

@@ -1,0 +1,1 @@
+"""From part frames of ranks to merged steps."""

@@ -1,0 +1,158 @@
+"""Which ranks publish, what of the model each has, and the model as rank 0 tells it. Pure."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.ingest.engine_liveness import LEADER
+from megatronapp_analyzer.scope.ingest.step_assembler import number
+from megatronapp_common.scope.protocol_requests import MAX_PROMPTS, MAX_TOKENS
+
+SIZES = ("layers", "hidden", "heads", "keyHeads", "headWidth", "mlpWidth", "vocabulary", "maxLength")
+POSITIONS = frozenset({"learned", "rotary", "none"})
+MAX_SIZE = 1 << 24
+MAX_LAYERS = 4096
+MAX_SITES = 256
+MOST = {"prompts": MAX_PROMPTS, "tokens": MAX_TOKENS}
+"""Of any run, whatever a model would take."""
+UNKNOWN = -1
+"""In place of the number of a rank that has not begun."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Publisher:
+    """A rank that publishes. `replica` is its data-parallel coordinate: only replica 0 is shown."""
+
+    rank: int
+    attempt: int
+    worker: int
+    tp: int
+    pp: int
+    replica: int
+    layers: tuple[int, int] | None
+    """From the first to before the end; None if it does not say."""
+    heads: tuple[int, int] | None
+
+    def share(self) -> dict[str, Any]:
+        """What of the model it has, as SCOPE_HELLO tells it."""
+        share = {"rank": self.rank, "stage": self.pp, "tensor": self.tp}
+        return share | {"layers": list(self.layers or ()), "heads": list(self.heads or ())}
+
+
+def parse_publisher(header: Mapping[str, Any], worker: int) -> Publisher:
+    """Who sends a PUBLISHER frame. Raises ProtocolError."""
+    coordinates = header.get("coordinates")
+    if not isinstance(coordinates, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: coordinates is not a map")
+    return Publisher(
+        rank=number(header, "rank"),
+        attempt=number(header, "attempt"),
+        worker=worker,
+        tp=number(coordinates, "tp"),
+        pp=number(coordinates, "pp"),
+        replica=number(coordinates, "dp"),
+        layers=_span(header, "layers"),
+        heads=_span(header, "heads"),
+    )
+
+
+def _span(header: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+    said = header.get(name)
+    if said is None:
+        return None
+    if not (isinstance(said, list) and [type(one) for one in said] == [int, int] and 0 <= said[0] <= said[1]):
+        raise ProtocolError("bad-publisher", f"PUBLISHER frame: {name} is not a first one and an end")
+    return min(said[0], MAX_SIZE), min(said[1], MAX_SIZE)
+
+
+def parse_model(model: object) -> dict[str, Any] | None:
+    """The model that a PUBLISHER frame describes, if it does. Raises ProtocolError."""
+    if model is None:
+        return None
+    if not isinstance(model, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: model is not a map")
+    sizes = {name: number(model, name) for name in SIZES}
+    if max(sizes.values()) > MAX_SIZE or sizes["layers"] > MAX_LAYERS or model.get("positions") not in POSITIONS:
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: no model has these sizes or positions")
+    return sizes | {"gated": bool(model.get("gated")), "positions": model["positions"]}
+
+
+def parse_layout(layout: object) -> dict[str, int] | None:
+    """How the model is spread, if a PUBLISHER frame says so. Raises ProtocolError."""
+    if layout is None:
+        return None
+    if not isinstance(layout, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: layout is not a map")
+    return {name: max(1, number(layout, name)) for name in ("tensor", "pipeline")}
+
+
+def parse_limits(limits: object) -> dict[str, int] | None:
+    """Most prompts of a run and most new tokens of each, if a PUBLISHER frame says so. Raises ProtocolError."""
+    if limits is None:
+        return None
+    if not isinstance(limits, dict):
+        raise ProtocolError("bad-publisher", "PUBLISHER frame: limits is not a map")
+    return {name: min(most, number(limits, name)) for name, most in MOST.items()}
+
+
+def _names(sites: object) -> set[str]:
+    if not isinstance(sites, list) or len(sites) > MAX_SITES or not all(isinstance(one, str) for one in sites):
+        raise ProtocolError("bad-publisher", f"PUBLISHER frame: sites is not a list of at most {MAX_SITES} names")
+    return {site for site in sites if 1 <= len(site) <= 64}
+
+
+class Publishers:
+    """The ranks of the newest attempt."""
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.ranks: dict[int, Publisher] = {}
+        self.model: dict[str, Any] | None = None
+        self.layout: dict[str, Any] = {"tensor": 1, "pipeline": 1}
+        self.limits = dict(MOST)
+        self.sites: set[str] = set()
+
+    def begin(self, attempt: int) -> bool:
+        """Something of this attempt is there; whether it is newer than what was."""
+        if attempt <= self.attempt:
+            return False
+        self.attempt, self.ranks = attempt, {}
+        return True
+
+    def add(self, header: Mapping[str, Any], worker: int) -> None:
+        """A rank begins, or says again that it does. Raises ProtocolError."""
+        publisher, model = parse_publisher(header, worker), parse_model(header.get("model"))
+        if publisher.attempt < self.attempt:
+            return
+        self.begin(publisher.attempt)
+        self.ranks[publisher.rank] = publisher
+        self.model = model or self.model
+        self.sites |= _names(header.get("sites"))
+        self.layout = parse_layout(header.get("layout")) or self.layout
+        self.limits = parse_limits(header.get("limits")) or self.limits
+
+    def remove(self, attempt: int, worker: int, rank: int | None = None) -> list[int]:
+        """A worker's ranks are gone, or one of them; which."""
+        if attempt != self.attempt:
+            return []
+        gone = [one for one, found in self.ranks.items() if found.worker == worker and rank in {None, one}]
+        for one in gone:
+            del self.ranks[one]
+        return gone
+
+    def told_layout(self) -> dict[str, Any]:
+        """How the model is spread; with what each rank of a replica has, once all have said it."""
+        known = sorted((one for one in self.ranks.values() if one.replica == 0), key=lambda one: one.rank)
+        if UNKNOWN in self.expected() or any(one.layers is None or one.heads is None for one in known):
+            return self.layout
+        return self.layout | {"ranks": [one.share() for one in known]}
+
+    def expected(self) -> list[int]:
+        """Ranks whose parts make a step; UNKNOWN stands for those that have not begun.
+
+        How many there are is known once rank 0 is.
+        """
+        known = [rank for rank, one in self.ranks.items() if one.replica == 0]
+        whole = LEADER in known and len(known) >= self.layout["tensor"] * self.layout["pipeline"]
+        return known if whole else [*known, UNKNOWN]

@@ -1,0 +1,169 @@
+"""Steps that wait for their parts: closed when all ranks have reported, or some time after the first. Pure.
+
+The caller gives the time in seconds; any order of frames gives the same steps. Every step closes: one whose tokens do
+not come closes without them, at the latest some time after its newest part, and soon when its run has ended.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.ingest.merge import Piece
+from megatronapp_analyzer.scope.ingest.part_tracker import Numbering, Part
+from megatronapp_common.frames import Frame
+
+WAIT_S = 0.2
+"""From the newest frame of a step to the moment when it is closed without what is missing: parts of a long prompt come
+over seconds, and its tokens may overtake the last of them."""
+TOKENS_WAIT_S = 60.0
+"""From the newest part of a step whose tokens do not come: the stages before the last report long before it does."""
+MAX_OPEN = 64
+"""Steps that wait, of all runs; beyond, the oldest is closed as it is."""
+
+StepKey = tuple[str, int]
+"""Run and step."""
+
+
+@dataclasses.dataclass(slots=True)
+class OpenStep:
+    """What has come of a step."""
+
+    began_s: float
+    heard_s: float
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    parts: Numbering = dataclasses.field(default_factory=Numbering)
+    tokens: Frame | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ClosedStep:
+    """A step that is ready to be shown."""
+
+    run: str
+    step: int
+    first: int
+    """Below `step` if steps between were never heard of: the first of them."""
+    tokens: Frame | None
+    """None if they did not come."""
+    pieces: Sequence[Piece]
+    missing: tuple[int, ...]
+    """Ranks that had not reported all."""
+    dropped: tuple[int, ...]
+    """Ranks that say that they dropped something."""
+
+
+@dataclasses.dataclass(slots=True)
+class StepBook:
+    """All steps that wait. A run's steps are closed in their order."""
+
+    wait_s: float = WAIT_S
+    tokens_wait_s: float = TOKENS_WAIT_S
+    late: int = 0
+    """Frames that came after their step was closed."""
+    _open: dict[StepKey, OpenStep] = dataclasses.field(default_factory=dict)
+    _next: dict[str, int] = dataclasses.field(default_factory=dict)
+    _ended: set[str] = dataclasses.field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add_part(self, key: StepKey, pieces: Iterable[Piece], now_s: float, part: Part) -> None:
+        """Pieces of one rank."""
+        if (step := self._step(key, now_s)) is not None:
+            step.pieces += pieces
+            step.parts.add(part)
+
+    def add_tokens(self, key: StepKey, tokens: Frame, now_s: float) -> None:
+        """Tokens of a step."""
+        if (step := self._step(key, now_s)) is not None:
+            step.tokens = tokens
+
+    def end(self, run: str) -> None:
+        """Tokens of this run do not come any more, if not at once."""
+        self._ended.add(run)
+
+    def goes_on(self, run: str) -> None:
+        """It has not ended, whatever was said."""
+        self._ended.discard(run)
+
+    def _step(self, key: StepKey, now_s: float) -> OpenStep | None:
+        run, step = key
+        if not run or step < 0:
+            raise ProtocolError("bad-part", f"a frame of run {run[:32]!r}, step {step}")
+        if step < self._next.get(run, 0):
+            self.late += 1
+            return None
+        found = self._open.setdefault(key, OpenStep(now_s, now_s))
+        found.heard_s = now_s
+        return found
+
+    def close(self, expected: Iterable[int], now_s: float) -> list[ClosedStep]:
+        """Steps that are ready, in the order of their runs' steps. `expected`: ranks that publish."""
+        ranks = frozenset(expected)
+        closed: list[ClosedStep] = []
+        for run in sorted({run for run, _ in self._open}):
+            closed += self._close_run(run, ranks, now_s)
+        while len(self._open) > MAX_OPEN:
+            oldest = min(self._open, key=lambda one: (self._open[one].began_s, one))
+            closed.append(self._shut(oldest, ranks))
+        return closed
+
+    def _close_run(self, run: str, ranks: frozenset[int], now_s: float) -> Iterator[ClosedStep]:
+        """Nothing overtakes: a step that is ready waits for the one before it, as long as that one may wait."""
+        for number in self._waiting(run):
+            step = self._open[run, number]
+            follows = number == self._next.get(run, 0)
+            whole = step.tokens is not None and step.parts.finished >= ranks
+            if not (whole and follows) and now_s < self._deadline_s(run, number):
+                return
+            yield self._shut((run, number), ranks)
+
+    def _waiting(self, run: str) -> list[int]:
+        return sorted(step for one, step in self._open if one == run)
+
+    def _deadline_s(self, run: str, number: int) -> float:
+        """When a step is closed as it is. Tokens of a later step say that its own were lost."""
+        step = self._open[run, number]
+        later = (one.tokens for (other, place), one in self._open.items() if other == run and place > number)
+        known = step.tokens is not None or run in self._ended or any(tokens is not None for tokens in later)
+        return step.heard_s + (self.wait_s if known else self.tokens_wait_s)
+
+    def _shut(self, key: StepKey, ranks: frozenset[int]) -> ClosedStep:
+        run, number = key
+        step = self._open.pop(key)
+        first = min(self._next.get(run, 0), number)
+        self._next[run] = max(self._next.get(run, 0), number + 1)
+        return ClosedStep(
+            run=run,
+            step=number,
+            first=first,
+            tokens=step.tokens,
+            pieces=step.pieces,
+            missing=tuple(sorted(ranks - step.parts.finished)),
+            dropped=tuple(sorted(step.parts.dropped)),
+        )
+
+    def waits(self, run: str) -> bool:
+        """Whether a step of this run may still be shown."""
+        return any(one == run for one, _ in self._open)
+
+    def due_s(self) -> float | None:
+        """When the next step closes at the latest; None if none waits."""
+        runs = {run for run, _ in self._open}
+        return min((self._deadline_s(run, self._waiting(run)[0]) for run in runs), default=None)
+
+    def forget(self, run: str) -> None:
+        """A run has ended for good."""
+        for key in [key for key in self._open if key[0] == run]:
+            del self._open[key]
+        self._next.pop(run, None)
+        self._ended.discard(run)
+
+
+def number(header: Any, name: str) -> int:  # noqa: ANN401
+    """A whole number of a frame's header. Raises ProtocolError."""
+    value = header.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 53:
+        raise ProtocolError("bad-frame", f"{name} is {str(value)[:64]!r}, not a whole number from 0 on")
+    return value

@@ -1,0 +1,112 @@
+"""Tokens that this hub has not seen, because it was not there: rank 0 still has them.
+
+A text with holes is another text: what a probe of it found would be numbers of something that nobody generated. So a
+run is refused until it is whole again.
+
+When rank 0 comes back, it is asked for each run that goes on here, too: the word that one has ended may have been lost.
+"""
+
+import asyncio
+import functools
+import logging
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.ingest.engine_liveness import lost_run
+from megatronapp_analyzer.scope.ingest.wire_models import StoredRun, read
+from megatronapp_analyzer.scope.probes.probe_client import Asker
+from megatronapp_analyzer.scope.store.run import ENDED, Run
+from megatronapp_common.frames import Frame, FrameType
+
+LOG = logging.getLogger(__name__)
+RETRY_S = 1
+TRIES = 60
+"""To ask a rank 0 that came back, whose server may not be there yet."""
+
+
+class Refiller:
+    """Asks rank 0 for tokens of runs that have holes; each run once at a time."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._asker.desk.on_hole = self.want
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lost: set[str] = set()
+        """Runs that rank 0 does not know any more."""
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        """At runs of a rank 0 that came back."""
+
+    async def close(self) -> None:
+        """End what goes on."""
+        tasks = [*self._tasks.values(), *self._looks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self, run: Run) -> None:
+        """Raises ApiError for a run with holes: 503 while rank 0 is asked, 409 where nobody has its tokens."""
+        if run.whole:
+            return
+        self.want(run)
+        if run.id in self._tasks:
+            text = "the hub has not seen all tokens of this run, and asks the model for them"
+            raise ApiError(503, "refilling", text, "Ask again in a moment.", retry_s=RETRY_S)
+        text = "tokens of this run came while the hub was away, and nobody has them any more"
+        raise ApiError(409, "run-incomplete", text, "Its numbers cannot be told; start the run again.")
+
+    def want(self, run: Run) -> None:
+        """Ask, if that may help."""
+        if run.whole or self._asker.client is None or run.id in self._tasks or run.id in self._lost:
+            return
+        self._tasks[run.id] = task = asyncio.ensure_future(self._fill(run))
+        task.add_done_callback(lambda _: self._ended(run, task))
+
+    def _ended(self, run: Run, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(run.id, None)
+        self._lost &= set(self._asker.desk.runs)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("run %s is not whole: %s", run.id, error)
+            if isinstance(error, ProtocolError) or (isinstance(error, ApiError) and error.status == 404):
+                self._lost.add(run.id)
+
+    async def _fill(self, run: Run) -> None:
+        said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
+        desk = self._asker.desk
+        if desk.runs.get(run.id) is run:
+            for entry in run.fill(said.samples):
+                desk.publish(entry)
+
+    # ---- a rank 0 that came back
+
+    def look_again(self) -> None:
+        """Ask rank 0 how it stands with all runs that go on here; each once at a time."""
+        for run in self._asker.desk.runs.values():
+            if not run.ended and self._asker.client is not None and run.id not in self._looks:
+                self._looks[run.id] = task = asyncio.ensure_future(self._look(run))
+                task.add_done_callback(functools.partial(self._looked, run))
+
+    def _looked(self, run: Run, task: asyncio.Task[None]) -> None:
+        self._looks.pop(run.id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("how it stands with run %s is not known: %s", run.id, error)
+
+    async def _look(self, run: Run) -> None:
+        before = run.header
+        frame = await self._told_of(run)
+        goes_on_here = self._asker.desk.runs.get(run.id) is run and not run.ended
+        if goes_on_here and (run.header is before or frame.header.get("state") in ENDED):
+            self._asker.desk.hear(frame)
+
+    async def _told_of(self, run: Run) -> Frame:
+        """Its state as rank 0 has it; failed, where rank 0 does not know it. Raises ApiError and ProtocolError."""
+        for _ in range(TRIES):
+            try:
+                said = read(StoredRun, "answer of rank 0: run", await self._asker.serving.run(run.id))
+                return Frame(FrameType.SCOPE_RUN_STATE, {**said.header, "run": run.id})
+            except ApiError as error:
+                if error.status == 404:
+                    return lost_run(run.header)
+                if error.status not in {429, 503}:
+                    raise
+            await asyncio.sleep(RETRY_S)
+        raise ApiError(503, "restarting", "the model does not answer", "Look at the log of rank 0.")

@@ -1,0 +1,1 @@
+"""Probes: requests for exact values, and principal components."""

@@ -1,0 +1,363 @@
+"""The axes of PCA: fitted on the first prompt, kept for all runs of the model, and fitted anew on request.
+
+A basis has a version, which counts fits. Ranks project what they read on the newest one; what was read before is
+projected here, of a probe that reads the whole text again, so that a picture is of one version alone.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.ingest.merge import Piece, Row
+from megatronapp_analyzer.scope.probes import pca
+from megatronapp_analyzer.scope.probes.pca_points import Points, coordinates_of, frame_of_points, stride_of
+from megatronapp_analyzer.scope.probes.probe_client import Asker, check
+from megatronapp_analyzer.scope.probes.probe_tracker import RETRY_S
+from megatronapp_analyzer.scope.store.run import Run
+from megatronapp_analyzer.scope.views import encode
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import COMPONENTS, Tensor, frame_of
+from megatronapp_common.scope.protocol_requests import Probe, ProbeSite
+
+LOG = logging.getLogger(__name__)
+SITE = "residual"
+ENOUGH_ROWS = COMPONENTS + 1
+"""With fewer a first fit waits for the end of the run."""
+FIT_ROWS = 256
+"""That a basis is fitted on: every so many of a longer text."""
+TRIES = 60
+"""To give a basis to ranks whose server is not there yet, or to have them bring what they refuse, a second apart."""
+REFUSED = frozenset({429, 503})
+"""What may be granted later."""
+OURS = "the hub"
+"""Who asks for probes that nobody asked for."""
+Completion = tuple[str, int, bool]
+"""Run, version, and whether the run has ended."""
+States = Mapping[int, NDArray[np.floating]]
+"""Hidden states [rows, hidden] by layer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit:
+    """What a basis is fitted for. `tokens`: of the texts whose rows it is fitted on."""
+
+    layers: Sequence[int]
+    refit: bool
+    tokens: int
+
+
+class BasisDesk:
+    """The basis of each layer, and its version."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+        self._desk = asker.desk
+        self._desk.on_prefill = self._after_prefill
+        self._desk.on_basis = self._introduce
+        self._desk.on_coordinates = self._complete
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._giving: asyncio.Task[Any] | None = None
+        self._fitting = asyncio.Lock()
+        """One fit after another: each is turned onto the one before, and told with its own version."""
+        self._completed: set[Completion] = set()
+        self._completing: set[Completion] = set()
+        self.bases: dict[int, pca.Basis] = {}
+        self.fitted = "first prompt"
+
+    @property
+    def version(self) -> int:
+        """Of the newest basis; 0 before the first."""
+        return self._desk.pca_version
+
+    async def close(self) -> None:
+        """End what goes on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:  # noqa: ANN401
+        task: asyncio.Task[Any] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("PCA: %s", error)
+
+    # ---- fits
+
+    def _after_prefill(self, run: Run) -> None:
+        """The first prompt that asks for PCA gives the axes."""
+        if run.length(0) >= ENOUGH_ROWS:
+            self._first_fit(run, range(1))
+        elif sum(map(run.length, range(len(run.tokens)))) >= ENOUGH_ROWS:
+            self._first_fit(run, range(len(run.tokens)))
+
+    def _first_fit(self, run: Run, samples: range) -> None:
+        model = self._desk.publishers.model
+        if wants(run) and model is not None and self._asker.client is not None and not self.bases and run.whole:
+            self._start(self._fit_first(run, range(model["layers"]), samples))
+
+    async def _fit_first(self, run: Run, layers: range, samples: range) -> None:
+        """Nobody asks for the first basis again: so it is asked for until it comes."""
+        over = asyncio.Event()
+
+        async def ask() -> None:
+            await self.ask(run, layers, refit=False, caller=OURS, samples=samples, over=over)
+
+        await _until(over, ask, lambda: not self.bases and not self._fitting.locked() and self._knows(run))
+
+    async def refit(self, run: Run, layers: Sequence[int], caller: str) -> str | None:
+        """New axes of these layers. None: fitted; else the probe that brings the rows. Raises ApiError."""
+        if self._asker.client is not None:
+            samples = range(len(run.tokens))
+            return await self.ask(run, layers, refit=True, caller=caller, samples=samples)
+        rows, states = _held(run, layers)
+        if len(rows) < 2:
+            raise ApiError(404, "not-recorded", "hidden states of this run were not recorded", "Take a live model.")
+        await self._fit(run, states, rows, Fit(layers=layers, refit=True, tokens=len(rows)))
+        return None
+
+    async def ask(
+        self,
+        run: Run,
+        layers: Sequence[int],
+        *,
+        refit: bool,
+        caller: str,
+        samples: range,
+        over: asyncio.Event | None = None,
+    ) -> str:
+        """Have the model read these samples again, and fit on what it tells. Returns the probe; `over` is set with it.
+
+        Layers that are not fitted are read, too: all coordinates of a version come together.
+        """
+        texts = tuple(tuple(run.ids(sample)[: run.length(sample)]) for sample in samples)
+        wanted = self._probe(texts, sorted({*layers, *self.bases}))
+
+        def done(pieces: Sequence[Piece]) -> None:
+            rows, states = _states(check(pieces, wanted))
+            if over is not None:
+                over.set()
+            if len(rows) > 1:
+                fit = Fit(layers=layers, refit=refit, tokens=sum(map(len, texts)))
+                self._start(self._fit(run, states, rows, fit))
+
+        what = ("refit", samples) if refit else ("first fit",)
+        return await self._asker.ask((run.id, *what, tuple(layers)), wanted, done, caller)
+
+    def _probe(self, texts: tuple[tuple[int, ...], ...], layers: Sequence[int]) -> Probe:
+        model = self._desk.publishers.model
+        stride = stride_of(sum(map(len, texts)), len(layers), model["hidden"] if model else 1)
+        return Probe(ids=texts, sites=(ProbeSite(site=SITE, layers=tuple(layers)),), stride=stride)
+
+    async def _fit(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
+        async with self._fitting:
+            fits = fit.refit or not self.bases
+            if fits:
+                await self._fit_next(run, states, rows, fit)
+            elif run.pca_version != self.version and self._knows(run):
+                self._introduce(run)
+        if run.ended or not fits:
+            self._complete(run)
+
+    async def _fit_next(self, run: Run, states: States, rows: Sequence[Row], fit: Fit) -> None:
+        """Nobody sees the new basis before its coordinates are there, too."""
+        wanted = {layer: states[layer] for layer in fit.layers}
+        found = await asyncio.to_thread(_fit_all, wanted, dict(self.bases), (run.id, fit.tokens))
+        bases = self.bases | found
+        points = await asyncio.to_thread(coordinates_of, states, rows, bases)
+        self.bases, self.fitted = bases, "refit" if fit.refit else "first prompt"
+        self._desk.pca_version = max(self.version, self._desk.pca_seen) + 1
+        if self._knows(run):
+            self._tell(run, points)
+        self.give()
+
+    def _knows(self, run: Run) -> bool:
+        return self._desk.runs.get(run.id) is run
+
+    def _tell(self, run: Run, points: Points) -> None:
+        """SCOPE_PCA of a run, with the coordinates of all rows that are known."""
+        layers = sorted(self.bases)
+        said = {
+            "run": run.id,
+            "version": self.version,
+            "layers": layers,
+            "explained": [self.bases[layer].explained.tolist() for layer in layers],
+            "fitted": self.fitted,
+            "sources": [dict(zip(("run", "tokens"), self.bases[layer].source, strict=True)) for layer in layers],
+        }
+        if run.pca_version != self.version:
+            run.pca_version, run.pca_rows = self.version, set()
+        self._desk.publish_frame(run, frame_of_points(said, points))
+
+    # ---- ranks
+
+    def give(self) -> None:
+        """Give the newest basis to the ranks: they may be others than those that had it."""
+        model = self._desk.publishers.model
+        if self.bases and model is not None and not _fits(self.bases, model):
+            self.bases = {}
+        if not self.bases or self._asker.client is None:
+            return
+        if self._giving is not None:
+            self._giving.cancel()
+        self._giving = self._start(self._give())
+
+    async def _give(self) -> None:
+        for tries in range(TRIES):
+            try:
+                await self._asker.serving.basis(basis_frame(self.version, self.bases))
+            except ApiError as error:
+                if error.status != 503 or tries == TRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    # ---- runs
+
+    def _introduce(self, run: Run) -> None:
+        """A run whose rows the ranks project on a basis that it has not been told of."""
+        if self.bases:
+            self._tell(run, Points.none(len(self.bases)))
+
+    def _complete(self, run: Run) -> None:
+        """What was read while the basis was on its way has no coordinates yet: once it is there, and at the end."""
+        if run.ended and not self.bases:
+            self._first_fit(run, range(len(run.tokens)))
+        at = (run.id, run.pca_version, run.ended)
+        if not wants(run) or not self._shows(run, run.pca_version) or not run.whole:
+            return
+        if at not in self._completed | self._completing and self._asker.client is not None:
+            self._completing.add(at)
+            self._start(self._bring(run, at))
+
+    def _shows(self, run: Run, version: int) -> bool:
+        """Whether a run is shown in this version, and it is the newest."""
+        return bool(self.bases) and version == self.version == run.pca_version and self._knows(run)
+
+    async def _bring(self, run: Run, at: Completion) -> None:
+        """All rows that are missing. Done once each has come, or was refused for good: then nobody asks again."""
+        missing = _missing(run, known_rows(run))
+        try:
+            works = [self._bring_sample(run, sample, places) for sample, places in missing.items()]
+            ends = await asyncio.gather(*works, return_exceptions=True)
+        finally:
+            self._completing.discard(at)
+        for error in (one for one in ends if isinstance(one, BaseException)):
+            LOG.warning("PCA of run %s: %s", run.id, error)
+        if False not in ends:
+            self._completed = {one for one in self._completed if one[0] in self._desk.runs} | {at}
+
+    async def _bring_sample(self, run: Run, sample: int, places: range) -> bool:
+        """Coordinates of a span of rows; whether they have come. Raises ApiError if they are refused for good."""
+        version, over = self.version, asyncio.Event()
+        text = tuple(run.ids(sample)[: run.length(sample)])
+        whole = self._probe((text,), sorted(self.bases))
+        wanted = whole.model_copy(update={"queries": (places.start, places.stop)})
+
+        def done(pieces: Sequence[Piece]) -> None:
+            rows, states = _states(check(pieces, wanted))
+            over.set()
+            if self._shows(run, version):
+                fresh = coordinates_of(states, [(sample, place) for _, place in rows], self.bases)
+                self._tell(run, Points.of_frame(run.journal.pca).with_more(fresh))
+
+        async def ask() -> None:
+            await self._asker.ask((run.id, "pca rows", sample, version, places), wanted, done, OURS)
+
+        await _until(over, ask, lambda: self._shows(run, version))
+        return over.is_set()
+
+
+async def _until(over: asyncio.Event, ask: Callable[[], Awaitable[None]], still: Callable[[], bool]) -> None:
+    """Ask for a probe, and again where it has failed, until it is over. Raises ApiError if it is refused for good."""
+    refused = 0
+    while not over.is_set() and refused < TRIES and still():
+        try:
+            await ask()
+        except ApiError as error:
+            if error.status not in REFUSED:
+                raise
+            refused += 1
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), RETRY_S)
+
+
+def wants(run: Run) -> bool:
+    """Whether coordinates were asked for."""
+    capture = run.header.get("capture") or {}
+    return capture.get("preset") != "off" and bool((capture.get("states") or {}).get("pca", True))
+
+
+def known_rows(run: Run) -> set[Row]:
+    """Rows of a run that have coordinates in the basis that it is shown in."""
+    return set(Points.of_frame(run.journal.pca).rows) | run.pca_rows
+
+
+def _missing(run: Run, known: set[Row]) -> dict[int, range]:
+    """Of each sample the span of rows that have been read and are not known.
+
+    Of a prompt some rows are shown, where it is long: those that are known stand for it.
+    """
+    found: dict[int, range] = {}
+    for sample in range(len(run.tokens)):
+        end = len(run.prompt_ids(sample))
+        first = end if any((sample, place) in known for place in range(end)) else 0
+        places = [place for place in range(first, run.length(sample)) if (sample, place) not in known]
+        if places:
+            found[sample] = range(places[0], places[-1] + 1)
+    return found
+
+
+def _held(run: Run, layers: Sequence[int]) -> tuple[list[Row], States]:
+    """Hidden states that are kept already, of rows that have them in all these layers."""
+    rows: list[Row] = []
+    parts: dict[int, list[NDArray[Any]]] = {layer: [] for layer in layers}
+    for sample in range(len(run.tokens)):
+        held = {layer: run.values.get((SITE, sample, layer, None)) for layer in layers}
+        places = sorted(set.intersection(*(set(found) for found in held.values())))
+        rows += [(sample, place) for place in places]
+        for layer, found in held.items():
+            parts[layer] += [found[place] for place in places]
+    return rows, {layer: np.array(found) for layer, found in parts.items()}
+
+
+def _fits(bases: Mapping[int, pca.Basis], model: Mapping[str, Any]) -> bool:
+    """Whether a basis is of such a model."""
+    return max(bases) < model["layers"] and all(one.mean.size == model["hidden"] for one in bases.values())
+
+
+def _states(pieces: Sequence[Piece]) -> tuple[list[Row], States]:
+    """Hidden states of a probe, by layer."""
+    table = encode.tables_of(pieces, None)[SITE]
+    layers = table.layers or ()
+    return list(table.rows), {layer: table.data[:, place] for place, layer in enumerate(layers)}
+
+
+def _fit_all(states: States, old: Mapping[int, pca.Basis], source: tuple[str, int]) -> dict[int, pca.Basis]:
+    """On every so many rows, so that it takes no longer than on FIT_ROWS."""
+    found = {}
+    for layer, rows in states.items():
+        every = -(-len(rows) // FIT_ROWS)
+        found[layer] = dataclasses.replace(pca.fit(rows[::every], onto=old.get(layer)), source=source)
+    return found
+
+
+def basis_frame(version: int, bases: Mapping[int, pca.Basis]) -> Frame:
+    """SCOPE_BASIS for rank 0."""
+    layers = sorted(bases)
+    mean = np.stack([bases[layer].mean for layer in layers]).astype("<f4")
+    axes = np.stack([bases[layer].axes for layer in layers]).astype("<f4")
+    tensors = [Tensor("mean", "f32", mean), Tensor("basis", "f32", axes)]
+    return frame_of(FrameType.SCOPE_BASIS, {"version": version, "layers": layers}, tensors)

@@ -1,0 +1,244 @@
+"""What the desk asks of the model: runs, changes, and probes for numbers that it does not hold."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.scope.ingest.merge import Piece, Table
+from megatronapp_analyzer.scope.probes.probe_tracker import MAX_OF_CALLER, MAX_PROBES, RETRY_S, away, no_room
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.store.audit_log import ActionLog
+from megatronapp_analyzer.scope.store.registry import ScopeDesk
+from megatronapp_analyzer.scope.store.run import Run, value_site
+from megatronapp_analyzer.scope.views import encode
+from megatronapp_analyzer.scope.views.export_values import HEADED
+from megatronapp_analyzer.scope.views.tile_pooling import HeadKey
+from megatronapp_analyzer.scope.views.tiles import Place, missing, tile
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, ProbeSite, RunRequest
+
+RETRY_MS = 200
+KNOWN_S = 2.0
+"""So long a new run may take from rank 0 by the agent to here, which is another way than that of the answer."""
+Keep = Callable[[Run, int, ProbeSite, Sequence[Piece]], None]
+"""What becomes of the rows of a site that a probe found."""
+
+
+class Asker:
+    """Between routes and rank 0. `client` None: no model serves here."""
+
+    def __init__(self, desk: ScopeDesk, client: ServeClient | None) -> None:
+        self.desk = desk
+        self.client = client
+        self.actions = ActionLog()
+        self._asking: dict[object, tuple[str, asyncio.Task[str]]] = {}
+        """Probes that rank 0 has not answered for yet, with who asked."""
+
+    @property
+    def serving(self) -> ServeClient:
+        """The model. Raises ApiError 409 without one."""
+        if self.client is None:
+            raise ApiError(
+                409, "no-model", "nothing generates here", "Start a job with mode: serve, or `megatronapp serve`."
+            )
+        return self.client
+
+    async def start(self, request: RunRequest, who: str) -> dict[str, Any]:
+        """Queue a run; it is known here then, if the ranks' agent is there. `who` asks."""
+        self._check_heads(request.capture.pinned)
+        answer = await self.serving.start(request)
+        count = len(request.prompts)
+        self.actions.note(who, f"started run {str(answer.get('run'))[:64]} of {count} prompt{'s' * (count != 1)}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KNOWN_S):
+                await self.desk.known(str(answer.get("run")))
+        return answer
+
+    async def cancel(self, run: str, who: str) -> None:
+        """End a run."""
+        await self.serving.cancel(run)
+        self.actions.note(who, f"cancelled run {run}")
+
+    async def change(self, run: str, change: CaptureChange, who: str) -> None:
+        """Change what is captured."""
+        self._check_heads(change.capture.pinned)
+        await self.serving.change(run, change)
+        self.actions.note(who, f"changed what is captured of run {run}")
+
+    def _check_heads(self, heads: Sequence[Any]) -> None:
+        model = self.desk.publishers.model
+        for place, one in enumerate(heads):
+            if model is not None and (one.layer >= model["layers"] or one.head >= model["heads"]):
+                raise ApiError(
+                    422,
+                    "invalid-request",
+                    f"capture.pinned.{place}: there is no layer {one.layer}, head {one.head}",
+                    f"The model has {model['layers']} layers of {model['heads']} heads.",
+                )
+
+    async def tile(self, run: Run, head: HeadKey, place: Place, caller: str) -> NDArray[np.uint8] | str:
+        """A tile of a head's map, or the id of the probe that brings more of it. Raises ApiError."""
+        sample, layer, index = head
+        site = ProbeSite(site="attention", layers=(layer,), heads=(index,), code="u8s")
+        rows = run.attention.get(head)
+        absent = missing(place, rows)
+        if absent is None:
+            return tile(place, rows)
+        if run.pooled.fit(place):
+            return await self.probe(run, sample, site, absent, caller)
+        run.pooled.check(place)
+        made = run.pooled.making(head, place)
+        made.add(rows)
+        if made.whole:
+            return made.tile
+        return await self.probe(run, sample, site, run.pooled.piece(made), caller, keep=pool)
+
+    async def tiles(
+        self, run: Run, head: HeadKey, places: Sequence[Place], caller: str
+    ) -> list[NDArray[np.uint8]] | str:
+        """Tiles of a head's map, or the id of a probe that brings more of them. Raises ApiError.
+
+        What is missing is asked for at once. Others have their turn between any two tiles.
+        """
+        known = run.attention.get(head)
+        absent = [place for place in places if missing(place, known) is not None]
+        brought = await asyncio.gather(*(self.tile(run, head, place, caller) for place in absent))
+        if coming := [one for one in brought if isinstance(one, str)]:
+            return coming[0]
+        made: list[NDArray[np.uint8]] = []
+        for place in places:
+            one = await self.tile(run, head, place, caller)
+            if isinstance(one, str):
+                return one
+            made.append(one)
+            await asyncio.sleep(0)
+        return made
+
+    async def probe(
+        self, run: Run, sample: int, site: ProbeSite, queries: range, caller: str, *, keep: Keep | None = None
+    ) -> str:
+        """Ask for rows of one site, once as long as they have not come. Returns the probe's id. Raises ApiError."""
+        ids = tuple(run.ids(sample)[: run.length(sample)])
+        wanted = Probe(ids=(ids,), sites=(site,), queries=(queries.start, queries.stop), stride=queries.step)
+        put = keep or keep_rows
+        key = (run.id, sample, site, queries, put)
+
+        def done(pieces: Sequence[Piece]) -> None:
+            if self.desk.runs.get(run.id) is run:
+                put(run, sample, site, check(pieces, wanted))
+
+        return await self.ask(key, wanted, done, caller)
+
+    async def ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+        """The probe that brings this; who asks for what is asked for already waits with the others. Raises ApiError."""
+        book = self.desk.probes
+        book.settle(self.desk.publishers.expected(), self.desk.clock())
+        if (asked := book.asked(key)) is not None:
+            return asked
+        if (failure := book.take_failure(key)) is not None:
+            raise failure
+        if key not in self._asking:
+            self._check_room(wanted, caller)
+            task = asyncio.ensure_future(self._ask(key, wanted, done, caller))
+            self._asking[key] = caller, task
+            task.add_done_callback(lambda _: self._asking.pop(key))
+        return await asyncio.shield(self._asking[key][1])
+
+    def _check_room(self, wanted: Probe, caller: str) -> None:
+        if self.client is None:
+            raise ApiError(
+                404,
+                "not-recorded",
+                f"{wanted.sites[0].site} of these rows was not recorded",
+                "Only a serving model can tell.",
+            )
+        asking = [one for one, _ in self._asking.values()]
+        of_caller = self.desk.probes.count(caller) + asking.count(caller)
+        if of_caller >= MAX_OF_CALLER or len(self.desk.probes) + len(asking) >= MAX_PROBES:
+            whose = "you wait" if of_caller >= MAX_OF_CALLER else "pages wait"
+            text = f"{whose} for as many probes as the model takes at a time"
+            raise ApiError(429, "too-many-probes", text, "Ask again once some have come.", retry_s=RETRY_S)
+
+    async def _ask(self, key: object, wanted: Probe, done: Callable[[Sequence[Piece]], None], caller: str) -> str:
+        clears = self.desk.probes.clears
+        probe = await self.serving.probe(wanted)
+        if self.desk.probes.clears != clears:
+            raise away()
+        self.desk.probes.expect(probe, key, done, self.desk.clock(), caller=caller)
+        self.desk.probes.settle(self.desk.publishers.expected(), self.desk.clock())
+        return probe
+
+
+def check(pieces: Sequence[Piece], asked: Probe) -> list[Piece]:
+    """The pieces of a probe for one site. Raises ProtocolError if rows, layers or heads are missing."""
+    (site,) = asked.sites
+    found = [piece for piece in pieces if piece.tensor.name == site.site and _turn(piece) == site.rotary]
+    rows = {row for piece in found for row in piece.rows}
+    needed = {
+        (sample, place)
+        for sample, ids in enumerate(asked.ids)
+        for place in range(*(asked.queries or (0, len(ids))), asked.stride)
+    }
+    layers = {layer for piece in found for layer in piece.layers or ()}
+    heads = {head for piece in found if piece.span for head in range(*piece.span)}
+    if not needed <= rows or not layers >= set(site.layers) or (heads and not heads >= set(site.heads or ())):
+        raise ProtocolError("bad-part", f"a probe of {site.site} brought {len(rows & needed)} of {len(needed)} rows")
+    return found
+
+
+def _turn(piece: Piece) -> str:
+    return str(piece.tensor.extra.get("rotary") or "after")
+
+
+def pool(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+    """Hand rows of attention to the tiles that wait for them; they are not kept."""
+    del site
+    for (layer, head), rows in _by_head(wanted).items():
+        run.pooled.add((sample, layer, head), rows)
+
+
+def _by_head(wanted: Sequence[Piece]) -> dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]]:
+    found: dict[tuple[int, int], list[tuple[int, NDArray[np.uint8]]]] = {}
+    for _, layer, head, position, codes in encode.attention_rows(wanted):
+        found.setdefault((layer, head), []).append((position, codes))
+    return found
+
+
+def keep_rows(run: Run, sample: int, site: ProbeSite, wanted: Sequence[Piece]) -> None:
+    """Put what a probe found where it is looked for. Raises ApiError 413 if it is more than the hub holds."""
+    if site.code == "u8s":
+        _keep_attention(run, sample, wanted)
+        return
+    table = encode.tables_of(wanted, None, apart=frozenset())[site.site]
+    positions = [position for _, position in table.rows]
+    for layer, head, rows in _slices(site.site, table):
+        key = value_site(site.site, site.rotary), sample, layer, head
+        run.values.put(key, positions, rows)
+        if not all(position in run.values.get(key) for position in positions):
+            raise no_room(rows.nbytes)
+
+
+def _keep_attention(run: Run, sample: int, wanted: Sequence[Piece]) -> None:
+    for (layer, head), rows in _by_head(wanted).items():
+        for position, codes in rows:
+            run.attention.put((sample, layer, head), [position], codes.reshape(1, -1).copy())
+
+
+def _slices(site: str, table: Table) -> list[tuple[int | None, int | None, Any]]:
+    """The rows of every layer and head, each as [rows, width]."""
+    count, data = len(table.rows), table.data.astype("<f4")
+    if table.layers is None:
+        return [(None, None, data.reshape(count, -1))]
+    if site not in HEADED:
+        return [(layer, None, np.ascontiguousarray(data[:, place])) for place, layer in enumerate(table.layers)]
+    heads = [head for first, end in table.spans for head in range(first, end)] or list(range(data.shape[2]))
+    return [
+        (layer, head, np.ascontiguousarray(data[:, place, index]))
+        for place, layer in enumerate(table.layers)
+        for index, head in enumerate(heads)
+    ]

@@ -1,0 +1,130 @@
+"""The way from the hub to rank 0, which generates: runs and probes are sent on to it (docs/scope-protocol.md, 6)."""
+
+from typing import Any
+
+import httpx
+
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_common import frames
+from megatronapp_common.errors import FrameError
+from megatronapp_common.frames import Frame
+from megatronapp_common.scope.protocol_requests import CaptureChange, Probe, RunRequest, ScoreRequest
+
+TIMEOUT_S = 10.0
+SCORES_TIMEOUT_S = 300.0
+"""Scores wait behind all prompts, and a long text is read for a while."""
+PASSED_ON = frozenset({404, 409, 413, 422, 429, 501, 503})
+"""Answers of rank 0 that its asker gets as they are."""
+
+
+class ServeClient:
+    """Asks rank 0. Every method raises ApiError: with rank 0's own words where it answered, else 503."""
+
+    def __init__(self, url: str, token: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/"),
+            headers={"Authorization": f"Bearer {token}"},
+            timeout=TIMEOUT_S,
+            transport=transport,
+            trust_env=False,  # a proxy of the environment would get our token
+        )
+
+    async def close(self) -> None:
+        """Let connections go."""
+        await self._client.aclose()
+
+    @property
+    def url(self) -> str:
+        """Where rank 0 answers, without a slash at its end."""
+        return str(self._client.base_url).rstrip("/")
+
+    async def metrics(self) -> str:
+        """The counts of rank 0 in the text format of Prometheus."""
+        return (await self._send("GET", "/metrics")).text
+
+    async def start(self, request: RunRequest) -> dict[str, Any]:
+        """Queue a run: `{"run", "position"}`."""
+        return await self._ask("POST", "/scope/v1/runs", request.model_dump_json(by_alias=True).encode())
+
+    async def cancel(self, run: str) -> None:
+        """End a run."""
+        await self._ask("DELETE", f"/scope/v1/runs/{run}")
+
+    async def change(self, run: str, change: CaptureChange) -> None:
+        """Another capture, from the next step on."""
+        await self._ask("PATCH", f"/scope/v1/runs/{run}", change.model_dump_json(by_alias=True).encode())
+
+    async def run(self, run: str) -> dict[str, Any]:
+        """A run with all tokens so far."""
+        return await self._ask("GET", f"/scope/v1/runs/{run}")
+
+    async def probe(self, probe: Probe) -> str:
+        """Ask for exact numbers; they come as PART frames with this id."""
+        answer = await self._ask("POST", "/scope/v1/probes", probe.model_dump_json(by_alias=True).encode())
+        return str(answer.get("probe"))
+
+    async def scores(self, asked: ScoreRequest) -> Frame:
+        """A frame SCOPE_TOKENS with the surprise, entropy and candidates at each token of a text."""
+        body = asked.model_dump_json(by_alias=True).encode()
+        answer = await self._send("POST", "/scope/v1/scores", body, timeout_s=SCORES_TIMEOUT_S)
+        try:
+            return frames.decode(answer.content)
+        except FrameError as error:
+            raise _failed(f"the model sent no scores: {error}") from error
+
+    async def basis(self, frame: Frame) -> None:
+        """Give the ranks a basis to project on."""
+        await self._ask("PUT", "/scope/v1/basis", frames.encode(frame), kind="application/octet-stream")
+
+    async def _ask(
+        self, method: str, path: str, body: bytes | None = None, *, kind: str = "application/json"
+    ) -> dict[str, Any]:
+        answer = await self._send(method, path, body, kind=kind)
+        found = _json(answer) if answer.content else {}
+        if not isinstance(found, dict):
+            raise _failed(f"the model answered with {answer.status_code} and no JSON object")
+        return found
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        kind: str = "application/json",
+        timeout_s: float = TIMEOUT_S,
+    ) -> httpx.Response:
+        """An answer that is a success."""
+        headers = {"Content-Type": kind} if body is not None else {}
+        try:
+            answer = await self._client.request(method, path, content=body, headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            what = f"the model does not answer: {type(error).__name__}"
+            raise ApiError(503, "restarting", what, "Try again in a moment.") from error
+        if not answer.is_success:
+            raise _refusal(answer)
+        return answer
+
+
+def _refusal(answer: httpx.Response) -> ApiError:
+    said = _json(answer)
+    if answer.status_code in PASSED_ON and isinstance(said, dict) and isinstance(said.get("code"), str):
+        words = str(said.get("message")), str(said.get("hint"))
+        return ApiError(answer.status_code, said["code"], *words, retry_s=_retry_s(answer))
+    return _failed(f"the model answered with {answer.status_code}")
+
+
+def _failed(what: str) -> ApiError:
+    return ApiError(503, "model-failed", what, "See the log of rank 0.")
+
+
+def _json(answer: httpx.Response) -> Any:  # noqa: ANN401 - whatever JSON holds
+    try:
+        return answer.json()
+    except ValueError:
+        return None
+
+
+def _retry_s(answer: httpx.Response) -> int | None:
+    said = answer.headers.get("Retry-After", "")
+    return int(said) if said.isascii() and said.isdigit() and len(said) < 6 else None

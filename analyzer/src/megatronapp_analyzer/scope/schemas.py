@@ -1,0 +1,229 @@
+"""What the scope routes give; what they take stands in `megatronapp_common.scope.protocol_requests`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from megatronapp_analyzer.hub.http.schemas import ApiModel
+
+RunState = Literal["queued", "prefill", "decoding", "done", "cancelled", "failed"]
+
+
+class Started(ApiModel):
+    """A run that waits for its turn."""
+
+    run: str
+    position: int | None
+
+
+class Coming(ApiModel):
+    """The model is asked; ask again after so many milliseconds."""
+
+    probe: str
+    retry_ms: int
+
+
+class RunError(ApiModel):
+    """Why a run failed."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class RunSummary(ApiModel):
+    """One line of the list of runs."""
+
+    run: str
+    state: RunState
+    prompts: list[str]
+    """Beginnings of the prompts."""
+    position: int | None
+    """Place in the queue."""
+    started_at: float | str | None
+    tokens: int | None
+    tokens_per_second: float | None
+    error: RunError | None
+
+
+class ScopeModel(ApiModel):
+    """Sizes of the model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_width: int
+    mlp_width: int
+    gated: bool
+    vocabulary: int
+    positions: Literal["learned", "rotary", "none"]
+    max_length: int
+
+
+class ScopeRank(ApiModel):
+    """What of the model a rank has."""
+
+    rank: int
+    stage: int
+    tensor: int
+    layers: tuple[int, int]
+    """From the first to before the end."""
+    heads: tuple[int, int]
+
+
+class ScopeLayout(ApiModel):
+    """How the model is spread."""
+
+    tensor: int
+    pipeline: int
+    ranks: list[ScopeRank] | None = None
+    """Of one replica; None until all have said it."""
+
+
+class ScopeLimits(ApiModel):
+    """What is held to."""
+
+    prompts: int
+    tokens: int
+    pinned_heads: int
+    ring_bytes: int
+    expression_length: int
+
+
+class Hello(ApiModel):
+    """Header of SCOPE_HELLO."""
+
+    protocol: int
+    boot: str | None = None
+    """Of the hub's life: another one has begun to number its frames anew. None in recordings of older hubs."""
+    role: Literal["viewer", "controller"]
+    job: str
+    source: Literal["live", "replay"]
+    state: Literal["ready", "restarting", "gone"]
+    model: ScopeModel | None
+    layout: ScopeLayout
+    limits: ScopeLimits
+    presets: dict[str, Any]
+    reducers: list[str]
+    sites: tuple[str, ...] = ()
+    """Names of the places that ranks can look at, those of plugins included."""
+    runs: list[RunSummary]
+
+
+class Candidate(ApiModel):
+    """A token that could have come; its text alone, if rank 0 has texts."""
+
+    id: int
+    text: str | None
+    probability: float
+
+
+class GeneratedToken(ApiModel):
+    """A token that came out of the row before its position."""
+
+    position: int
+    id: int
+    text: str | None
+    offset: list[int] | None
+    """Place of its text in UTF-16 units."""
+    finished: str | None
+    candidates: list[Candidate] | None = None
+    """Asked for by `candidates=true`; None, too, where the hub holds them no more."""
+
+
+class RunDetail(ApiModel):
+    """Header of SCOPE_RUN, and all tokens that were generated, for each prompt."""
+
+    run: str
+    state: RunState
+    position: int | None = None
+    prompts: list[dict[str, Any]]
+    sampling: dict[str, Any] | None = None
+    capture: dict[str, Any] | None = None
+    tokens: int | None = None
+    error: RunError | None = None
+    started_at: float | str | None = None
+    tokens_per_second: float | None = None
+    generated: list[list[GeneratedToken]]
+
+
+DETAIL_NAMES = frozenset(field.alias or name for name, field in RunDetail.model_fields.items())
+"""Of the header; a newer rank 0 may tell more."""
+
+
+class PcaRequest(ApiModel):
+    """New axes of some layers."""
+
+    model_config = ConfigDict(strict=True)
+
+    layers: Annotated[list[Annotated[int, Field(ge=0, lt=4096)]], Field(min_length=1, max_length=4096)]
+    refit: Literal[True] = True
+
+
+class Fitted(ApiModel):
+    """The axes are there."""
+
+    version: int
+
+
+class Scores(ApiModel):
+    """Surprise of each token of a prompt but the first, and entropy of its distribution, in nats."""
+
+    sample: int
+    positions: list[int]
+    surprise: list[float | None]
+    entropy: list[float | None]
+
+
+class Latency(ApiModel):
+    """Durations in seconds since the server's start; None without any. Median and 95th percentile are of buckets."""
+
+    count: int
+    mean: float | None
+    median: float | None
+    p95: float | None
+
+
+class Latencies(ApiModel):
+    """Of prompts, and of each token after the first."""
+
+    queue: Latency
+    first_token: Latency
+    output_token: Latency
+
+
+class Served(ApiModel):
+    """The server of the model."""
+
+    address: str
+    """Of its OpenAI interface, inside of the job's network."""
+    waiting: int
+    """Prompts in the queue."""
+    running: int
+    refused: int
+    """Requests that found the queue full."""
+    ended: dict[str, int]
+    """Prompts by how they ended."""
+    latencies: Latencies
+
+
+class Variance(ApiModel):
+    """Of hidden states after a layer."""
+
+    layer: int
+    rows: int
+    """Tokens that it is of: all that the model has read, or every so many of long texts."""
+    variance: float
+    """Sum over all features."""
+
+
+class Values(ApiModel):
+    """Exact numbers as JSON."""
+
+    site: str
+    sample: int
+    layer: int | None
+    head: int | None
+    positions: list[int]
+    values: list[list[float | None]]

@@ -1,0 +1,114 @@
+"""MegaScope in the hub, put together: desk, model, PCA."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from megatronapp_analyzer.hub.http.problems import ApiError
+from megatronapp_analyzer.hub.scope.scores import ScoreDesk
+from megatronapp_analyzer.scope.delivery.limits import MAX_CALLERS, MAX_PAGES, REQUESTS, Slots, too_fast
+from megatronapp_analyzer.scope.delivery.session_download import MAX_SESSIONS
+from megatronapp_analyzer.scope.ingest.token_backfill import Refiller
+from megatronapp_analyzer.scope.probes.pca_service import BasisDesk
+from megatronapp_analyzer.scope.probes.probe_client import Asker
+from megatronapp_analyzer.scope.probes.rank0_client import ServeClient
+from megatronapp_analyzer.scope.store.registry import ScopeDesk, ScopeSettings
+from megatronapp_analyzer.scope.store.run import TURNED, Run
+from megatronapp_analyzer.scope.views import export_values
+from megatronapp_common.scope.protocol_requests import Rotary
+from megatronapp_common.web.token_bucket import Buckets
+
+
+class ScopeService:
+    """One for each hub. `client` None: nothing generates here."""
+
+    def __init__(self, settings: ScopeSettings, client: ServeClient | None = None) -> None:
+        self.desk = ScopeDesk(settings)
+        self.asker = Asker(self.desk, client)
+        self.bases = BasisDesk(self.asker)
+        self.scores = ScoreDesk(self.asker)
+        self.refiller = Refiller(self.asker)
+        self.desk.on_engine = self._engine_is_there
+        self.pages = Slots(MAX_PAGES)
+        self.sessions = Slots(MAX_SESSIONS)
+        self.requests = REQUESTS
+        """That one caller has."""
+        self._buckets = Buckets(MAX_CALLERS)
+
+    def _engine_is_there(self) -> None:
+        self.bases.give()
+        self.refiller.look_again()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Until left; then connections and timers end."""
+        try:
+            yield
+        finally:
+            self.desk.close()
+            await self.bases.close()
+            await self.scores.close()
+            await self.refiller.close()
+            if self.asker.client is not None:
+                await self.asker.client.close()
+
+    def count_request(self, caller: str, turns: int = 1) -> None:
+        """Of a request that costs as much as so many. Raises ApiError 429 for a caller that asks too often."""
+        short = self._buckets.take({caller: self.requests}, self.desk.clock(), turns)
+        if short is not None:
+            raise too_fast(short.wait_s)
+
+    def whole(self, run: Run) -> Run:
+        """The run, of which the hub has all tokens. Raises ApiError 409 or 503 for another."""
+        self.refiller.check(run)
+        return run
+
+    def turn_of(self, site: str, rotary: Rotary) -> Rotary:
+        """Which of `q` and `k` is meant: without rotary positions both are the same. Raises ApiError 422."""
+        if rotary == "before" and site not in TURNED:
+            raise ApiError(422, "invalid-request", f"rotary: {site} is not turned", "Leave it out; it is of q and k.")
+        model = self.desk.publishers.model
+        return "after" if model is not None and model["positions"] != "rotary" else rotary
+
+    def check_sample(self, run: Run, sample: int) -> None:
+        """Raise ApiError 404 for a prompt that the run does not have."""
+        self._check(run, sample, None, None)
+
+    def check_head(self, run: Run, sample: int, layer: int, head: int) -> None:
+        """Raises ApiError 404 for a sample, layer or head that there is not."""
+        self._check(run, sample, layer, head)
+
+    def _check(self, run: Run, sample: int, layer: int | None, head: int | None, *, heads: str = "heads") -> None:
+        if not run.has_sample(sample):
+            raise ApiError(404, "outside", f"there is no prompt {sample}", f"The run has {len(run.tokens)}, from 0.")
+        model = self.desk.publishers.model
+        if model is None:
+            return
+        for name, value, count in (("layer", layer, model["layers"]), ("head", head, model[heads])):
+            if value is not None and value >= count:
+                raise ApiError(404, "outside", f"there is no {name} {value}", f"The model has {count}, from 0.")
+
+    def check_site(self, run: Run, site: str, where: tuple[int, int | None, int | None]) -> None:
+        """Raises ApiError for a site that there is not, or that needs another place."""
+        sample, layer, head = where
+        if site not in export_values.SITES | self.desk.publishers.sites:
+            names = ", ".join(sorted(export_values.SITES | self.desk.publishers.sites))
+            raise ApiError(404, "no-such-site", f"there is no site {site!r}", f"Take one of {names}.")
+        self._check(run, sample, layer, head, heads="keyHeads" if site in {"k", "v"} else "heads")
+        if site not in export_values.SITES:
+            return
+        for name, value, needed in (
+            ("layer", layer, site not in export_values.LAYERLESS),
+            ("head", head, site in export_values.HEADED),
+        ):
+            if needed != (value is not None):
+                word = "needs a" if needed else "has no"
+                raise ApiError(
+                    422, "invalid-request", f"{name}: {site} {word} {name}", "See docs/scope-protocol.md, 2."
+                )
+
+    def check_layers(self, layers: Sequence[int]) -> list[int]:
+        """The layers without repetition. Raises ApiError 404 for one that there is not."""
+        model = self.desk.publishers.model
+        if model is not None and max(layers) >= model["layers"]:
+            raise ApiError(404, "outside", f"there is no layer {max(layers)}", f"The model has {model['layers']}.")
+        return sorted(set(layers))

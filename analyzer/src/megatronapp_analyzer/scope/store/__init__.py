@@ -1,0 +1,1 @@
+"""Bounded storage of runs and their frames."""

@@ -1,0 +1,134 @@
+"""Frames of one run, as pages get them: numbered, some with a short form for who has no room for the whole. Pure."""
+
+import bisect
+import dataclasses
+import enum
+from collections.abc import Callable
+
+from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+from megatronapp_common import frames
+from megatronapp_common.frames import Frame, FrameType
+
+
+class Drop(enum.IntEnum):
+    """What may be left out for a slow page, in the order in which it is."""
+
+    ROWS = 0
+    VECTORS = 1
+    NEVER = 2
+
+
+CLASSES = {
+    FrameType.SCOPE_ROWS: (Drop.ROWS, Held.ROWS),
+    FrameType.SCOPE_OVERVIEW: (Drop.VECTORS, Held.VECTORS),
+    FrameType.SCOPE_STEP: (Drop.VECTORS, Held.VECTORS),
+}
+OF_TENSORS = frozenset({"topTexts", "pcaVersion"})
+"""In a header, but nothing without the tensors."""
+WHAT = {FrameType.SCOPE_ROWS: "rows", FrameType.SCOPE_OVERVIEW: "overview", FrameType.SCOPE_STEP: "step"}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Entry:
+    """One frame. `whole` is None once its room was needed; `short` is what must not be left out, if anything."""
+
+    run: str
+    seq: int
+    type: int
+    step: int
+    whole: bytes | None
+    short: bytes | None
+    on_drop: Callable[[], None] | None = None
+    """Called when `whole` goes: for who has views on it."""
+
+    @property
+    def drop(self) -> Drop:
+        """Whether and when it may be left out."""
+        return CLASSES[FrameType(self.type)][0] if self.type in CLASSES else Drop.NEVER
+
+    @property
+    def what(self) -> str:
+        """Its name in a GAP."""
+        return WHAT[FrameType(self.type)]
+
+
+class Journal:
+    """Append-only. What is droppable is held by the ring."""
+
+    def __init__(self, run: str, ring: Ring) -> None:
+        self.run = run
+        self._ring = ring
+        self._entries: list[Entry] = []
+        self._tickets: list[int] = []
+        self._newest_state: tuple[str, Entry] | None = None
+        self._newest_pca: Entry | None = None
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest frame; 0 before the first."""
+        return self._entries[-1].seq if self._entries else 0
+
+    def append(self, frame: Frame) -> Entry:
+        """Number a frame and keep it. Raises FrameError."""
+        seq = self.newest + 1
+        step = frame.header.get("step", 0)
+        return self.restore(Frame(frame.type, {**frame.header, "seq": seq}, frame.body), seq, step)
+
+    def restore(self, frame: Frame, seq: int, step: int) -> Entry:
+        """Keep a frame that has its number already."""
+        whole = frames.encode(frame)
+        entry = Entry(self.run, seq, frame.type, step, whole, _short(frame, whole))
+        if frame.type == FrameType.SCOPE_RUN:
+            self._forget_same_state(str(frame.header.get("state")), entry)
+        elif frame.type == FrameType.SCOPE_PCA:
+            self._take_place_of(self._newest_pca)
+            self._newest_pca = entry
+        self._entries.append(entry)
+        if frame.type in CLASSES:
+            self._tickets.append(self._ring.hold(CLASSES[FrameType(frame.type)][1], len(whole), lambda: _let_go(entry)))
+        return entry
+
+    def _forget_same_state(self, state: str, entry: Entry) -> None:
+        """Of frames that tell the same state only the newest is sent again, so that a long queue fills no memory."""
+        if self._newest_state is not None and self._newest_state[0] == state:
+            self._take_place_of(self._newest_state[1])
+        self._newest_state = (state, entry)
+
+    def _take_place_of(self, older: Entry | None) -> None:
+        if older is not None:
+            self._entries.remove(older)
+
+    @property
+    def pca(self) -> bytes | None:
+        """The newest SCOPE_PCA: it has the coordinates of all rows, so that no older one is sent again."""
+        return self._newest_pca.whole if self._newest_pca is not None else None
+
+    def steps(self) -> list[bytes]:
+        """SCOPE_STEP frames that are held whole."""
+        return [one.whole for one in self._entries if one.type == FrameType.SCOPE_STEP and one.whole is not None]
+
+    def after(self, seq: int) -> list[Entry]:
+        """Frames with a number above `seq`, oldest first."""
+        return self._entries[bisect.bisect_right(self._entries, seq, key=lambda entry: entry.seq) :]
+
+    def close(self) -> None:
+        """Give its room back."""
+        for ticket in self._tickets:
+            self._ring.release(ticket)
+        self._entries.clear()
+
+
+def _short(frame: Frame, whole: bytes) -> bytes | None:
+    if frame.type == FrameType.SCOPE_STEP:
+        header = {name: value for name, value in frame.header.items() if name not in OF_TENSORS}
+        return frames.encode(Frame(frame.type, {**header, "tensors": []}))
+    return None if frame.type in CLASSES else whole
+
+
+def _let_go(entry: Entry) -> None:
+    entry.whole = None
+    if entry.on_drop is not None:
+        entry.on_drop()

@@ -1,0 +1,57 @@
+"""Rows of numbers by what they belong to and position, as long as the ring has room for them. Pure."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+
+K = TypeVar("K")
+
+
+@dataclasses.dataclass(slots=True)
+class RowTable(Generic[K]):
+    """Arrays by key and position. A newer one takes the place of an older one."""
+
+    ring: Ring
+    kind: Held
+    _rows: dict[K, dict[int, NDArray[Any]]] = dataclasses.field(default_factory=dict)
+    _tickets: list[int] = dataclasses.field(default_factory=list)
+
+    def put(self, key: K, positions: Iterable[int], rows: NDArray[Any]) -> None:
+        """Keep a block of rows; they share one array, and go together."""
+        placed = list(zip(positions, rows, strict=True))
+        self.point(key, placed)
+        self._tickets.append(self.ring.hold(self.kind, rows.nbytes, self.forgetter([(key, placed)])))
+
+    def point(self, key: K, placed: Iterable[tuple[int, NDArray[Any]]]) -> None:
+        """Know rows whose room somebody else holds."""
+        self._rows.setdefault(key, {}).update(placed)
+
+    def forgetter(self, blocks: Iterable[tuple[K, list[tuple[int, NDArray[Any]]]]]) -> Callable[[], None]:
+        """What forgets these rows, unless newer ones have taken their places."""
+
+        def forget() -> None:
+            for key, placed in blocks:
+                known = self._rows.get(key, {})
+                for position, row in placed:
+                    if known.get(position) is row:
+                        del known[position]
+
+        return forget
+
+    def get(self, key: K) -> dict[int, NDArray[Any]]:
+        """Rows of a key by position; must not be changed."""
+        return self._rows.get(key, {})
+
+    def held(self) -> list[K]:
+        """Keys that have rows."""
+        return [key for key, rows in self._rows.items() if rows]
+
+    def close(self) -> None:
+        """Give the room back."""
+        for ticket in self._tickets:
+            self.ring.release(ticket)
+        self._rows.clear()

@@ -1,0 +1,207 @@
+"""One run as the hub knows it: its state, its tokens, its frames, and numbers that were asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatronapp_analyzer.errors import ProtocolError
+from megatronapp_analyzer.scope.ingest.engine_liveness import CODE as ENGINE_LOST
+from megatronapp_analyzer.scope.ingest.wire_models import RunHeader, SampleHeader, StepHeader, read
+from megatronapp_analyzer.scope.store.frame_log import Entry, Journal
+from megatronapp_analyzer.scope.store.memory_budget import Held, Ring
+from megatronapp_analyzer.scope.store.row_table import RowTable
+from megatronapp_analyzer.scope.views.tile_pooling import HeadKey, PooledTiles
+from megatronapp_common.frames import Frame, FrameType
+from megatronapp_common.scope.protocol import frame_of, unpack
+
+if TYPE_CHECKING:
+    from megatronapp_analyzer.hub.scope.scores import Scores
+
+ValueKey = tuple[str, int, int | None, int | None]
+"""Site, sample, layer and head."""
+ENDED = frozenset({"done", "cancelled", "failed"})
+BEFORE = ".before"
+TURNED = frozenset({"q", "k"})
+"""Sites that rotary positions turn."""
+
+
+class Run:
+    """State of a run. `header` is that of SCOPE_RUN, without its number."""
+
+    def __init__(self, run: str, ring: Ring) -> None:
+        self.id = run
+        self.header: dict[str, Any] = {"run": run, "state": "queued", "prompts": []}
+        self.journal = Journal(run, ring)
+        self.attention: RowTable[HeadKey] = RowTable(ring, Held.ROWS)
+        self.pooled = PooledTiles(ring, grows=self.grows)
+        self.values: RowTable[ValueKey] = RowTable(ring, Held.VALUES)
+        self.tokens: list[dict[int, dict[str, Any]]] = []
+        """For every sample: position to `{"id", "text", "offset", "finished"}` of what was generated."""
+        self.scores: dict[int, Scores] = {}
+        """Scores of prompts by sample, once they were asked for."""
+        self.late = False
+        """Whether the hub came when it went on already, and rank 0 has not told yet what was before."""
+        self.pca_version = 0
+        """Of the basis that its newest SCOPE_PCA is of."""
+        self.pca_rows: set[tuple[int, int]] = set()
+        """Samples and positions whose coordinates in it were shown by steps and overviews."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.header.get("state") in ENDED
+
+    @property
+    def final(self) -> bool:
+        """Whether it has ended for good: of one that only the hub gave up, rank 0 may come back and tell more."""
+        return self.ended and (self.header.get("error") or {}).get("code") != ENGINE_LOST
+
+    def grows(self, sample: int | None = None) -> bool:
+        """Whether more tokens may come of a sample, or of any."""
+        said = self.tokens[sample] if sample is not None and self.has_sample(sample) else {}
+        return not self.ended and (not said or said[max(said)]["finished"] is None)
+
+    @property
+    def captured(self) -> bool:
+        """Whether more than tokens was asked for."""
+        return (self.header.get("capture") or {}).get("preset") != "off"
+
+    def set_state(self, header: Mapping[str, Any]) -> Entry:
+        """A new state. Raises ProtocolError."""
+        said = read(RunHeader, "RUN", {**header, "run": self.id})
+        self.header = said.model_dump(mode="json", by_alias=True)
+        self.tokens += [{} for _ in range(len(said.prompts) - len(self.tokens))]
+        return self.journal.append(Frame(FrameType.SCOPE_RUN, self.header))
+
+    def is_told(self, said: RunHeader) -> bool:
+        """Whether this is the state that is known."""
+        return bool(self.header == said.model_dump(mode="json", by_alias=True))
+
+    def prompt_ids(self, sample: int) -> list[int]:
+        """Tokens of a prompt."""
+        return list(self.header["prompts"][sample]["ids"])
+
+    def ids(self, sample: int) -> list[int]:
+        """All tokens of a sample: its prompt, and what came of it. To be asked of runs that are whole only."""
+        generated = self.tokens[sample]
+        return self.prompt_ids(sample) + [generated[place]["id"] for place in sorted(generated)]
+
+    def length(self, sample: int) -> int:
+        """Positions that the model has read: the last token that was generated has not been."""
+        return max(self.tokens[sample], default=len(self.prompt_ids(sample)))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are here that were generated, without a hole."""
+        return not self.late and all(self._follows(sample) for sample in range(len(self.tokens)))
+
+    @property
+    def steps(self) -> int:
+        """That are here with their tokens."""
+        return max(map(len, self.tokens), default=0)
+
+    def _follows(self, sample: int) -> bool:
+        """One position behind the other, from the end of the prompt on."""
+        first, places = len(self.prompt_ids(sample)), self.tokens[sample]
+        return not places or (min(places) == first and max(places) == first + len(places) - 1)
+
+    def fill(self, samples: Sequence[SampleHeader]) -> list[Entry]:
+        """Tokens that were not seen here, as rank 0 tells them: frames of their steps, without numbers.
+
+        Raises ProtocolError if they are not of this run.
+        """
+        if len(samples) != len(self.tokens):
+            raise ProtocolError("bad-run", f"run {self.id}: {len(samples)} samples, not {len(self.tokens)}")
+        steps: dict[int, list[tuple[int, int, SampleHeader]]] = {}
+        for sample, said in enumerate(samples):
+            first = len(self.prompt_ids(sample))
+            for step in range(len(said.ids)):
+                if first + step not in self.tokens[sample]:
+                    steps.setdefault(step, []).append((sample, first + step - 1, said))
+        self.late = False
+        return [self.add_step(_step_of(self.id, step, steps[step])) for step in sorted(steps)]
+
+    def has_sample(self, sample: int) -> bool:
+        """Whether there is such a prompt."""
+        return 0 <= sample < len(self.tokens)
+
+    def add_step(self, frame: Frame) -> Entry:
+        """A SCOPE_STEP frame. Raises ProtocolError."""
+        self._note_tokens(frame.header)
+        return self.journal.append(frame)
+
+    def _note_tokens(self, header: Mapping[str, Any]) -> None:
+        said = read(StepHeader, "STEP", header).dump()
+        columns = (said[name] for name in ("ids", "texts", "offsets", "finished"))
+        for (sample, position), *cells in zip(said["rows"], *columns, strict=True):
+            if not self.has_sample(sample):
+                raise ProtocolError("bad-step", f"run {self.id}: a step of sample {sample}, which it does not have")
+            cell = dict(zip(("id", "text", "offset", "finished"), cells, strict=True))
+            self.tokens[sample][position + 1] = cell
+
+    def add_rows(self, frame: Frame) -> Entry:
+        """A SCOPE_ROWS frame; its rows are known for tiles as long as the frame is held."""
+        entry = self.journal.append(frame)
+        (flat,) = unpack(frame)
+        views = split_rows(flat.data, frame.header["keys"])
+        blocks: list[tuple[HeadKey, list[tuple[int, NDArray[Any]]]]] = []
+        for (sample, layer, head, position), view in zip(frame.header["rows"], views, strict=True):
+            blocks.append(((sample, layer, head), [(position, view)]))
+        if entry.whole is not None:
+            for key, placed in blocks:
+                self.attention.point(key, placed)
+            entry.on_drop = self.attention.forgetter(blocks)
+        return entry
+
+    def summary(self) -> dict[str, Any]:
+        """What lists of runs say of it."""
+        names = ("state", "position", "startedAt", "tokens", "tokensPerSecond", "error")
+        prompts = [str(prompt.get("text", ""))[:200] for prompt in self.header["prompts"]]
+        return {"run": self.id, "prompts": prompts} | {name: self.header.get(name) for name in names}
+
+    def detail(self) -> dict[str, Any]:
+        """Header of SCOPE_RUN, with all tokens that were generated."""
+        generated = [[{"position": place, **said} for place, said in sorted(sample.items())] for sample in self.tokens]
+        return self.header | {"generated": generated}
+
+    def close(self) -> None:
+        """Give its room back."""
+        self.journal.close()
+        self.attention.close()
+        self.pooled.close()
+        self.values.close()
+
+
+def value_site(site: str, rotary: str) -> str:
+    """What exact numbers of a site are kept under; before the rotary turn `q` and `k` are others than after it."""
+    return f"{site}{BEFORE}" if rotary == "before" and site in TURNED else site
+
+
+def site_of(name: str) -> tuple[str, str]:
+    """Site and rotary turn of what `value_site` gave."""
+    site = name.removesuffix(BEFORE)
+    return site, "after" if site == name else "before"
+
+
+def _step_of(run: str, step: int, rows: Sequence[tuple[int, int, SampleHeader]]) -> Frame:
+    """A SCOPE_STEP frame without numbers."""
+    header = {
+        "run": run,
+        "step": step,
+        "rows": [[sample, position] for sample, position, _ in rows],
+        "ids": [said.ids[step] for _, _, said in rows],
+        "texts": [said.texts[step] for _, _, said in rows],
+        "offsets": [said.offsets[step] for _, _, said in rows],
+        "finished": [said.finished[step] for _, _, said in rows],
+    }
+    return frame_of(FrameType.SCOPE_STEP, header)
+
+
+def split_rows(flat: NDArray[Any], keys: Sequence[int]) -> list[NDArray[Any]]:
+    """Rows of different lengths that stand one behind the other. Raises ProtocolError if they do not fit."""
+    if any(not isinstance(count, int) or count < 0 for count in keys) or sum(keys) != flat.size:
+        raise ProtocolError("bad-rows", "ROWS frame: keys and tensor do not fit each other")
+    ends = np.cumsum(np.asarray(keys, dtype=np.int64))
+    return [flat[end - count : end] for end, count in zip(ends, keys, strict=True)]

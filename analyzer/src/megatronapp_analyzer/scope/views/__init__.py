@@ -1,0 +1,1 @@
+"""Frames, tiles and exports made from stored steps."""
